@@ -1,0 +1,32 @@
+"""Errors a user can act on, each with the exit code the shell sees.
+
+A message says the value, the rule and the way out. The command prints it without a traceback;
+anything else that escapes is a bug of ours and keeps its traceback.
+"""
+
+PREEMPTED_EXIT = 75
+INTERRUPTED_EXIT = 130
+
+
+class FlatoutError(Exception):
+    """Base of every error whose message is meant for the user."""
+
+    exit_code = 1
+
+
+class UsageError(FlatoutError):
+    """Bad usage, configuration or input data: the user changes what they asked for."""
+
+    exit_code = 2
+
+
+class EnvironmentLacks(FlatoutError):
+    """The machine lacks something (a package, disk space, a GPU build): says what, and how to get it."""
+
+    exit_code = 3
+
+
+class RunFailed(FlatoutError):
+    """The run itself failed (non-finite loss, lost data): the cause and its evidence are in the message."""
+
+    exit_code = 4

@@ -1,0 +1,53 @@
+"""Finds a model's files: a local folder as it is, any other name on the Hugging Face hub.
+
+Only JSON, text and safetensors are ever fetched; nothing pickled, nothing executable.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from flatout.errors import EnvironmentLacks, UsageError
+
+SMALL_FILES = ["*.json", "*.jinja", "*.txt", "*.model"]
+
+
+def folder(name: str, *, weights: bool) -> Path:
+    """The folder that holds `name`, fetched from the hub if it is no folder here."""
+    local = Path(name).expanduser()
+    if local.is_dir():
+        return local
+    if name.startswith((".", "/", "~")) or name.count("/") != 1:
+        raise UsageError(f"model {name!r} is no folder here, and a name on the hub looks like OWNER/NAME")
+    try:
+        from huggingface_hub import snapshot_download
+        from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+    except ImportError:
+        raise EnvironmentLacks(
+            f"model {name!r} is not a local folder, and fetching it needs huggingface_hub: pip install 'flatout[train]'"
+        ) from None
+    wanted = [*SMALL_FILES, "*.safetensors"] if weights else SMALL_FILES
+    try:
+        return Path(snapshot_download(name, allow_patterns=wanted))
+    except LocalEntryNotFoundError:
+        raise EnvironmentLacks(
+            f"model {name!r} is not a local folder, not in the local cache, and the hub cannot be reached: "
+            "go online once, or give a folder"
+        ) from None
+    except HfHubHTTPError as error:
+        raise UsageError(f"the hub refused {name!r}: {str(error).splitlines()[0]}") from None
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file of somebody else's."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UsageError(f"{path} is missing: a model folder needs it") from None
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{path} cannot be read as JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise UsageError(f"{path} holds a {type(value).__name__}, not an object")
+    return value
