@@ -1,0 +1,73 @@
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+
+import pytest
+
+from flatout.errors import EnvironmentLacks
+from flatout.hardware import detect, measure, named
+from flatout.hardware.measure import _dtypes, _median_s, _side
+
+torch = pytest.importorskip("torch")
+
+
+def test_a_cpu_is_measured_in_figures_that_can_be() -> None:
+    measured = measure(named("CPU"), seconds=0.05)
+    assert set(measured.flops) == {"fp32", "bf16"}
+    assert 1e8 < measured.flops["fp32"] < 1e14
+    assert 1e6 < measured.flops["bf16"] < 1e14
+    assert measured.bandwidth is not None
+    assert 1e8 < measured.bandwidth < 1e13
+    assert [note.split(":")[0] for note in measured.notes] == ["fp32", "bf16", "bandwidth", "CPU"]
+    assert json.loads(json.dumps(measured.to_json())) == measured.to_json()
+
+
+def test_measuring_leaves_the_precision_of_products_as_it_was() -> None:
+    before = torch.backends.cuda.matmul.fp32_precision
+    measure(named("CPU"), seconds=0.0)
+    assert torch.backends.cuda.matmul.fp32_precision == before
+
+
+@pytest.mark.parametrize(("flops", "side"), [(1e8, 128), (1e11, 1024), (1e13, 4096), (1e15, 8192)])
+def test_the_size_suits_the_device(flops: float, side: int) -> None:
+    """On a device of so many operations a second, one product stays within a tenth of a second."""
+    made: list[int] = []
+
+    def product_of(side: int) -> Callable[[], object]:
+        made.append(side)
+        return lambda: None
+
+    assert _side(product_of, clock=lambda call, num_calls: 2 * made[-1] ** 3 / flops) == side
+
+
+def test_the_median_ignores_a_hiccup() -> None:
+    bursts_s = iter([0.001, 0.01, 5.0, 0.01])  # the first only sizes the bursts: ten calls
+    assert _median_s(lambda: None, clock=lambda call, num_calls: next(bursts_s), budget_s=0.0) == 0.001
+
+
+def test_dtypes_without_units_are_left_out() -> None:
+    assert _dtypes(named("T4")) == ["fp32", "fp16"]
+    assert _dtypes(named("A100-40GB")) == ["fp32", "tf32", "fp16", "bf16"]
+    assert _dtypes(named("H200")) == ["fp32", "tf32", "fp16", "bf16", "fp8"]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+def test_a_machine_that_is_not_here_cannot_be_measured() -> None:
+    with pytest.raises(EnvironmentLacks, match="CUDA build of torch"):
+        measure(named("H200"))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_gpu_reaches_most_of_its_datasheet_and_no_more() -> None:
+    hardware = detect()
+    measured = measure(hardware, seconds=0.3)
+    assert set(measured.flops) == set(_dtypes(hardware))
+    for dtype, peak in hardware.peak_flops.items():
+        assert 0.3 * peak < measured.flops[dtype] < 1.1 * peak, dtype
+    if hardware.bandwidth is not None:
+        assert measured.bandwidth is not None
+        assert 0.5 * hardware.bandwidth < measured.bandwidth < 1.05 * hardware.bandwidth
+    total_gib = torch.cuda.get_device_properties(0).total_memory / 2**30
+    assert hardware.memory_gib == pytest.approx(total_gib, rel=0.01)
