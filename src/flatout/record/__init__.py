@@ -1,0 +1,17 @@
+"""The run folder: what a training run leaves behind, and all that `watch`, `doctor`, `compare` and `report` read.
+
+    config.yaml config.json plan.json hardware.json env.json     written once, atomically
+    steps.jsonl events.jsonl monitor.jsonl                       appended, one line a time (rank 0)
+    steps-rank00001.jsonl ...                                    the same of every other rank
+    steps.rollup.jsonl                                           256 steps a line, rebuilt from steps.jsonl
+    checkpoints/ profile/ trackers/ report.html                  owned by others, named here
+
+Standard library only, so a run opens on any machine. No other module knows a file name in the folder.
+"""
+
+from flatout.record.records import Event, Sink, Span, StepRecord
+from flatout.record.redact import redact, redacted
+from flatout.record.rollup import Rollup
+from flatout.record.run import Recorder, Run
+
+__all__ = ["Event", "Recorder", "Rollup", "Run", "Sink", "Span", "StepRecord", "redact", "redacted"]

@@ -1,0 +1,159 @@
+"""Files that survive a kill: JSON written whole or not at all, and JSON lines that a torn end cannot corrupt.
+
+JSON has no NaN, yet a NaN loss is a fact worth keeping: non-finite numbers are stored as the strings
+"NaN", "Infinity" and "-Infinity" (JavaScript's `Number` reads them too) and come back as floats.
+These three spellings are therefore reserved: as text values they would come back as numbers.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import threading
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from flatout.errors import UsageError
+
+_NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+_CHUNK_BYTES = 1 << 16
+
+
+@dataclass(frozen=True)
+class Line:
+    """One line and the bytes it takes in its file."""
+
+    value: Mapping[str, Any]
+    start_byte: int
+    end_byte: int
+
+
+def encode(value: Any, *, indent: int | None = None) -> bytes:
+    """Strict JSON with a newline at the end."""
+    separators = (",", ":") if indent is None else None
+    try:
+        text = json.dumps(value, allow_nan=False, indent=indent, separators=separators)
+    except ValueError:  # a non-finite number: rare, so only then is the value walked
+        text = json.dumps(_spelled(value), allow_nan=False, indent=indent, separators=separators)
+    return text.encode() + b"\n"
+
+
+def decode(text: bytes, *, source: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+        if not isinstance(value, dict):
+            raise ValueError(f"expected an object, found {type(value).__name__}")
+    except ValueError as error:
+        raise UsageError(
+            f"{source} is not what flatout wrote ({error}). Delete that line or restore the file to read the run."
+        ) from error
+    # One look at the bytes spares the walk through nearly every line.
+    return _revived(value) if b'"NaN"' in text or b'Infinity"' in text else value
+
+
+def write_atomic(path: Path, data: bytes) -> None:
+    """After a kill at any moment `path` holds the old content or the new, never a part."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with temporary.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+def read_lines(path: Path, *, start_byte: int = 0, end_byte: int | None = None) -> Iterator[Line]:
+    """Whole lines from `start_byte` on; a last one without its newline is still being written, or torn."""
+    if not path.exists():
+        return
+    with path.open("rb") as file:
+        file.seek(start_byte)
+        for text in file:
+            if not text.endswith(b"\n") or (end_byte is not None and start_byte >= end_byte):
+                return
+            value = decode(text, source=f"{path}, the line at byte {start_byte},")
+            yield Line(value, start_byte, start_byte + len(text))
+            start_byte += len(text)
+
+
+def last_line(path: Path) -> Line | None:
+    """The last whole line, found from the end."""
+    if not path.exists():
+        return None
+    with path.open("rb") as file:
+        end = _line_start(file.fileno(), before=os.fstat(file.fileno()).st_size)
+        start = _line_start(file.fileno(), before=end - 1) if end else 0
+    return next(read_lines(path, start_byte=start, end_byte=end), None)
+
+
+class LineWriter:
+    """Appends JSON lines to one file; the only writer of it, though threads may share the writer.
+
+    Each line is one write(), so a kill leaves whole lines and at most one torn end, which opening cuts off.
+    Nothing is synced to disk: a killed process loses nothing, a power cut the last seconds.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        self.end_byte = _line_start(self._fd, before=os.fstat(self._fd).st_size)
+        os.ftruncate(self._fd, self.end_byte)
+        self._lock = threading.Lock()
+
+    def append(self, value: Mapping[str, Any]) -> bool:
+        """Whether the line was written; a full disk leaves the file as it was."""
+        line = encode(value)
+        with self._lock:
+            try:
+                written = os.write(self._fd, line)
+                if written < len(line):
+                    os.ftruncate(self._fd, self.end_byte)
+                    return False
+            except OSError:
+                return False
+            self.end_byte += written
+            return True
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+
+def _line_start(fd: int, *, before: int) -> int:
+    """The byte after the last newline in front of `before`."""
+    while before > 0:
+        start = max(0, before - _CHUNK_BYTES)
+        newline = os.pread(fd, before - start, start).rfind(b"\n")
+        if newline >= 0:
+            return start + newline + 1
+        before = start
+    return 0
+
+
+def _spelled(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    if isinstance(value, Mapping):
+        return {key: _spelled(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_spelled(item) for item in value]
+    return value
+
+
+def _revived(value: Any) -> Any:
+    if isinstance(value, str):
+        return _NON_FINITE.get(value, value)
+    if isinstance(value, dict):
+        return {key: _revived(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_revived(item) for item in value]
+    return value

@@ -1,0 +1,114 @@
+"""What one line of a run folder says: a step, one phase of it, an event; and who else may be told.
+
+Records hold raw facts; tokens per second, MFU and shares are derived by whoever reads them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+
+@dataclass(frozen=True, kw_only=True)
+class Span:
+    """Time of one phase in a step, over all its micro-batches; `role` tells actor from critic in RL."""
+
+    phase: str
+    seconds: float
+    role: str = "train"
+    tokens: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepRecord:
+    """One optimizer step of one rank."""
+
+    attempt: int
+    step: int
+    time: float  # unix seconds at the end of the step
+    seconds: float
+    tokens: int  # useful ones, without padding, over all ranks
+    padded_tokens: int
+    loss: float | None
+    spans: tuple[Span, ...] = ()
+    memory: Mapping[str, float] = field(default_factory=dict)  # allocated_gib, reserved_gib, peak_gib, total_gib
+    utilisation: Mapping[str, float] = field(default_factory=dict)  # fractions: gpu, cpu, ram
+    extra: Mapping[str, Any] = field(default_factory=dict)  # lr, grad_norm, loss_scale, skipped, recompiles
+
+
+@dataclass(frozen=True, kw_only=True)
+class Event:
+    """Something that happened beside the steps: an evaluation, a save, a fault."""
+
+    attempt: int
+    time: float  # unix seconds
+    kind: str
+    step: int | None = None
+    data: Mapping[str, Any] = field(default_factory=dict)
+
+
+class Sink(Protocol):
+    """Someone told of every record as it is written: a tracker, a progress line."""
+
+    def step(self, record: StepRecord) -> None: ...
+
+    def event(self, event: Event) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def step_to_json(record: StepRecord) -> dict[str, Any]:
+    return {
+        "attempt": record.attempt,
+        "step": record.step,
+        "time": record.time,
+        "seconds": record.seconds,
+        "tokens": record.tokens,
+        "padded_tokens": record.padded_tokens,
+        "loss": record.loss,
+        "spans": [_span_to_json(span) for span in record.spans],
+        "memory": dict(record.memory),
+        "utilisation": dict(record.utilisation),
+        "extra": dict(record.extra),
+    }
+
+
+def step_from_json(line: Mapping[str, Any]) -> StepRecord:
+    return StepRecord(
+        attempt=line["attempt"],
+        step=line["step"],
+        time=line["time"],
+        seconds=line["seconds"],
+        tokens=line["tokens"],
+        padded_tokens=line["padded_tokens"],
+        loss=line["loss"],
+        spans=tuple(Span(**span) for span in line["spans"]),
+        memory=line["memory"],
+        utilisation=line["utilisation"],
+        extra=line["extra"],
+    )
+
+
+def event_to_json(event: Event) -> dict[str, Any]:
+    return {
+        "attempt": event.attempt,
+        "time": event.time,
+        "kind": event.kind,
+        "step": event.step,
+        "data": dict(event.data),
+    }
+
+
+def event_from_json(line: Mapping[str, Any]) -> Event:
+    return Event(attempt=line["attempt"], time=line["time"], kind=line["kind"], step=line["step"], data=line["data"])
+
+
+def _span_to_json(span: Span) -> dict[str, Any]:
+    # Defaults are left out: a million steps have ten million spans.
+    value: dict[str, Any] = {"phase": span.phase, "seconds": span.seconds}
+    if span.role != "train":
+        value["role"] = span.role
+    if span.tokens is not None:
+        value["tokens"] = span.tokens
+    return value

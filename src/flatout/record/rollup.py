@@ -1,0 +1,189 @@
+"""Summaries of 256 steps each, so that a run of a million steps opens at once (`watch`, `report`, `compare`).
+
+A roll-up covers a stretch of bytes of steps.jsonl in which the attempt is one and the steps only rise; a resume
+or a rollback starts another. So which lines a later attempt has overtaken is known without reading them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from flatout.errors import UsageError
+from flatout.record.lines import Line, encode, read_lines, write_atomic
+from flatout.record.records import StepRecord, step_from_json
+
+STEPS_PER_ROLLUP = 256
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rollup:
+    """At most 256 consecutive lines of steps.jsonl: sums, and means and peaks where a sum says nothing."""
+
+    attempt: int
+    first_step: int
+    last_step: int
+    num_steps: int
+    start_byte: int
+    end_byte: int
+    first_time: float
+    last_time: float
+    seconds: float
+    tokens: int
+    padded_tokens: int
+    loss: float | None  # mean of the finite ones
+    num_non_finite: int  # losses that were NaN or infinite
+    spans: Mapping[str, float]  # seconds by phase; by role/phase where the role is not "train"
+    memory: Mapping[str, float]  # highest
+    utilisation: Mapping[str, float]  # mean
+    extra: Mapping[str, float]  # mean of the finite numbers
+
+
+@dataclass(frozen=True)
+class _Step:
+    record: StepRecord
+    start_byte: int
+    end_byte: int
+
+
+class Blocks:
+    """Groups steps into roll-ups as they come; the recorder and the rebuilding reader share it."""
+
+    def __init__(self) -> None:
+        self._steps: list[_Step] = []
+
+    def add(self, record: StepRecord, *, start_byte: int, end_byte: int) -> list[Rollup]:
+        """The roll-ups that this step completes."""
+        done = []
+        if self._steps:
+            last = self._steps[-1].record
+            if record.attempt != last.attempt or record.step <= last.step:
+                done += self.close()
+        self._steps.append(_Step(record, start_byte, end_byte))
+        if len(self._steps) == STEPS_PER_ROLLUP:
+            done += self.close()
+        return done
+
+    def close(self) -> list[Rollup]:
+        """What is left, as a shorter roll-up."""
+        steps, self._steps = self._steps, []
+        return [_summary(steps)] if steps else []
+
+
+def saved(path: Path, *, steps_path: Path) -> list[Rollup]:
+    """The roll-ups on file, as far as they agree with the steps; none at all where their end does not."""
+    found: list[Rollup] = []
+    try:
+        for line in read_lines(path):
+            rollup = Rollup(**line.value)
+            if rollup.start_byte != (found[-1].end_byte if found else 0):
+                break
+            found.append(rollup)
+        return found if not found or _agrees(found[-1], steps_path) else []
+    except (UsageError, TypeError):
+        return []  # damaged or of another version: rebuilt from the steps, which are the truth
+
+
+def following(rollups: Sequence[Rollup], *, steps_path: Path) -> tuple[list[Rollup], list[Rollup]]:
+    """Of the steps after `rollups`: the complete roll-ups, and the one still growing."""
+    blocks, complete = Blocks(), []
+    for line in read_lines(steps_path, start_byte=rollups[-1].end_byte if rollups else 0):
+        complete += blocks.add(step_of(line), start_byte=line.start_byte, end_byte=line.end_byte)
+    return complete, blocks.close()
+
+
+def save(path: Path, rollups: Iterable[Rollup]) -> None:
+    write_atomic(path, b"".join(encode(asdict(rollup)) for rollup in rollups))
+
+
+def standing(rollups: Sequence[Rollup]) -> Iterator[tuple[Rollup, int | None]]:
+    """Each roll-up that still counts, with the step at which a later one overtook it (None: it did not)."""
+    kept: list[tuple[Rollup, int | None]] = []
+    overtaken_at: int | None = None
+    for rollup in reversed(rollups):
+        if overtaken_at is None or rollup.first_step < overtaken_at:
+            kept.append((rollup, overtaken_at))
+            overtaken_at = rollup.first_step
+    return reversed(kept)
+
+
+def steps_of(rollup: Rollup, *, steps_path: Path, before_step: int | None = None) -> Iterator[StepRecord]:
+    for line in read_lines(steps_path, start_byte=rollup.start_byte, end_byte=rollup.end_byte):
+        record = step_of(line)
+        if before_step is not None and record.step >= before_step:
+            return
+        yield record
+
+
+def shortened(rollup: Rollup, *, steps_path: Path, before_step: int) -> Rollup:
+    """The same without its overtaken steps."""
+    lines = read_lines(steps_path, start_byte=rollup.start_byte, end_byte=rollup.end_byte)
+    steps = [_Step(step_of(line), line.start_byte, line.end_byte) for line in lines]
+    return _summary([step for step in steps if step.record.step < before_step])
+
+
+def step_of(line: Line) -> StepRecord:
+    try:
+        return step_from_json(line.value)
+    except (KeyError, TypeError) as error:
+        raise UsageError(
+            f"the line at byte {line.start_byte} of the steps is not a step record ({error}). "
+            "It may come from another version of flatout: read the run with that one, or delete the line."
+        ) from error
+
+
+def _agrees(rollup: Rollup, steps_path: Path) -> bool:
+    """Whether the roll-up's first and last byte still lie at the steps they name."""
+    lines = list(read_lines(steps_path, start_byte=rollup.start_byte, end_byte=rollup.end_byte))
+    return (
+        bool(lines)
+        and lines[-1].end_byte == rollup.end_byte
+        and step_of(lines[0]).step == rollup.first_step
+        and step_of(lines[-1]).step == rollup.last_step
+    )
+
+
+def _summary(steps: Sequence[_Step]) -> Rollup:
+    records = [step.record for step in steps]
+    first, last = records[0], records[-1]
+    losses = [record.loss for record in records if record.loss is not None]
+    finite = [loss for loss in losses if math.isfinite(loss)]
+    spans: dict[str, float] = defaultdict(float)
+    for record in records:
+        for span in record.spans:
+            spans[span.phase if span.role == "train" else f"{span.role}/{span.phase}"] += span.seconds
+    return Rollup(
+        attempt=first.attempt,
+        first_step=first.step,
+        last_step=last.step,
+        num_steps=len(records),
+        start_byte=steps[0].start_byte,
+        end_byte=steps[-1].end_byte,
+        first_time=first.time,
+        last_time=last.time,
+        seconds=sum(record.seconds for record in records),
+        tokens=sum(record.tokens for record in records),
+        padded_tokens=sum(record.padded_tokens for record in records),
+        loss=sum(finite) / len(finite) if finite else None,
+        num_non_finite=len(losses) - len(finite),
+        spans=dict(spans),
+        memory={key: max(values) for key, values in _columns(record.memory for record in records).items()},
+        utilisation=_means(record.utilisation for record in records),
+        extra=_means(record.extra for record in records),
+    )
+
+
+def _means(rows: Iterable[Mapping[str, object]]) -> dict[str, float]:
+    return {key: sum(values) / len(values) for key, values in _columns(rows).items()}
+
+
+def _columns(rows: Iterable[Mapping[str, object]]) -> dict[str, list[float]]:
+    columns: dict[str, list[float]] = defaultdict(list)
+    for row in rows:
+        for key, value in row.items():
+            if isinstance(value, int | float) and math.isfinite(value):
+                columns[key].append(value)
+    return columns

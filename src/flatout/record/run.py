@@ -1,0 +1,337 @@
+"""`Run` makes, locks and reads one run folder; `Recorder` is how a training process writes into it."""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import re
+import socket
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, Self
+
+from flatout.errors import EnvironmentLacks, FlatoutError, UsageError
+from flatout.record import rollup
+from flatout.record.lines import LineWriter, decode, encode, last_line, read_lines, write_atomic
+from flatout.record.records import Event, Sink, StepRecord, event_from_json, event_to_json, step_to_json
+from flatout.record.redact import redact, redacted
+from flatout.record.rollup import Rollup
+
+log = logging.getLogger(__name__)
+
+_CONFIG_TEXT, _CONFIG, _PLAN, _HARDWARE, _ENVIRONMENT = (
+    "config.yaml",
+    "config.json",
+    "plan.json",
+    "hardware.json",
+    "env.json",
+)
+_WRITTEN_ONCE = (_CONFIG_TEXT, _CONFIG, _PLAN, _HARDWARE, _ENVIRONMENT)
+
+# A forked child (a loader worker) shares its parent's lock; unless it lets go, the lock outlives a killed parent.
+_held_locks: set[int] = set()
+
+
+def _let_go_of_locks() -> None:
+    for fd in _held_locks:
+        os.close(fd)
+    _held_locks.clear()
+
+
+os.register_at_fork(after_in_child=_let_go_of_locks)
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run folder. Reading never needs the run to be over, and never disturbs it."""
+
+    path: Path
+
+    @classmethod
+    def create(
+        cls,
+        path: Path | str,
+        *,
+        config_text: str,
+        config: Mapping[str, Any],
+        plan: Mapping[str, Any],
+        hardware: Mapping[str, Any],
+        environment: Mapping[str, Any],
+    ) -> Run:
+        """Make the folder and write what is known before the first step, secrets masked."""
+        run = cls(Path(path))
+        present = [name for name in _WRITTEN_ONCE if (run.path / name).exists()]
+        if len(present) == len(_WRITTEN_ONCE):
+            raise UsageError(
+                f"{run.path} already holds a run. Continue it with --resume, or start another with --run FOLDER."
+            )
+        if present:
+            raise UsageError(
+                f"{run.path} holds {', '.join(present)} but is no complete run, and nothing is overwritten. "
+                "Delete them, or choose another folder with --run FOLDER."
+            )
+        with _writing(run.path):
+            run.path.mkdir(parents=True, exist_ok=True)
+            for name, value in ((_PLAN, plan), (_HARDWARE, hardware), (_ENVIRONMENT, environment), (_CONFIG, config)):
+                write_atomic(run.path / name, encode(redacted(value), indent=2))
+            write_atomic(run.path / _CONFIG_TEXT, redact(config_text).encode())
+        return run
+
+    @classmethod
+    def open(cls, path: Path | str) -> Run:
+        run = cls(Path(path))
+        missing = [name for name in _WRITTEN_ONCE if not (run.path / name).is_file()]
+        if missing:
+            why = f"it lacks {', '.join(missing)}" if run.path.is_dir() else "there is no such folder"
+            raise UsageError(f"{run.path} is not a run folder: {why}. `flatout train CONFIG --run FOLDER` makes one.")
+        return run
+
+    @contextmanager
+    def lock(self) -> Iterator[None]:
+        """Keep others from training into this folder; the system lets go when the process dies, however it dies."""
+        with _writing(self.path):
+            fd = os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = os.pread(fd, 256, 0).decode(errors="replace") or "another process"
+            os.close(fd)
+            raise UsageError(
+                f"{self.path} is already in use by {holder}. Wait for it, or choose another folder with --run FOLDER."
+            ) from None
+        except OSError as error:  # some cluster file systems are mounted without locks
+            os.close(fd)
+            raise EnvironmentLacks(
+                f"{self.path} cannot be locked: {error.strerror}. Choose a folder on another disk with --run FOLDER."
+            ) from error
+        _held_locks.add(fd)
+        try:
+            os.ftruncate(fd, 0)
+            os.pwrite(fd, f"pid {os.getpid()} on {socket.gethostname()}".encode(), 0)
+            yield
+        finally:
+            if fd in _held_locks:  # not in a forked child, which has let go already
+                _held_locks.remove(fd)
+                os.close(fd)
+
+    def recorder(self, *, rank: int = 0, attempt: int | None = None, sinks: Sequence[Sink] = ()) -> Recorder:
+        """Begin an attempt. Rank 0 takes the next number; the other ranks are given rank 0's."""
+        if attempt is None:
+            if rank:
+                raise ValueError(f"rank {rank} needs the attempt of rank 0, or their lines could not be matched")
+            attempt = 1 + max(self._last_attempt("events"), self._last_attempt("steps"))
+        with _writing(self.path):
+            return Recorder(self, rank=rank, attempt=attempt, sinks=sinks)
+
+    def steps(self, *, rank: int = 0) -> Iterator[StepRecord]:
+        """Every line as written: steps that were repeated after a kill come twice."""
+        return (rollup.step_of(line) for line in read_lines(self.file("steps", rank)))
+
+    def latest_steps(self, *, rank: int = 0) -> Iterator[StepRecord]:
+        """Each step once, in order: the history of the weights as they are now.
+
+        Where an attempt went back to an earlier step, what came after that step before is left out,
+        also where the new attempt has not got that far yet.
+        """
+        for part, before_step in rollup.standing(self.rollups(rank=rank)):
+            yield from rollup.steps_of(part, steps_path=self.file("steps", rank), before_step=before_step)
+
+    def rollups(self, *, rank: int = 0) -> list[Rollup]:
+        """All lines of `steps`, up to 256 in one; reads the roll-ups on file and only the steps after them."""
+        path, steps_path = self.file("rollups", rank), self.file("steps", rank)
+        known = rollup.saved(path, steps_path=steps_path)
+        complete, growing = rollup.following(known, steps_path=steps_path)
+        if complete:
+            try:
+                with self.lock(), _writing(self.path):
+                    rollup.save(path, known + complete)
+            except FlatoutError as error:
+                # A live run keeps its own roll-ups, and a read-only folder is read all the same.
+                log.debug("roll-ups not saved: %s", error)
+        return known + complete + growing
+
+    def latest_rollups(self, *, rank: int = 0) -> list[Rollup]:
+        """`latest_steps`, up to 256 in one."""
+        steps_path = self.file("steps", rank)
+        return [
+            part
+            if before_step is None or part.last_step < before_step
+            else rollup.shortened(part, steps_path=steps_path, before_step=before_step)
+            for part, before_step in rollup.standing(self.rollups(rank=rank))
+        ]
+
+    def events(self, *, rank: int = 0) -> Iterator[Event]:
+        return (event_from_json(line.value) for line in read_lines(self.file("events", rank)))
+
+    def samples(self, *, rank: int = 0) -> Iterator[Mapping[str, Any]]:
+        """What the monitor saw on this rank's machine."""
+        return (line.value for line in read_lines(self.file("monitor", rank)))
+
+    def ranks(self) -> list[int]:
+        """The ranks that recorded steps."""
+        names = (re.fullmatch(r"steps(?:-rank(\d+))?\.jsonl", path.name) for path in self.path.iterdir())
+        return sorted(int(match[1] or 0) for match in names if match)
+
+    @property
+    def config_text(self) -> str:
+        return (self.path / _CONFIG_TEXT).read_text()
+
+    @property
+    def config(self) -> Mapping[str, Any]:
+        return self._read(_CONFIG)
+
+    @property
+    def plan(self) -> Mapping[str, Any]:
+        return self._read(_PLAN)
+
+    @property
+    def hardware(self) -> Mapping[str, Any]:
+        return self._read(_HARDWARE)
+
+    @property
+    def environment(self) -> Mapping[str, Any]:
+        return self._read(_ENVIRONMENT)
+
+    @property
+    def checkpoints_dir(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def tokenizer_dir(self) -> Path:
+        return self.path / "tokenizer"
+
+    @property
+    def profile_dir(self) -> Path:
+        return self.path / "profile"
+
+    @property
+    def trackers_dir(self) -> Path:
+        return self.path / "trackers"
+
+    @property
+    def report_path(self) -> Path:
+        return self.path / "report.html"
+
+    def file(self, what: Literal["steps", "events", "monitor", "rollups"], rank: int) -> Path:
+        """Where a rank's steps, events, monitor samples or rollups lie."""
+        stem, suffix = ("steps", ".rollup.jsonl") if what == "rollups" else (what, ".jsonl")
+        return self.path / (f"{stem}-rank{rank:05d}{suffix}" if rank else f"{stem}{suffix}")
+
+    def _read(self, name: str) -> Mapping[str, Any]:
+        return decode((self.path / name).read_bytes(), source=str(self.path / name))
+
+    def _last_attempt(self, what: Literal["steps", "events"]) -> int:
+        line = last_line(self.file(what, 0))
+        return int(line.value["attempt"]) if line else 0
+
+
+class Recorder:
+    """Writes one attempt of one rank, and tells the sinks.
+
+    Once open it never stops training: a line that finds no room is dropped and counted (`num_dropped`, and
+    an event as soon as one fits), and a sink that raises is closed out with an event.
+    """
+
+    def __init__(self, run: Run, *, rank: int, attempt: int, sinks: Sequence[Sink]) -> None:
+        self.attempt = attempt
+        self.num_dropped = 0
+        self._drop_told = False
+        self._sinks = list(sinks)
+        steps_path, rollups_path = run.file("steps", rank), run.file("rollups", rank)
+        self._steps = LineWriter(steps_path)
+        self._events = LineWriter(run.file("events", rank))
+        self._monitor = LineWriter(run.file("monitor", rank))
+        # The last attempt's unfinished roll-up ends here, so that this one's follow without a gap.
+        known = rollup.saved(rollups_path, steps_path=steps_path)
+        complete, growing = rollup.following(known, steps_path=steps_path)
+        rollup.save(rollups_path, known + complete + growing)
+        self._rollups: LineWriter | None = LineWriter(rollups_path)
+        self._blocks = rollup.Blocks()
+        self.event("attempt", rank=rank, pid=os.getpid(), host=socket.gethostname())
+
+    def step(self, record: StepRecord) -> None:
+        start_byte = self._steps.end_byte
+        if self._put(self._steps, step_to_json(record)):
+            for done in self._blocks.add(record, start_byte=start_byte, end_byte=self._steps.end_byte):
+                self._put_rollup(done)
+        for sink in tuple(self._sinks):
+            self._tell(sink, record)
+
+    def event(self, kind: str, *, step: int | None = None, **data: Any) -> None:
+        event = Event(attempt=self.attempt, time=time.time(), kind=kind, step=step, data=redacted(data))
+        self._put(self._events, event_to_json(event))
+        for sink in tuple(self._sinks):
+            self._tell(sink, event)
+
+    def sample(self, values: Mapping[str, Any]) -> None:
+        """Keep what the monitor saw; may be called from its thread."""
+        self._put(self._monitor, {"attempt": self.attempt, **values})
+
+    def close(self) -> None:
+        if self.num_dropped:
+            self._put_drop_event()
+        for sink in tuple(self._sinks):
+            self._tell(sink, None)
+        for file in (self._steps, self._events, self._monitor, self._rollups):
+            if file is not None:
+                file.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _put(self, file: LineWriter, value: Mapping[str, Any]) -> bool:
+        written = file.append(value)
+        if not written:
+            self.num_dropped += 1
+            if self.num_dropped == 1:
+                log.warning("the run folder takes no more lines (disk full?): training goes on, lines are dropped")
+        if self.num_dropped and not self._drop_told:
+            self._drop_told = self._put_drop_event()
+        return written
+
+    def _put_drop_event(self) -> bool:
+        data = {"num_lines": self.num_dropped}
+        return self._events.append(
+            event_to_json(Event(attempt=self.attempt, time=time.time(), kind="lines_dropped", data=data))
+        )
+
+    def _put_rollup(self, done: Rollup) -> None:
+        if self._rollups is not None and not self._put(self._rollups, asdict(done)):
+            # A gap would make the later ones useless: the next reader rolls up the rest.
+            self._rollups.close()
+            self._rollups = None
+
+    def _tell(self, sink: Sink, what: StepRecord | Event | None) -> None:
+        try:
+            match what:
+                case StepRecord():
+                    sink.step(what)
+                case Event():
+                    sink.event(what)
+                case None:
+                    sink.close()
+        except Exception as error:
+            self._sinks.remove(sink)
+            log.warning("%s failed and is off from here on: %s", type(sink).__name__, redact(str(error)))
+            self.event("sink_failed", sink=type(sink).__name__, error=f"{type(error).__name__}: {error}")
+
+
+@contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise EnvironmentLacks(
+            f"cannot write the run folder {path}: {error.strerror or error}. "
+            "Choose a folder you may write to, on a disk with room, with --run FOLDER."
+        ) from error

@@ -1,0 +1,121 @@
+"""Roll-ups agree with the steps, and a long run opens by reading its end only."""
+
+import json
+import math
+import os
+from pathlib import Path
+
+import pytest
+
+from flatout.record import Run
+from flatout.record.records import step_to_json
+
+ROLLUPS = "steps.rollup.jsonl"
+
+
+def bytes_read() -> int:
+    """What this process has asked the system to read so far, cached or not."""
+    fields = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
+    return int(fields["rchar"])
+
+
+def test_sums_means_and_peaks(run: Run, make_step):
+    with run.recorder() as recorder:
+        for step in range(300):
+            loss = math.nan if step == 7 else float(step)
+            extra = {"lr": 0.1 if step % 2 else 0.3, "note": "text"}
+            recorder.step(make_step(step, loss=loss, memory={"peak_gib": float(step)}, extra=extra))
+    first, rest = run.rollups()
+    assert (first.first_step, first.last_step, first.num_steps) == (0, 255, 256)
+    assert (rest.first_step, rest.last_step, rest.num_steps) == (256, 299, 44)
+    assert first.seconds == pytest.approx(128.0)
+    assert (first.tokens, first.padded_tokens) == (25600, 32768)
+    assert first.loss == pytest.approx((sum(range(256)) - 7) / 255)
+    assert first.num_non_finite == 1
+    assert first.spans == pytest.approx({"forward": 51.2, "critic/forward": 25.6})
+    assert first.memory == {"peak_gib": 255.0}
+    assert first.extra == pytest.approx({"lr": 0.2})
+    assert (first.first_time, first.last_time) == (1000.0, 1255.0)
+    assert rest.end_byte == (run.path / "steps.jsonl").stat().st_size
+
+
+def test_the_recorder_writes_what_a_rebuild_finds(run: Run, make_step):
+    for attempt, numbers in ((1, range(600)), (2, range(500, 800))):
+        with run.recorder() as recorder:
+            for number in numbers:
+                recorder.step(make_step(number, attempt=attempt))
+    kept = run.rollups()
+    assert [(part.attempt, part.num_steps) for part in kept] == [(1, 256), (1, 256), (1, 88), (2, 256), (2, 44)]
+    (run.path / ROLLUPS).unlink()
+    assert run.rollups() == kept
+    assert (run.path / ROLLUPS).exists()
+
+
+def test_overtaken_steps_are_left_out(run: Run, make_step):
+    for attempt, numbers in ((1, range(600)), (2, range(300, 400))):
+        with run.recorder() as recorder:
+            for number in numbers:
+                recorder.step(make_step(number, attempt=attempt))
+    parts = [(part.attempt, part.first_step, part.last_step) for part in run.latest_rollups()]
+    assert parts == [(1, 0, 255), (1, 256, 299), (2, 300, 399)]
+    assert sum(part.tokens for part in run.latest_rollups()) == 400 * 100
+
+
+@pytest.mark.parametrize("damage", ["shorter steps", "garbage", "other version", "gap"])
+def test_roll_ups_that_disagree_are_rebuilt(run: Run, make_step, damage: str):
+    with run.recorder() as recorder:
+        for number in range(800):
+            recorder.step(make_step(number))
+    steps_path, rollups_path = run.path / "steps.jsonl", run.path / ROLLUPS
+    lines = rollups_path.read_text().splitlines(keepends=True)
+    expected = run.rollups()
+    match damage:
+        case "shorter steps":
+            text = steps_path.read_bytes().splitlines(keepends=True)
+            steps_path.write_bytes(b"".join(text[100:]))
+        case "garbage":
+            rollups_path.write_bytes(b"\0" * 100 + b"\n")
+        case "other version":
+            rollups_path.write_text(json.dumps({"colour": "blue"}) + "\n")
+        case "gap":
+            rollups_path.write_text(lines[0] + lines[2])
+    rebuilt = run.rollups()
+    if damage == "shorter steps":
+        assert [(part.first_step, part.num_steps) for part in rebuilt] == [(100, 256), (356, 256), (612, 188)]
+    else:
+        assert rebuilt == expected
+    assert len(rollups_path.read_text().splitlines()) == len(rebuilt) - 1
+
+
+def test_a_live_run_is_not_written_to(run: Run, make_step):
+    with run.lock(), run.recorder() as recorder:
+        for number in range(300):
+            recorder.step(make_step(number))
+        (run.path / ROLLUPS).unlink()
+        assert [part.num_steps for part in run.rollups()] == [256, 44]
+        assert not (run.path / ROLLUPS).exists()
+
+
+def test_a_long_run_opens_by_its_end(run: Run, make_step):
+    num_steps = 200_000
+    before, after = json.dumps(step_to_json(make_step(123456))).split("123456")
+    with (run.path / "steps.jsonl").open("w") as file:
+        file.writelines(f"{before}{number}{after}\n" for number in range(num_steps))
+    built = run.rollups()
+    assert sum(part.num_steps for part in built) == num_steps
+    rollups_bytes = (run.path / ROLLUPS).stat().st_size
+    steps_bytes = (run.path / "steps.jsonl").stat().st_size
+    line_bytes = steps_bytes // num_steps
+
+    start = bytes_read()
+    again = Run.open(run.path).rollups()
+    used = bytes_read() - start
+
+    assert again == built
+    # The roll-ups, the last one's own lines to check it, and the tail after it; reads are buffered.
+    assert used < rollups_bytes + 3 * 256 * line_bytes + 4 * os.sysconf("SC_PAGESIZE")
+    assert used < steps_bytes / 50
+
+    start = bytes_read()
+    assert next(run.latest_steps()).step == 0
+    assert bytes_read() - start < steps_bytes / 50
