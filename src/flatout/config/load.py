@@ -1,0 +1,543 @@
+"""Settings from a YAML file, the environment and the command line: checked strictly, every mistake at once.
+
+Every command that takes CONFIG goes through `load`; `flatout config schema|show|validate` print what is here.
+Later sources win: default, file, environment (`FLATOUT__TRAIN__LR=3e-4`), command line (`train.lr=3e-4`).
+
+The text of a scalar is read by the type of its key, not by YAML's own guesses, so `lr: 6e-4` is a number
+and `wandb: off` a word. pydantic and its schema are imported on first use, and here only: what runs after the
+loader takes plain dataclasses.
+"""
+
+from __future__ import annotations
+
+import os
+import types
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import MISSING, asdict, dataclass, fields, is_dataclass
+from functools import cache
+from pathlib import Path
+from typing import (
+    TYPE_CHECKING,
+    Annotated,
+    Any,
+    Literal,
+    NamedTuple,
+    Union,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
+
+import yaml
+from yaml.representer import SafeRepresenter
+
+from flatout.config.nearest import nearest, suggest
+from flatout.config.rules import breaches
+from flatout.config.settings import Loaded, Settings, Source
+from flatout.errors import UsageError
+
+if TYPE_CHECKING:
+    from pydantic import BaseModel
+
+ENVIRONMENT_PREFIX = "FLATOUT__"
+# A section given as one word stands for this key of it.
+SHORTHANDS = {"model": "model.name"}
+
+_PRECEDENCE: tuple[Source, ...] = ("default", "file", "environment", "command line")
+_SWITCH_WORDS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
+_TAG = "tag:yaml.org,2002:"
+# What plain YAML resolves to; any other tag asks for an object to be built.
+_PLAIN_TAGS = {*yaml.SafeLoader.yaml_constructors, f"{_TAG}value", f"{_TAG}merge"}
+_MAX_SHOWN_LENGTH = 60
+
+
+class Shown(NamedTuple):
+    """One line of `flatout config show`."""
+
+    key: str
+    value: Any
+    source: Source
+    help: str
+
+
+def load(path: str | Path | None, *, overrides: Sequence[str] = (), environ: Mapping[str, str] | None = None) -> Loaded:
+    """Settings of a run from a file (or none), the environment and `key=value` overrides."""
+    gathered = _Gathered()
+    if path is not None:
+        gathered.add_mapping(_read(Path(path)), source="file")
+    gathered.add_environment(os.environ if environ is None else environ)
+    gathered.add_overrides(overrides)
+    return gathered.settled(title="settings" if path is None else str(path))
+
+
+def from_mapping(values: Mapping[str, Any]) -> Settings:
+    """Settings from nested plain values, with all checks and without the environment."""
+    node = SafeRepresenter().represent_data(dict(values))
+    assert isinstance(node, yaml.MappingNode)
+    gathered = _Gathered()
+    gathered.add_mapping(node, source="file")
+    return gathered.settled(title="settings").settings
+
+
+def to_mapping(settings: Settings) -> dict[str, Any]:
+    """Nested plain values of every setting, as YAML and JSON can hold them."""
+    mapping = asdict(settings)
+    for section in mapping.values():
+        if isinstance(section, dict):
+            section.update({key: list(value) for key, value in section.items() if isinstance(value, tuple)})
+    return mapping
+
+
+def dump(settings: Settings) -> str:
+    """YAML of every setting, which loads back to equal settings."""
+    # Not allow_unicode: unescaped, some line separators inside a text would come back as spaces.
+    return yaml.safe_dump(to_mapping(settings), sort_keys=False)
+
+
+def schema() -> dict[str, Any]:
+    """JSON Schema of the configuration file, for editors and other tools."""
+    document = _model(Settings).model_json_schema()
+    for section in SHORTHANDS:
+        by_keys = document["properties"][section]
+        document["properties"][section] = {"anyOf": [{"type": "string"}, by_keys]}
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **document}
+
+
+def keys() -> list[str]:
+    """Every dotted key."""
+    return list(_leaves())
+
+
+def show(loaded: Loaded) -> list[Shown]:
+    """Every key with its value, where the value came from, and what it means."""
+    return [
+        Shown(key=key, value=_value_of(loaded.settings, key), source=loaded.sources[key], help=leaf.help)
+        for key, leaf in _leaves().items()
+    ]
+
+
+# --- what can be set ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Leaf:
+    """A key that holds a value: its type without None, or its choices, and whether it may be null."""
+
+    kind: Any
+    choices: tuple[str, ...]
+    optional: bool
+    help: str
+
+    @property
+    def takes_text(self) -> bool:
+        return self.kind is str or bool(self.choices)
+
+    @property
+    def wanted(self) -> str:
+        kinds = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
+        if self.choices:
+            wanted = f"one of {', '.join(self.choices)}"
+        else:
+            wanted = kinds.get(self.kind, "a list of two whole numbers such as [10, 12]")
+        return f"{wanted}, or null" if self.optional else wanted
+
+
+@cache
+def _leaves() -> dict[str, _Leaf]:
+    return dict(_leaves_of(Settings, prefix=""))
+
+
+def _leaves_of(kind: type[Any], *, prefix: str) -> Iterator[tuple[str, _Leaf]]:
+    hints = get_type_hints(kind)
+    for field in fields(kind):
+        key, hint = prefix + field.name, hints[field.name]
+        if is_dataclass(hint):
+            assert isinstance(hint, type)
+            yield from _leaves_of(hint, prefix=f"{key}.")
+            continue
+        optional = get_origin(hint) in (Union, types.UnionType)
+        if optional:
+            (hint,) = (option for option in get_args(hint) if option is not types.NoneType)
+        choices = get_args(hint) if get_origin(hint) is Literal else ()
+        yield key, _Leaf(kind=hint, choices=choices, optional=optional, help=field.metadata["help"])
+
+
+@cache
+def _sections() -> dict[str, str]:
+    """The sections and their help lines."""
+    hints = get_type_hints(Settings)
+    return {field.name: field.metadata["help"] for field in fields(Settings) if is_dataclass(hints[field.name])}
+
+
+@cache
+def _model(kind: type[Any]) -> type[BaseModel]:
+    """The strict pydantic model of a dataclass of settings."""
+    from pydantic import ConfigDict, Field, create_model
+
+    hints = get_type_hints(kind)
+    definitions: dict[str, Any] = {}
+    for field in fields(kind):
+        hint, help, rules = hints[field.name], field.metadata["help"], field.metadata["rules"]
+        if field.default is MISSING:
+            section = _model(hint)
+            definitions[field.name] = (section, Field(default_factory=section, description=help))
+        else:
+            definitions[field.name] = (Annotated[hint, Field(description=help, **rules)], field.default)
+    config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+    model: type[BaseModel] = create_model(kind.__name__, __config__=config, **definitions)
+    return model
+
+
+# --- what was given ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Place:
+    """Where something was given; `label` is how a message calls it."""
+
+    source: Source
+    label: str = ""
+    line: int = 0
+
+    @property
+    def rank(self) -> tuple[int, int]:
+        return _PRECEDENCE.index(self.source), self.line
+
+    def prefixed(self, text: str) -> str:
+        return f"{self.label}: {text}" if self.label else text
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Given:
+    """A value ready for the schema, the text it was written as, and where."""
+
+    value: Any
+    text: str
+    place: _Place
+
+
+class _Gathered:
+    """The values of all sources, lowest precedence first, and every mistake met on the way."""
+
+    def __init__(self) -> None:
+        self.given: dict[str, _Given] = {}
+        self.mistakes: list[tuple[_Place, str]] = []
+        # Keys whose value is unknown because of a mistake: rules about them would only add noise.
+        self.doubtful: set[str] = set()
+
+    def add_mapping(self, node: yaml.MappingNode, *, source: Source, section: str = "") -> None:
+        seen: dict[str, _Place] = {}
+        for key_node, value_node in node.value:
+            place = _place_of(key_node, source=source)
+            if not isinstance(key_node, yaml.ScalarNode):
+                self.mistakes.append((place, "a key must be one word"))
+                continue
+            key = f"{section}.{key_node.value}" if section else key_node.value
+            if key in seen:
+                first = f" ({seen[key].label})" if seen[key].label else ""
+                self.mistakes.append((place, f"{key}: given twice{first}; keep one"))
+                continue
+            seen[key] = place
+            if key in _sections() and isinstance(value_node, yaml.MappingNode):
+                self.add_mapping(value_node, source=source, section=key)
+            elif key in _sections() and _is_null(value_node):
+                pass  # a section whose lines are all commented out
+            elif not section and "." in key and key in _leaves():
+                parent, _, leaf = key.partition(".")
+                self.mistakes.append((place, f"{key}: in a file, write {leaf} under {parent}:"))
+                self.doubtful.add(key)
+            else:
+                self._add(key, value_node, place=place)
+
+    def add_environment(self, environ: Mapping[str, str]) -> None:
+        names: dict[str, str] = {}
+        for name, text in sorted(environ.items()):
+            if not name.upper().startswith(ENVIRONMENT_PREFIX):
+                continue
+            key = name[len(ENVIRONMENT_PREFIX) :].lower().replace("__", ".")
+            place = _Place(source="environment", label=f"environment {name}")
+            if key in names:
+                self.mistakes.append((place, f"{key}: also given by {names[key]}; unset one"))
+                continue
+            names[key] = name
+            self._add(key, text, place=place)
+
+    def add_overrides(self, overrides: Sequence[str]) -> None:
+        place = _Place(source="command line", label="command line")
+        for override in overrides:
+            key, equals, text = override.partition("=")
+            if equals:
+                self._add(key, text, place=place)
+            else:
+                self.mistakes.append((place, f"{override} must be key=value, such as train.lr=3e-4"))
+
+    def _add(self, key: str, value: yaml.Node | str, *, place: _Place) -> None:
+        """One key with its value: a YAML node, or text from the environment or the command line."""
+        if key in SHORTHANDS and isinstance(value, (str, yaml.ScalarNode)):
+            key = SHORTHANDS[key]
+        if key in _sections():
+            names = [name for name in _leaves() if name.startswith(f"{key}.")]
+            text = _short(value if isinstance(value, str) else _text_of(value))
+            hint = f"give its keys: {', '.join(name.removeprefix(f'{key}.') for name in names)}"
+            self.mistakes.append((place, f"{key}: {text} given for a whole section; {hint}"))
+            self.doubtful.update(names)
+        elif key not in _leaves():
+            self._add_unknown(key, place=place)
+        else:
+            try:
+                self.given[key] = _decoded(value, leaf=_leaves()[key], place=place)
+            except ValueError as error:
+                self.mistakes.append((place, f"{key}: {error}"))
+                self.doubtful.add(key)
+
+    def _add_unknown(self, key: str, *, place: _Place) -> None:
+        known = _sections() | {name: leaf.help for name, leaf in _leaves().items()}
+        suggestions = suggest(key, known=known)
+        if suggestions:
+            hint = f"did you mean {_joined(suggestions)}?"
+        else:
+            section = key.rpartition(".")[0]
+            siblings = [name for name in known if name.rpartition(".")[0] == section]
+            hint = f"known keys: {', '.join(siblings or _sections())}"
+        self.mistakes.append((place, f"{key}: unknown key; {hint}"))
+        for name in suggestions:
+            self.doubtful.update(leaf for leaf in _leaves() if leaf == name or leaf.startswith(f"{name}."))
+
+    def settled(self, *, title: str) -> Loaded:
+        """The settings, or one error with all the mistakes."""
+        settings = self._validated()
+        for breach in breaches(settings):
+            if self.doubtful.isdisjoint(breach.keys):
+                self._add_breach(breach.keys, breach.text)
+        if self.mistakes:
+            count = len(self.mistakes)
+            lines = [place.prefixed(text) for place, text in sorted(self.mistakes, key=lambda m: m[0].rank)]
+            raise UsageError("\n".join([f"{title}: {count} mistake{'s' if count > 1 else ''}", *lines]))
+        sources: dict[str, Source] = {
+            key: self.given[key].place.source if key in self.given else "default" for key in _leaves()
+        }
+        return Loaded(settings=settings, sources=sources)
+
+    def _validated(self) -> Settings:
+        """The settings; a refused value becomes a mistake and leaves its default, so that the rules can go on."""
+        from pydantic import ValidationError
+
+        model = _model(Settings)
+        try:
+            valid = model.model_validate(_nested(self.given))
+        except ValidationError as refusal:
+            refused: set[str] = set()
+            for error in refusal.errors(include_url=False):
+                key = ".".join(map(str, error["loc"][:2]))  # a third part would be the item of a list
+                if key in refused:
+                    continue
+                refused.add(key)
+                given = self.given[key]
+                rule = _rule(_leaves()[key], kind=error["type"], limits=error.get("ctx", {}), text=given.text)
+                self.mistakes.append((given.place, f"{key}: {given.text} {rule}"))
+            self.doubtful |= refused
+            valid = model.model_validate(_nested({k: v for k, v in self.given.items() if k not in refused}))
+        settings: Settings = _built(Settings, valid.model_dump())
+        return settings
+
+    def _add_breach(self, keys: tuple[str, ...], text: str) -> None:
+        """Blames the key that was given last: it broke what held before."""
+        places = {key: self.given[key].place for key in keys if key in self.given}
+        if not places:
+            self.mistakes.append((_Place(source="default"), f"{keys[0]}: {text}"))
+            return
+        last = max(_PRECEDENCE.index(place.source) for place in places.values())
+        place = next(place for place in places.values() if _PRECEDENCE.index(place.source) == last)
+        self.mistakes.append((place, f"{keys[0]}: {text}"))
+
+
+def _nested(given: Mapping[str, _Given]) -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    for key, one in given.items():
+        section, _, leaf = key.rpartition(".")
+        (values.setdefault(section, {}) if section else values)[leaf] = one.value
+    return values
+
+
+def _built(kind: type[Any], values: Mapping[str, Any]) -> Any:
+    """The dataclass, sections included, from validated values."""
+    hints = get_type_hints(kind)
+    return kind(
+        **{name: _built(hints[name], value) if is_dataclass(hints[name]) else value for name, value in values.items()}
+    )
+
+
+def _value_of(settings: Settings, key: str) -> Any:
+    value: Any = settings
+    for name in key.split("."):
+        value = getattr(value, name)
+    return value
+
+
+# --- from text to values -----------------------------------------------------------------------------------
+
+
+def _read(path: Path) -> yaml.MappingNode:
+    """The file's top mapping, as nodes that know their lines."""
+    try:
+        content = path.read_bytes()
+    except FileNotFoundError:
+        raise UsageError(f"{path}: no such file{_where_instead(path)}") from None
+    except IsADirectoryError:
+        inside = sorted(entry.name for entry in path.iterdir() if entry.suffix in (".yaml", ".yml"))
+        hint = f": {', '.join(inside[:8])}" if inside else ""
+        raise UsageError(f"{path}: a folder; name the YAML file in it{hint}") from None
+    except OSError as error:
+        raise UsageError(f"{path}: cannot be read: {error.strerror}") from None
+    try:
+        text = content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = content.count(b"\n", 0, error.start) + 1
+        raise UsageError(
+            f"{path}: not a text file in UTF-8 (byte 0x{content[error.start]:02x} in line {line}); "
+            "give a YAML file saved as UTF-8"
+        ) from None
+    try:
+        node = yaml.compose(text, Loader=yaml.SafeLoader)
+    except (yaml.YAMLError, RecursionError) as error:
+        raise UsageError(f"{path}{_syntax(error)}") from None
+    if node is None:
+        raise UsageError(f"{path}: the file is empty; `flatout examples` lists configurations to start from")
+    if not isinstance(node, yaml.MappingNode):
+        raise UsageError(f"{path}: must hold settings as `key: value` lines, but holds {_short(_text_of(node))}")
+    return node
+
+
+def _where_instead(path: Path) -> str:
+    """What a missing file may have been meant to be."""
+    package = Path(__file__).parents[1]
+    for folder in (package / "examples", package.parents[1] / "examples"):  # installed; in a checkout
+        shipped = folder / f"{path.stem}.yaml"
+        if path.name == str(path) and shipped.is_file():
+            return f"; {path.stem} is a shipped example: `flatout examples {path.stem} --to {path.stem}.yaml` copies it"
+    if not path.parent.is_dir():
+        return f"; the folder {path.parent} does not exist either"
+    readable = os.access(path.parent, os.R_OK)
+    files = [entry.name for entry in path.parent.iterdir() if entry.is_file()] if readable else []
+    near = [name for name in (f"{path.name}.yaml", f"{path.name}.yml") if name in files]
+    near = near or nearest(path.name, files)
+    return f"; did you mean {_joined([str(path.parent / name) for name in near])}?" if near else ""
+
+
+def _syntax(error: Exception) -> str:
+    if isinstance(error, RecursionError):
+        return ": not valid settings: nested too deeply"
+    if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
+        at = f":{error.problem_mark.line + 1}:{error.problem_mark.column + 1}"
+        problem = f"{error.problem} ({error.context})" if error.context else f"{error.problem}"
+        hint = "; indent with spaces, not tabs" if "\\t" in problem else ""
+        return f"{at}: not valid YAML: {problem}{hint}"
+    return f": not a YAML text file: {str(error).splitlines()[0]}"
+
+
+def _decoded(value: yaml.Node | str, *, leaf: _Leaf, place: _Place) -> _Given:
+    """The value of one key; raises ValueError, worded for the user, when the text has no meaning at all."""
+    if isinstance(value, yaml.Node):
+        return _Given(value=_from_node(value, leaf=leaf), text=_short(_text_of(value)), place=place)
+    # Quotes mean what they mean in YAML; a list needs YAML too, but `data.path=[ab]*.txt` is only text.
+    if value.startswith(("'", '"')) or (not leaf.takes_text and value.startswith("[")):
+        try:
+            node = yaml.compose(value, Loader=yaml.SafeLoader)
+        except (yaml.YAMLError, RecursionError):
+            raise ValueError(f"{_short(value)} is not a complete value; check its quotes and brackets") from None
+        assert node is not None
+        return _Given(value=_from_node(node, leaf=leaf), text=_short(value), place=place)
+    if value == "null" or (not value and (leaf.optional or not leaf.takes_text)):
+        return _Given(value=None, text="null", place=place)
+    return _Given(value=_from_text(value, leaf=leaf), text=_short(value), place=place)
+
+
+def _from_node(node: yaml.Node, *, leaf: _Leaf) -> Any:
+    if node.tag not in _PLAIN_TAGS:
+        raise ValueError(f"the tag {node.tag.replace(_TAG, '!!')} is not allowed; give a plain value")
+    if isinstance(node, yaml.SequenceNode) and get_origin(leaf.kind) is tuple:
+        item = _Leaf(kind=int, choices=(), optional=False, help="")
+        return tuple(_from_node(child, leaf=item) for child in node.value)
+    if not isinstance(node, yaml.ScalarNode):
+        return node  # no key takes one: the schema refuses it, and the message shows it
+    if _is_null(node):
+        return None
+    return node.value if _is_quoted(node) else _from_text(node.value, leaf=leaf)
+
+
+def _from_text(text: str, *, leaf: _Leaf) -> Any:
+    """A plain scalar by the type of its key; what cannot be read stays text, and the schema refuses it."""
+    if leaf.kind is bool:
+        return _SWITCH_WORDS.get(text.lower(), text)
+    try:
+        if leaf.kind is int:
+            return _whole(text)
+        if leaf.kind is float:
+            return float(text)
+    except ValueError:
+        pass
+    return text
+
+
+def _whole(text: str) -> int | float:
+    try:
+        return int(text, base=0)
+    except ValueError:
+        number = float(text)  # 1e6 is as whole as 1000000
+        return int(number) if number.is_integer() else number
+
+
+def _is_null(node: yaml.Node) -> bool:
+    return node.tag == f"{_TAG}null"
+
+
+def _is_quoted(node: yaml.ScalarNode) -> bool:
+    return bool(node.style)
+
+
+def _place_of(node: yaml.Node, *, source: Source) -> _Place:
+    if node.start_mark is None:  # made from plain values, not read from a file
+        return _Place(source=source)
+    line = node.start_mark.line + 1
+    return _Place(source=source, label=f"line {line}", line=line)
+
+
+# --- wording -----------------------------------------------------------------------------------------------
+
+
+def _rule(leaf: _Leaf, *, kind: str, limits: Mapping[str, Any], text: str) -> str:
+    """What a refused value should have been."""
+    bounds = {
+        "greater_than": ("must be greater than", "gt"),
+        "greater_than_equal": ("must be at least", "ge"),
+        "less_than": ("must be less than", "lt"),
+        "less_than_equal": ("must be at most", "le"),
+    }
+    if leaf.choices:
+        near = nearest(text.strip("'\""), leaf.choices)
+        return f"must be {leaf.wanted}" + (f"; did you mean {_joined(near)}?" if near else f" ({leaf.help})")
+    if kind in bounds:
+        words, limit = bounds[kind]
+        return f"{words} {limits[limit]:g} ({leaf.help})"
+    if kind == "finite_number":
+        return f"must be a finite number ({leaf.help})"
+    return f"must be {leaf.wanted} ({leaf.help})"
+
+
+def _text_of(node: yaml.Node) -> str:
+    """A node as its author would know it again."""
+    if isinstance(node, yaml.ScalarNode):
+        return "null" if _is_null(node) else repr(node.value) if _is_quoted(node) else node.value
+    if isinstance(node, yaml.SequenceNode):
+        items = [_text_of(item) if isinstance(item, yaml.ScalarNode) else "…" for item in node.value]
+        return f"[{', '.join(items)}]"
+    return "a mapping"
+
+
+def _short(text: str) -> str:
+    text = " ".join(text.split()) or repr(text)
+    return text if len(text) <= _MAX_SHOWN_LENGTH else f"{text[:_MAX_SHOWN_LENGTH]}…"
+
+
+def _joined(names: Sequence[str]) -> str:
+    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} or {names[-1]}"

@@ -1,0 +1,127 @@
+"""The rules that tie several settings together; the loader reports their breaches with all other mistakes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from flatout.config.settings import DataSettings, ModelSettings, Settings
+
+
+@dataclass(frozen=True, kw_only=True)
+class Breach:
+    """A broken rule: the keys it looked at, the first of them being the one to name, and what is wrong."""
+
+    keys: tuple[str, ...]
+    text: str
+
+
+def breaches(settings: Settings) -> Iterator[Breach]:
+    """Every broken rule of settings whose single values are all valid."""
+    yield from _length(settings)
+    yield from _model(settings.model)
+    yield from _data(settings.data)
+    yield from _sequences(settings)
+    yield from _stops(settings)
+
+
+def _length(settings: Settings) -> Iterator[Breach]:
+    train = settings.train
+    keys = ("train.steps", "train.epochs", "train.tokens")
+    lengths = (train.steps, train.epochs, train.tokens)
+    given = [key for key, length in zip(keys, lengths, strict=True) if length is not None]
+    if not given:
+        yield Breach(keys=keys, text="the run has no length; give one of train.steps, train.epochs or train.tokens")
+    if len(given) > 1:
+        yield Breach(keys=tuple(given), text=f"the run has {len(given)} lengths ({', '.join(given)}); keep one")
+    if train.steps is not None and train.warmup_steps >= train.steps:
+        yield Breach(
+            keys=("train.warmup_steps", "train.steps"),
+            text=f"{train.warmup_steps} must be less than train.steps ({train.steps})",
+        )
+
+
+def _model(model: ModelSettings) -> Iterator[Breach]:
+    shape = {"model.layers": model.layers, "model.hidden": model.hidden, "model.heads": model.heads}
+    missing = [key for key, value in shape.items() if value is None]
+    if model.name is None and missing:
+        yield Breach(
+            keys=(*missing, "model.name"),
+            text="missing; give model.name, or all of model.layers, model.hidden and model.heads",
+        )
+
+    head_dim = model.head_dim
+    if model.hidden is not None and model.heads is not None and head_dim is None:
+        if model.hidden % model.heads:
+            yield Breach(
+                keys=("model.hidden", "model.heads"),
+                text=f"{model.hidden} is not a multiple of model.heads ({model.heads}); "
+                f"take {_multiples(model.hidden, of=model.heads)}, or give model.head_dim",
+            )
+        else:
+            head_dim = model.hidden // model.heads
+    if head_dim is not None and head_dim % 2:
+        keys = ("model.head_dim",) if model.head_dim is not None else ("model.hidden", "model.heads")
+        yield Breach(keys=keys, text=f"heads of width {head_dim}; rotary positions need an even width")
+    if model.heads is not None and model.kv_heads is not None and model.heads % model.kv_heads:
+        yield Breach(
+            keys=("model.kv_heads", "model.heads"),
+            text=f"{model.kv_heads} must divide model.heads ({model.heads})",
+        )
+
+
+def _data(data: DataSettings) -> Iterator[Breach]:
+    if data.source in ("text", "jsonl", "parquet", "tokens") and data.path is None:
+        yield Breach(
+            keys=("data.path", "data.source"),
+            text=f"missing; data.source {data.source} needs the file, folder or glob to read",
+        )
+    if data.source == "hf" and data.name is None:
+        yield Breach(keys=("data.name", "data.source"), text="missing; data.source hf needs the dataset's name")
+
+
+def _sequences(settings: Settings) -> Iterator[Breach]:
+    length, batch_tokens = settings.data.sequence_length, settings.train.batch_tokens
+    positions = settings.model.positions
+    if positions is not None and length > positions:
+        yield Breach(
+            keys=("data.sequence_length", "model.positions"),
+            text=f"{length} must be at most model.positions ({positions})",
+        )
+
+    sequences, rest = divmod(batch_tokens, length)
+    if rest:
+        yield Breach(
+            keys=("train.batch_tokens", "data.sequence_length"),
+            text=f"{batch_tokens} is not a multiple of data.sequence_length ({length}); "
+            f"take {_multiples(batch_tokens, of=length)}",
+        )
+        return
+    micro_batch, accumulation = settings.plan.micro_batch, settings.plan.accumulation
+    if micro_batch is not None and accumulation is not None and sequences % (micro_batch * accumulation):
+        yield Breach(
+            keys=("plan.accumulation", "plan.micro_batch", "train.batch_tokens", "data.sequence_length"),
+            text=f"plan.micro_batch {micro_batch} × plan.accumulation {accumulation} must divide the "
+            f"{sequences} sequences of a step (train.batch_tokens / data.sequence_length)",
+        )
+
+
+def _stops(settings: Settings) -> Iterator[Breach]:
+    if settings.eval.every is None:
+        needing = {"eval.patience": settings.eval.patience, "target.val_loss": settings.target.val_loss}
+        for key, value in needing.items():
+            if value is not None:
+                yield Breach(keys=(key, "eval.every"), text="needs evaluations during the run; give eval.every")
+    if settings.profile.steps is not None:
+        first, last = settings.profile.steps
+        if not 0 <= first <= last:
+            yield Breach(
+                keys=("profile.steps",),
+                text=f"[{first}, {last}] must be the first and the last step, in this order, from 0 up",
+            )
+
+
+def _multiples(value: int, *, of: int) -> str:
+    """The nearest multiples around a value that is not one."""
+    below = value // of * of
+    return f"{below} or {below + of}" if below else str(of)

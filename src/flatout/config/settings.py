@@ -1,0 +1,196 @@
+"""Every setting of a run, as plain dataclasses: names, types, defaults, rules and one line of help each.
+
+The loader builds its strict schema from these fields, `flatout config schema` prints them, and the rest of
+the program takes them as they are, so nothing past the loader needs pydantic.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+Precision = Literal["fp32", "bf16", "fp16"]
+Recompute = Literal["none", "selective", "full"]
+Compile = Literal["none", "default", "max-autotune"]
+Attention = Literal["cudnn", "flash", "efficient", "math"]
+Preset = Literal["safe", "balanced", "max"]
+
+
+def setting(default: Any, help: str, **rules: Any) -> Any:
+    """A field with its help line and rules (`gt`, `ge`, `lt`, `le`, `min_length`, `max_length`)."""
+    return field(default=default, metadata={"help": help, "rules": rules})
+
+
+def section(kind: type[Any], help: str) -> Any:
+    """A field that holds a whole section."""
+    return field(default_factory=kind, metadata={"help": help, "rules": {}})
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSettings:
+    name: str | None = setting(None, "Hugging Face name or local folder; its config.json gives the shape")
+    weights: Literal["load", "random"] = setting("load", "with `name`: load its weights, or start from random ones")
+    layers: int | None = setting(None, "number of decoder blocks", gt=0)
+    hidden: int | None = setting(None, "width of the residual stream", gt=0)
+    heads: int | None = setting(None, "number of query heads", gt=0)
+    kv_heads: int | None = setting(None, "number of key/value heads (default: heads)", gt=0)
+    head_dim: int | None = setting(None, "width of one head (default: hidden / heads)", gt=0)
+    intermediate: int | None = setting(
+        None, "width of the MLP (default: 8/3 hidden, rounded up to a multiple of 128)", gt=0
+    )
+    vocab: int | None = setting(None, "vocabulary (default: the tokenizer's, rounded up to a multiple of 64)", gt=0)
+    positions: int | None = setting(None, "longest sequence the model may see (default: data.sequence_length)", gt=0)
+    tied: bool = setting(False, "share the embedding with the output head")
+    qk_norm: bool = setting(False, "normalise queries and keys per head (as Qwen3)")
+    qkv_bias: bool = setting(False, "bias on the query, key and value projections (as Qwen2)")
+    rope_theta: float = setting(10000.0, "base of the rotary frequencies", gt=0)
+    norm_eps: float = setting(1e-5, "epsilon of RMSNorm", gt=0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataSettings:
+    source: Literal["embedded", "text", "jsonl", "parquet", "hf", "tokens"] = setting(
+        "embedded", "where documents come from"
+    )
+    path: str | None = setting(None, "file, folder or glob for text, jsonl, parquet and tokens")
+    name: str | None = setting(None, "Hugging Face dataset for `source: hf`")
+    subset: str | None = setting(None, "configuration of the Hugging Face dataset")
+    split: str = setting("train", "split of the Hugging Face dataset")
+    field: str = setting("text", "field that holds the text (jsonl, parquet, hf)")
+    separator: str = setting("<|endoftext|>", "in text files: the line or mark between documents")
+    tokenizer: str = setting(
+        "byte", "byte, bpe:SIZE (trained on this data), a folder, a tokenizer.json or a Hugging Face name"
+    )
+    sequence_length: int = setting(1024, "tokens in one training sequence", gt=1)
+    packing: Literal["concat", "documents"] = setting(
+        "concat", "concat: plain concatenation; documents: no attention across document boundaries"
+    )
+    shuffle: bool = setting(True, "visit sequences in a seeded random order, another one each epoch")
+    valid_path: str | None = setting(
+        None, "own validation data of the same kind (default: a share of the training data)"
+    )
+    valid_share: float = setting(0.01, "share of the documents held out for validation", gt=0, lt=0.5)
+    on_bad_row: Literal["skip", "stop"] = setting("skip", "a row that cannot be read: skip and count it, or stop")
+    max_bad_share: float = setting(0.01, "stop when more than this share of rows is bad", ge=0, le=1)
+    embedded_mb: float = setting(8.0, "megabytes of text to generate for `source: embedded`", gt=0, le=1024)
+    cache: str | None = setting(None, "folder for prepared shards (default: the user's cache folder)")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainSettings:
+    batch_tokens: int = setting(65536, "tokens of one optimizer step, over all ranks and micro-batches", gt=0)
+    steps: int | None = setting(None, "length of the run in optimizer steps", gt=0)
+    epochs: float | None = setting(None, "length of the run in passes over the data", gt=0)
+    tokens: float | None = setting(None, "length of the run in tokens", gt=0)
+    lr: float = setting(6e-4, "peak learning rate", gt=0)
+    min_lr_ratio: float = setting(0.1, "the final learning rate as a share of the peak", ge=0, le=1)
+    warmup_steps: int = setting(0, "steps of linear warm-up", ge=0)
+    schedule: Literal["cosine", "wsd", "constant"] = setting("cosine", "shape of the learning rate after warm-up")
+    decay_share: float = setting(0.2, "wsd: share of the run spent decaying at the end", gt=0, le=1)
+    weight_decay: float = setting(0.1, "decoupled weight decay, on matrices only", ge=0)
+    beta1: float = setting(0.9, "AdamW's first moment", ge=0, lt=1)
+    beta2: float = setting(0.95, "AdamW's second moment", ge=0, lt=1)
+    eps: float = setting(1e-8, "AdamW's epsilon", gt=0)
+    clip: float | None = setting(1.0, "largest gradient norm; null for no clipping", gt=0)
+    deterministic: bool = setting(False, "bit-equal results from run to run, at some cost")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decisions:
+    """What a plan decides. In a configuration every field may be pinned; in a `Plan` every field is filled."""
+
+    precision: Precision | None = setting(None, "arithmetic of the forward and backward pass")
+    micro_batch: int | None = setting(None, "sequences in one forward pass on one rank", gt=0)
+    accumulation: int | None = setting(None, "micro-batches in one optimizer step", gt=0)
+    recompute: Recompute | None = setting(None, "activations recomputed in the backward pass")
+    compile: Compile | None = setting(None, "torch.compile per block")
+    attention: Attention | None = setting(None, "attention backend")
+    loss_chunk: int | None = setting(None, "rows of logits held at a time by the loss", gt=0)
+    tf32: bool | None = setting(None, "TF32 for the matmuls that stay in fp32")
+    fused_optimizer: bool | None = setting(None, "one-kernel AdamW")
+    workers: int | None = setting(None, "loader workers", ge=0)
+    prefetch: int | None = setting(None, "steps of data kept ready ahead of the device", gt=0)
+    pin_memory: bool | None = setting(None, "page-locked staging buffers for the copy to the device")
+    expandable_segments: bool | None = setting(None, "allocator: growable segments, against fragmentation")
+    memory_fraction: float | None = setting(None, "allocator: largest share of the device's memory", gt=0, le=1)
+    manual_gc: bool | None = setting(None, "collect Python garbage at chosen steps only")
+    threads: int | None = setting(None, "CPU threads for one rank's arithmetic", gt=0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanSettings(Decisions):
+    preset: Preset = setting("balanced", "how much is risked for speed")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalSettings:
+    every: int | None = setting(None, "steps between evaluations (default: only at the end)", gt=0)
+    tokens: int = setting(262144, "validation tokens of one evaluation, at most", gt=0)
+    patience: int | None = setting(None, "stop after this many evaluations without improvement", gt=0)
+    min_delta: float = setting(0.0, "an improvement is at least this much", ge=0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SaveSettings:
+    every: int | None = setting(None, "steps between checkpoints (default: only at the end)", gt=0)
+    keep: int = setting(2, "checkpoints kept; never fewer than two verified ones", ge=2)
+    weights_only: bool = setting(False, "leave out the optimizer: smaller, but cannot be resumed")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogSettings:
+    every: int = setting(10, "steps between printed lines when the output is not a terminal", gt=0)
+    tensorboard: bool = setting(False, "also write TensorBoard event files into the run folder")
+    wandb: Literal["off", "offline", "online"] = setting("off", "also write to Weights & Biases")
+    project: str = setting("flatout", "project name for trackers")
+    name: str | None = setting(None, "run name for trackers (default: recipe and time)")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TargetSettings:
+    val_loss: float | None = setting(None, "stop when the validation loss is this low, and say how long it took", gt=0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CriteriaSettings:
+    tokens_per_s: float | None = setting(None, "at least this many tokens a second", gt=0)
+    mfu: float | None = setting(None, "at least this MFU, common convention (6N + 12LHT)", gt=0, le=1)
+    utilisation: float | None = setting(None, "at least this share of time with a kernel running", gt=0, le=1)
+    memory_share: float | None = setting(None, "peak memory no more than this share of the device", gt=0, le=1)
+    hours: float | None = setting(None, "finished within this many hours", gt=0)
+    loss_falling: bool | None = setting(None, "the training loss of the last tenth is below the first tenth's")
+    validation_improving: bool | None = setting(None, "the last validation loss is below the first")
+    saves: int | None = setting(None, "at least this many checkpoints were saved", gt=0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProfileSettings:
+    steps: tuple[int, int] | None = setting(None, "first and last step to trace into the run folder")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    recipe: Literal["pretrain"] = setting("pretrain", "what kind of training")
+    seed: int = setting(0, "seed of weights, data order and everything random", ge=0)
+    model: ModelSettings = section(ModelSettings, "the decoder")
+    data: DataSettings = section(DataSettings, "what it learns from")
+    train: TrainSettings = section(TrainSettings, "how it learns")
+    plan: PlanSettings = section(PlanSettings, "how it runs: any decision can be pinned")
+    eval: EvalSettings = section(EvalSettings, "validation")
+    save: SaveSettings = section(SaveSettings, "checkpoints")
+    log: LogSettings = section(LogSettings, "what is printed and where else it goes")
+    target: TargetSettings = section(TargetSettings, "when to stop early, content")
+    criteria: CriteriaSettings = section(CriteriaSettings, "what the run is judged by")
+    profile: ProfileSettings = section(ProfileSettings, "profiler traces")
+
+
+Source = Literal["default", "file", "environment", "command line"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loaded:
+    """A validated configuration and where each value came from (dotted key to source)."""
+
+    settings: Settings
+    sources: Mapping[str, Source]

@@ -1,0 +1,112 @@
+"""The rules between settings: each breach is named, its neighbours pass."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from flatout.config import from_mapping
+from flatout.errors import UsageError
+
+SHAPE = {"layers": 2, "hidden": 64, "heads": 4}
+
+
+def check(changes: dict[str, Any]) -> list[str]:
+    """The mistakes of a small valid configuration after dotted changes (None removes)."""
+    values: dict[str, dict[str, Any]] = {
+        "model": dict(SHAPE),
+        "data": {"sequence_length": 128},
+        "train": {"steps": 10, "batch_tokens": 1024},
+    }
+    for key, value in changes.items():
+        section, _, leaf = key.partition(".")
+        values.setdefault(section, {})[leaf] = value
+    try:
+        from_mapping(values)
+    except UsageError as error:
+        return str(error).splitlines()[1:]
+    return []
+
+
+def test_the_small_configuration_is_valid() -> None:
+    assert check({}) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "mistake"),
+    [
+        (
+            {"train.steps": None},
+            "train.steps: the run has no length; give one of train.steps, train.epochs or train.tokens",
+        ),
+        ({"train.tokens": 1e9}, "train.steps: the run has 2 lengths (train.steps, train.tokens); keep one"),
+        (
+            {"model.heads": None},
+            "model.heads: missing; give model.name, or all of model.layers, model.hidden and model.heads",
+        ),
+        (
+            {"model.hidden": 66},
+            "model.hidden: 66 is not a multiple of model.heads (4); take 64 or 68, or give model.head_dim",
+        ),
+        ({"model.hidden": 60}, "model.hidden: heads of width 15; rotary positions need an even width"),
+        ({"model.head_dim": 15}, "model.head_dim: heads of width 15; rotary positions need an even width"),
+        ({"model.kv_heads": 3}, "model.kv_heads: 3 must divide model.heads (4)"),
+        (
+            {"train.batch_tokens": 1000},
+            "train.batch_tokens: 1000 is not a multiple of data.sequence_length (128); take 896 or 1024",
+        ),
+        (
+            {"train.batch_tokens": 100},
+            "train.batch_tokens: 100 is not a multiple of data.sequence_length (128); take 128",
+        ),
+        ({"model.positions": 64}, "data.sequence_length: 128 must be at most model.positions (64)"),
+        ({"data.source": "jsonl"}, "data.path: missing; data.source jsonl needs the file, folder or glob to read"),
+        ({"data.source": "hf"}, "data.name: missing; data.source hf needs the dataset's name"),
+        ({"train.warmup_steps": 10}, "train.warmup_steps: 10 must be less than train.steps (10)"),
+        (
+            {"profile.steps": [12, 10]},
+            "profile.steps: [12, 10] must be the first and the last step, in this order, from 0 up",
+        ),
+        ({"eval.patience": 2}, "eval.patience: needs evaluations during the run; give eval.every"),
+        ({"target.val_loss": 3.0}, "target.val_loss: needs evaluations during the run; give eval.every"),
+        (
+            {"plan.micro_batch": 3, "plan.accumulation": 2},
+            "plan.accumulation: plan.micro_batch 3 × plan.accumulation 2 must divide the 8 sequences of a step "
+            "(train.batch_tokens / data.sequence_length)",
+        ),
+    ],
+)
+def test_a_broken_rule_is_the_one_mistake(changes: dict[str, Any], mistake: str) -> None:
+    assert check(changes) == [mistake]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"train.steps": None, "train.epochs": 0.5},
+        {"model.hidden": 66, "model.head_dim": 16},
+        {"model.name": "some/model", "model.heads": None},
+        {"model.name": "some/model", "model.kv_heads": 3, "model.heads": None},
+        {"model.positions": 128},
+        {"data.source": "text", "data.path": "corpus"},
+        {"train.warmup_steps": 9},
+        {"train.steps": None, "train.epochs": 1, "train.warmup_steps": 1000},
+        {"profile.steps": [3, 3]},
+        {"eval.patience": 2, "target.val_loss": 3.0, "eval.every": 5},
+        {"plan.micro_batch": 2, "plan.accumulation": 2},
+    ],
+)
+def test_what_keeps_to_the_rules_passes(changes: dict[str, Any]) -> None:
+    assert check(changes) == []
+
+
+def test_several_broken_rules_come_together() -> None:
+    assert len(check({"model.kv_heads": 3, "train.batch_tokens": 1000, "eval.patience": 1})) == 3
+
+
+def test_a_rule_is_silent_about_a_value_that_is_already_refused() -> None:
+    assert check({"train.steps": -5}) == [
+        "train.steps: -5 must be greater than 0 (length of the run in optimizer steps)"
+    ]
+    assert check({"train.steps": None, "train.stpes": 5}) == ["train.stpes: unknown key; did you mean train.steps?"]
