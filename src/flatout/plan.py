@@ -1,0 +1,434 @@
+"""Decides how a run uses its hardware: every decision with its reason, and a prediction to hold it to.
+
+Needs no torch and no device, so `flatout plan --on A100-80GBx8` works on a laptop; `flatout train` takes the same
+path with the hardware it finds. A plan states wishes; `engine.resolve` states what the device then granted.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+from flatout import hub
+from flatout.config.settings import Decisions, PlanSettings, Settings
+from flatout.cost import (
+    GIB,
+    Flops,
+    Memory,
+    ModelShape,
+    Rates,
+    checkpoint_bytes,
+    flops_per_token,
+    step_seconds,
+    training_memory,
+)
+from flatout.errors import UsageError
+from flatout.hardware import Hardware
+
+# Share of the device's memory that the predicted peak may take, by preset.
+MEMORY_BUDGET = {"safe": 0.75, "balanced": 0.85, "max": 0.92}
+# A micro-batch of this many tokens fills the device; a larger one only costs memory.
+FULL_TOKENS = {"gpu": 65536, "cpu": 4096}
+# With fewer tokens than this in a micro-batch, recomputing activations to fit more is worth its time.
+THIN_TOKENS = 2048
+LOSS_ROWS = {"gpu": 8192, "cpu": 1024}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What is to be run on what: all that a plan is a function of."""
+
+    shape: ModelShape
+    hardware: Hardware
+    sequence_length: int
+    batch_tokens: int
+    num_ranks: int
+    steps: int | None = None
+    packing: str = "concat"
+    weights_only: bool = False
+    # CPU only: measured speed of bf16 matmuls relative to fp32; None when nobody measured.
+    cpu_bf16_ratio: float | None = None
+    pins: PlanSettings = field(default_factory=PlanSettings)
+
+    @property
+    def device(self) -> str:
+        return "cpu" if self.hardware.gpu is None and self.hardware.sm is None else "gpu"
+
+    @property
+    def rank_sequences(self) -> int:
+        """Sequences of one optimizer step on one rank."""
+        sequences, left = divmod(self.batch_tokens, self.sequence_length)
+        if left:
+            raise UsageError(
+                f"train.batch_tokens {self.batch_tokens} is not a multiple of "
+                f"data.sequence_length {self.sequence_length}"
+            )
+        share, left = divmod(sequences, self.num_ranks)
+        if left:
+            low = max(1, share) * self.num_ranks * self.sequence_length
+            raise UsageError(
+                f"train.batch_tokens {self.batch_tokens} is {sequences} sequences of {self.sequence_length}, "
+                f"which {self.num_ranks} ranks cannot share evenly: {low} would do"
+            )
+        return share
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prediction:
+    peak_gib: float
+    memory_gib: Mapping[str, float]
+    tokens_per_s: float | None
+    step_s: float | None
+    mfu: float | None
+    mfu_common: float | None
+    hours: float | None
+    checkpoint_gib: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    job: Job
+    decisions: Decisions
+    reasons: Mapping[str, str]
+    predicted: Prediction
+
+    def but(self, **changes: Any) -> Plan:
+        """The same job with some decisions pinned to other values, everything else decided anew."""
+        return decide(replace(self.job, pins=replace(self.job.pins, **changes)))
+
+    @property
+    def flops(self) -> Flops:
+        return flops_per_token(
+            self.job.shape, sequence_length=self.job.sequence_length, recompute=self.decisions.recompute or "none"
+        )
+
+    @property
+    def rates(self) -> Rates:
+        peak = self.job.hardware.peak_flops.get(self.decisions.precision or "fp32")
+        return Rates(flops=self.flops, peak_flops=peak, num_devices=self.job.num_ranks)
+
+    def explain(self) -> list[tuple[str, Any, str]]:
+        """Rows of (decision, value, reason) in the order they are declared."""
+        return [(f.name, getattr(self.decisions, f.name), self.reasons[f.name]) for f in fields(Decisions)]
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "decisions": asdict(self.decisions),
+            "reasons": dict(self.reasons),
+            "predicted": asdict(self.predicted),
+            "job": {
+                "shape": self.job.shape.to_json(),
+                "sequence_length": self.job.sequence_length,
+                "batch_tokens": self.job.batch_tokens,
+                "num_ranks": self.job.num_ranks,
+                "steps": self.job.steps,
+                "packing": self.job.packing,
+                "hardware": self.job.hardware.name,
+                "preset": self.job.pins.preset,
+            },
+            "rates": self.rates.to_json(),
+        }
+
+
+def shape_of(settings: Settings) -> ModelShape:
+    """The decoder a configuration asks for: its own numbers, or a Hugging Face config.json."""
+    model, length = settings.model, settings.data.sequence_length
+    if model.name is not None:
+        shape = ModelShape.from_hf(hub.read_json(hub.folder(model.name, weights=False) / "config.json"))
+    else:
+        if model.layers is None or model.hidden is None or model.heads is None:
+            raise UsageError("model needs `name`, or `layers`, `hidden` and `heads`")
+        shape = ModelShape(
+            layers=model.layers,
+            hidden=model.hidden,
+            heads=model.heads,
+            kv_heads=model.kv_heads or model.heads,
+            head_dim=model.head_dim or model.hidden // model.heads,
+            intermediate=model.intermediate or _up(model.hidden * 8 // 3, 128),
+            vocab=model.vocab or _up(tokenizer_size(settings.data.tokenizer), 64),
+            positions=model.positions or length,
+            tied=model.tied,
+            qk_norm=model.qk_norm,
+            qkv_bias=model.qkv_bias,
+            rope_theta=model.rope_theta,
+            norm_eps=model.norm_eps,
+        )
+    if length > shape.positions:
+        raise UsageError(
+            f"data.sequence_length {length} is longer than the model's {shape.positions} positions: "
+            "shorten the sequences or raise model.positions"
+        )
+    return shape
+
+
+def tokenizer_size(spec: str) -> int:
+    """Number of ids a tokenizer uses, read without loading it."""
+    if spec == "byte":
+        return 257
+    if match := re.fullmatch(r"bpe:(\d+)", spec):
+        return int(match[1])
+    path = Path(spec).expanduser()
+    file = path if path.is_file() else hub.folder(spec, weights=False) / "tokenizer.json"
+    content = hub.read_json(file)
+    ids = [*content["model"]["vocab"].values(), *(token["id"] for token in content.get("added_tokens", []))]
+    return int(max(ids)) + 1
+
+
+def decide(job: Job) -> Plan:
+    """One pass over the decisions, later ones standing on earlier ones; a pinned value is taken as it is."""
+    chosen: dict[str, Any] = {}
+    reasons: dict[str, str] = {}
+
+    def settle(name: str, value: Any, reason: str) -> Any:
+        pinned = getattr(job.pins, name)
+        chosen[name] = value if pinned is None else pinned
+        reasons[name] = reason if pinned is None else "pinned in the configuration"
+        return chosen[name]
+
+    precision = settle("precision", *_precision(job))
+    compiled = settle("compile", *_compile(job)) != "none"
+    micro_batch, accumulation, recompute, why = _batch(job, precision=precision, compiled=compiled)
+    chosen |= {"micro_batch": micro_batch, "accumulation": accumulation, "recompute": recompute}
+    reasons |= why
+    settle("attention", *_attention(job))
+    settle("loss_chunk", *_loss_chunk(job, micro_batch * job.sequence_length))
+    settle("tf32", *_tf32(job))
+    settle("fused_optimizer", True, "one pass over weights, gradients and moments instead of many")
+    settle("workers", *_workers(job))
+    ahead = 4 if job.pins.preset == "max" else 2
+    settle("prefetch", ahead, f"{ahead} steps of data stand ready while the device works")
+    on_gpu = job.device == "gpu"
+    settle("pin_memory", on_gpu, "page-locked memory copies while kernels run" if on_gpu else "no device to copy to")
+    settle("expandable_segments", *_segments(job))
+    settle("memory_fraction", *_fraction(job))
+    settle("manual_gc", True, "a collection in the middle of a step would stall every rank")
+    settle("threads", *_threads(job))
+
+    decisions = Decisions(**chosen)
+    memory = _memory(job, micro_batch=micro_batch, recompute=recompute, precision=precision, compiled=compiled)
+    return Plan(job=job, decisions=decisions, reasons=reasons, predicted=_predict(job, decisions, memory))
+
+
+def _precision(job: Job) -> tuple[str, str]:
+    sm = job.hardware.sm
+    if job.device == "cpu":
+        ratio = job.cpu_bf16_ratio
+        if ratio is not None and ratio >= 1.5:
+            return "bf16", f"bf16 matmuls measured {ratio:.1f} times as fast as fp32 on this CPU"
+        measured = "" if ratio is None else f": bf16 measured {ratio:.2f} times the speed of fp32"
+        return "fp32", f"a CPU without fast bf16 units{measured}" if measured else "a CPU, bf16 speed not measured"
+    if sm is None:
+        return "fp32", "the GPU's SM version is unknown"
+    if sm < (8, 0):
+        return "fp16", f"SM {sm[0]}.{sm[1]} has fp16 tensor cores but no bf16 units; loss scaling is on"
+    return "bf16", f"SM {sm[0]}.{sm[1]} has bf16 tensor cores; no loss scaling needed"
+
+
+def _compile(job: Job) -> tuple[str, str]:
+    if job.device == "cpu":
+        return "none", "eager kernels are near the limit of a CPU, and compiling takes minutes"
+    if job.pins.preset == "safe":
+        return "none", "preset safe runs eager"
+    return "default", "fuses norms, rotary positions, SwiGLU and the loss; one graph serves every block"
+
+
+def _attention(job: Job) -> tuple[str, str]:
+    sm = job.hardware.sm
+    if job.device == "cpu":
+        return "flash", "torch's blocked CPU kernel: no T x T scores in memory"
+    if sm is None or sm < (8, 0):
+        return "efficient", "flash kernels need SM 8.0"
+    if job.packing == "documents":
+        return "flash", "packed documents run by the variable-length flash kernel"
+    if sm >= (9, 0) and job.shape.head_dim <= 128:
+        return "cudnn", f"cuDNN's kernel is the fastest on SM {sm[0]}.{sm[1]}"
+    return "flash", f"flash is the fastest kernel on SM {sm[0]}.{sm[1]} for heads of {job.shape.head_dim}"
+
+
+def _tf32(job: Job) -> tuple[bool, str]:
+    if job.device == "cpu" or job.hardware.sm is None or job.hardware.sm < (8, 0):
+        return False, "the device has no TF32 units"
+    if job.pins.preset == "safe":
+        return False, "preset safe keeps fp32 matmuls exact"
+    return True, "for the few matmuls that stay in fp32"
+
+
+def _loss_chunk(job: Job, micro_tokens: int) -> tuple[int, str]:
+    rows = min(LOSS_ROWS[job.device], micro_tokens)
+    while micro_tokens % rows:
+        rows -= 1
+    saved = (micro_tokens - rows) * job.shape.vocab * 2 / GIB
+    return rows, f"{micro_tokens // rows} chunks a micro-batch; holds {saved:.1f} GiB fewer logits than all at once"
+
+
+def _workers(job: Job) -> tuple[int, str]:
+    cores = job.hardware.num_cpus
+    if cores is None:
+        return 2, "the number of CPU cores is not known; more are added if the device waits for data"
+    count = max(1, min(4, cores // job.num_ranks - 1))
+    return count, f"{cores} cores for {job.num_ranks} rank(s); more are added if the device waits for data"
+
+
+def _segments(job: Job) -> tuple[bool, str]:
+    if job.device == "cpu":
+        return False, "an allocator setting for GPUs"
+    return True, "freed blocks of any size can be used again, against fragmentation"
+
+
+def _fraction(job: Job) -> tuple[float, str]:
+    share = {"safe": 0.90, "balanced": 0.95, "max": 0.98}[job.pins.preset]
+    if job.device == "cpu":
+        return share, "an allocator setting for GPUs"
+    return share, "the rest is left to the driver and the libraries' own buffers"
+
+
+def _threads(job: Job) -> tuple[int, str]:
+    cores = job.hardware.num_cpus
+    if cores is None:
+        return 4, "the number of CPU cores is not known"
+    share = max(1, cores // job.num_ranks)
+    if job.device == "cpu":
+        return share, f"all of this rank's share of {cores} cores"
+    return min(8, share), "the GPU does the arithmetic; a few threads serve the host's part"
+
+
+def _memory(job: Job, *, micro_batch: int, recompute: str, precision: str, compiled: bool) -> Memory:
+    micro_tokens = micro_batch * job.sequence_length
+    rows, _ = _loss_chunk(job, micro_tokens)
+    return training_memory(
+        job.shape,
+        micro_tokens=micro_tokens,
+        precision=precision,
+        recompute=recompute,
+        compiled=compiled,
+        loss_chunk=job.pins.loss_chunk or rows,
+        accumulation=max(1, job.rank_sequences // micro_batch),
+    )
+
+
+def _batch(job: Job, *, precision: str, compiled: bool) -> tuple[int, int, str, dict[str, str]]:
+    """Micro-batch, accumulation and recomputation together: they share the memory and must hold the batch."""
+    pins, sequences = job.pins, job.rank_sequences
+    total_gib = job.hardware.memory_gib if job.device == "gpu" else job.hardware.ram_gib
+    budget = None if total_gib is None else MEMORY_BUDGET[pins.preset] * total_gib
+    sizes = [n for n in range(sequences, 0, -1) if sequences % n == 0]
+    if pins.micro_batch and pins.accumulation and pins.micro_batch * pins.accumulation != sequences:
+        raise UsageError(
+            f"plan.micro_batch {pins.micro_batch} x plan.accumulation {pins.accumulation} is not the "
+            f"{sequences} sequences of a step on one rank"
+        )
+    if pins.micro_batch or pins.accumulation:
+        wanted = pins.micro_batch or sequences // (pins.accumulation or 1)
+        if sequences % wanted or (pins.accumulation and sequences % pins.accumulation):
+            name = "micro_batch" if pins.micro_batch else "accumulation"
+            raise UsageError(
+                f"plan.{name} {getattr(pins, name)} does not divide the {sequences} sequences of a step on one rank: "
+                f"choose one of {', '.join(map(str, sorted(sizes)))}"
+            )
+        sizes = [wanted]
+    else:
+        fitting = [n for n in sizes if n * job.sequence_length <= FULL_TOKENS[job.device]]
+        sizes = fitting or [1]
+
+    modes = [pins.recompute] if pins.recompute else ["none", "selective", "full"]
+
+    def peak(size: int, mode: str) -> float:
+        return _memory(job, micro_batch=size, recompute=mode, precision=precision, compiled=compiled).gib
+
+    def fits(size: int, mode: str) -> bool:
+        return budget is None or peak(size, mode) <= budget
+
+    # Per mode the largest size that fits; the first mode whose micro-batch is not thin, else the largest of all.
+    best = [(next((n for n in sizes if fits(n, mode)), 0), mode) for mode in modes]
+    enough = min(THIN_TOKENS, sizes[0] * job.sequence_length)
+    size, mode = next((b for b in best if b[0] * job.sequence_length >= enough), max(best, key=lambda b: b[0]))
+    if size == 0:
+        least = sizes[-1]
+        memory = _memory(job, micro_batch=least, recompute=modes[-1], precision=precision, compiled=compiled)
+        raise UsageError(
+            f"the model needs {memory.gib:.1f} GiB with micro-batch {least} and recomputation {modes[-1]}, but the "
+            f"{pins.preset} preset may use {budget:.1f} of {total_gib:.1f} GiB (largest part: {memory.largest()}): "
+            "a smaller model, shorter sequences or a larger device would fit"
+        )
+    tokens = size * job.sequence_length
+    room = "memory unknown" if budget is None else f"predicted peak {peak(size, mode):.1f} of {total_gib:.1f} GiB"
+    full = tokens >= FULL_TOKENS[job.device] or size == sequences
+    why = {
+        "micro_batch": f"{tokens} tokens a pass; {room}; "
+        + ("enough to fill the device" if full else "the largest that fits the memory or divides the batch"),
+        "accumulation": f"{size} x {sequences // size} x {job.num_ranks} rank(s) = {sequences * job.num_ranks} "
+        f"sequences = {job.batch_tokens} tokens, exactly the batch asked for",
+        "recompute": {
+            "none": "activations fit in memory",
+            "selective": "matmul outputs are kept, the rest is recomputed, to fit",
+            "full": "only block inputs fit; a block's forward runs twice",
+        }[mode],
+    }
+    for name in ("micro_batch", "accumulation", "recompute"):
+        if getattr(pins, name) is not None:
+            why[name] = "pinned in the configuration"
+    return size, sequences // size, mode, why
+
+
+def _predict(job: Job, decisions: Decisions, memory: Memory) -> Prediction:
+    precision, recompute = decisions.precision or "fp32", decisions.recompute or "none"
+    flops = flops_per_token(job.shape, sequence_length=job.sequence_length, recompute=recompute)
+    peak = job.hardware.peak_flops.get(precision)
+    seconds = None
+    if peak and job.device == "gpu":
+        seconds = step_seconds(
+            job.shape,
+            tokens=job.batch_tokens // job.num_ranks,
+            sequence_length=job.sequence_length,
+            flops=flops,
+            precision=precision,
+            peak_flops=peak,
+            bandwidth=job.hardware.bandwidth,
+            compiled=decisions.compile != "none",
+        )
+    rates = Rates(flops=flops, peak_flops=peak, num_devices=job.num_ranks)
+    shares = rates.shares(tokens=job.batch_tokens, seconds=seconds or 0.0)
+    return Prediction(
+        peak_gib=memory.gib,
+        memory_gib={name: size / GIB for name, size in asdict(memory).items()},
+        tokens_per_s=job.batch_tokens / seconds if seconds else None,
+        step_s=seconds,
+        mfu=shares.mfu,
+        mfu_common=shares.mfu_common,
+        hours=seconds * job.steps / 3600 if seconds and job.steps else None,
+        checkpoint_gib=checkpoint_bytes(job.shape, weights_only=job.weights_only) / GIB,
+    )
+
+
+def _up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
+
+
+def job_of(
+    settings: Settings,
+    *,
+    hardware: Hardware,
+    num_ranks: int,
+    total_steps: int | None = None,
+    cpu_bf16_ratio: float | None = None,
+) -> Job:
+    """The job a configuration describes, on this hardware."""
+    train = settings.train
+    if total_steps is None:
+        total_steps = train.steps or (math.ceil(train.tokens / train.batch_tokens) if train.tokens else None)
+    return Job(
+        shape=shape_of(settings),
+        hardware=hardware,
+        sequence_length=settings.data.sequence_length,
+        batch_tokens=train.batch_tokens,
+        num_ranks=num_ranks,
+        steps=total_steps,
+        packing=settings.data.packing,
+        weights_only=settings.save.weights_only,
+        cpu_bf16_ratio=cpu_bf16_ratio,
+        pins=settings.plan,
+    )
