@@ -1,0 +1,195 @@
+"""Times the phases of a training loop without adding a device synchronisation (`train`, `doctor`).
+
+    phases.begin_step()
+    phases.mark("data")          # each mark ends the phase before it and starts the next
+    phases.mark("forward")
+    phases.mark("backward")
+    phases.end_step(tokens=n)
+    for timing in phases.ready():    # finished steps only; on CUDA usually a step or two late
+        ...
+
+On CUDA a mark puts a timing event on the current stream (one stream for the whole loop), read when the
+device has passed it. Spans tile the device's time: a step's first phase starts where the last phase of the
+step before ended. So when the device runs dry, the idle time belongs to the phase in which the host kept it
+waiting, and none is lost between phases or steps. Work between two steps (an evaluation, a save) is marked
+as a phase of the step that follows.
+
+`StepTiming.seconds` comes from the host's clock instead, so over a stretch of steps
+`1 - sum(spans) / seconds` checks one clock against the other. In a single step they may differ, because the
+host runs ahead of the device.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from flatout.record import Span
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepTiming:
+    """One measured step: `spans` in order of first appearance, micro-batches summed."""
+
+    step: int
+    seconds: float  # host clock, from the end of the step before (the first: from its beginning)
+    spans: tuple[Span, ...]
+    tokens: int | None = None
+
+
+class _Clock(Protocol):
+    """Takes stamps now that can be subtracted later."""
+
+    def stamp(self) -> Any: ...
+
+    def has_passed(self, stamp: Any) -> bool: ...
+
+    def wait(self, stamp: Any) -> None: ...
+
+    def seconds(self, start: Any, end: Any) -> float: ...
+
+    def release(self, stamp: Any) -> None: ...
+
+
+class _HostClock:
+    def stamp(self) -> float:
+        return time.perf_counter()
+
+    def has_passed(self, stamp: float) -> bool:
+        return True
+
+    def wait(self, stamp: float) -> None:
+        pass
+
+    def seconds(self, start: float, end: float) -> float:
+        return end - start
+
+    def release(self, stamp: float) -> None:
+        pass
+
+
+class _CudaClock:
+    """Timing events on the current stream; making one costs more than recording it, so they are used again."""
+
+    def __init__(self) -> None:
+        import torch
+
+        self._event: Any = torch.cuda.Event
+        self._free: list[Any] = []
+
+    def stamp(self) -> Any:
+        event = self._free.pop() if self._free else self._event(enable_timing=True)
+        event.record()
+        return event
+
+    def has_passed(self, stamp: Any) -> bool:
+        return bool(stamp.query())
+
+    def wait(self, stamp: Any) -> None:
+        stamp.synchronize()  # host waits for the device: only at the end of a run
+
+    def seconds(self, start: Any, end: Any) -> float:
+        return float(start.elapsed_time(end)) / 1000
+
+    def release(self, stamp: Any) -> None:
+        self._free.append(stamp)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Mark:
+    phase: str
+    role: str
+    start: Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Ended:
+    step: int
+    seconds: float
+    tokens: int | None
+    start: Any
+    marks: list[_Mark]
+    end: Any
+
+
+class Phases:
+    """The stopwatch of one loop. `device` is where the work runs; not `enabled`, every call does nothing."""
+
+    def __init__(self, *, device: str = "cpu", enabled: bool = True) -> None:
+        self._enabled = enabled
+        self._clock: _Clock = _CudaClock() if enabled and device.startswith("cuda") else _HostClock()
+        self._step = -1
+        self._open = False
+        self._start: Any = None  # where on the device's timeline the step before ended
+        self._host_start = 0.0
+        self._marks: list[_Mark] = []
+        self._ended: deque[_Ended] = deque()
+
+    def begin_step(self, step: int | None = None) -> None:
+        """Open a step (unnamed: the one after the last). Beginning again before its end goes on with the same step."""
+        if not self._enabled:
+            return
+        if not self._open:
+            self._step = self._step + 1 if step is None else step
+            self._open = True
+        if self._start is None:
+            self._start = self._clock.stamp()
+            self._host_start = time.perf_counter()
+
+    def mark(self, phase: str, *, role: str = "train") -> None:
+        """Here the phase before ends and `phase` begins."""
+        if not self._enabled:
+            return
+        if not self._open:
+            raise RuntimeError(f"phase {phase!r} marked outside a step: call begin_step() first")
+        start = self._clock.stamp() if self._marks else self._start
+        self._marks.append(_Mark(phase=phase, role=role, start=start))
+
+    def end_step(self, *, tokens: int | None = None) -> None:
+        if not self._enabled:
+            return
+        if not self._open:
+            raise RuntimeError("end_step() without begin_step()")
+        end, host_end = self._clock.stamp(), time.perf_counter()
+        self._ended.append(
+            _Ended(
+                step=self._step,
+                seconds=host_end - self._host_start,
+                tokens=tokens,
+                start=self._start,
+                marks=self._marks,
+                end=end,
+            )
+        )
+        self._open, self._marks, self._start, self._host_start = False, [], end, host_end
+
+    def ready(self) -> list[StepTiming]:
+        """The steps the device has finished since the last call, in order; never waits."""
+        timings = []
+        while self._ended and self._clock.has_passed(self._ended[0].end):
+            timings.append(self._read(self._ended.popleft()))
+        return timings
+
+    def flush(self) -> list[StepTiming]:
+        """All ended steps that are left; waits for the device."""
+        if self._ended:
+            self._clock.wait(self._ended[-1].end)
+        return self.ready()
+
+    def _read(self, ended: _Ended) -> StepTiming:
+        seconds: dict[tuple[str, str], float] = {}
+        boundaries = [mark.start for mark in ended.marks[1:]] + [ended.end]
+        for mark, end in zip(ended.marks, boundaries, strict=False):
+            key = (mark.role, mark.phase)
+            seconds[key] = seconds.get(key, 0.0) + self._clock.seconds(mark.start, end)
+        # The end is the next step's start and is released with it.
+        for stamp in (ended.start, *boundaries[:-1]):
+            self._clock.release(stamp)
+        return StepTiming(
+            step=ended.step,
+            seconds=ended.seconds,
+            tokens=ended.tokens,
+            spans=tuple(Span(phase=phase, role=role, seconds=value) for (role, phase), value in seconds.items()),
+        )

@@ -1,0 +1,157 @@
+"""Copies of a run's records for TensorBoard and Weights & Biases (`log.tensorboard`, `log.wandb` of `train`).
+
+The run folder is the record; these are sinks beside it, imported only when asked for. They may raise while a run
+goes on: the `Recorder` that tells them switches a failing sink off with an event, and training continues.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from datetime import datetime
+from pathlib import Path
+from typing import Any, Literal
+
+from flatout.cost import Rates
+from flatout.errors import EnvironmentLacks
+from flatout.record import Event, Sink, StepRecord, redacted
+
+# From a step's `extra` to the names people already have charts for.
+_EXTRA = {"lr": "training/lr", "grad_norm": "training/grad_norm"}
+
+
+def run_name(recipe: str, *, now: datetime | None = None) -> str:
+    """The default name of a run: `pretrain-20260131-094500`."""
+    return f"{recipe}-{now or datetime.now():%Y%m%d-%H%M%S}"
+
+
+def step_scalars(record: StepRecord, *, rates: Rates) -> dict[str, float]:
+    """What a tracker shows of a step; what is not known is left out."""
+    scalars: dict[str, float] = {"training/global_step": record.step}
+    if record.loss is not None:
+        scalars["training/loss"] = record.loss
+    if record.seconds > 0:
+        shares = rates.shares(tokens=record.tokens, seconds=record.seconds)
+        scalars["perf/throughput"] = record.tokens / record.seconds
+        mfu = {"perf/mfu/done": shares.mfu, "perf/mfu/common": shares.mfu_common}
+        scalars |= {name: share for name, share in mfu.items() if share is not None}
+    if "peak_gib" in record.memory:
+        scalars["perf/memory_gib"] = record.memory["peak_gib"]
+    for key, name in _EXTRA.items():
+        if record.extra.get(key) is not None:
+            scalars[name] = record.extra[key]
+    for span in record.spans:
+        phase = span.phase if span.role == "train" else f"{span.role}/{span.phase}"
+        scalars[f"timing_s/{phase}"] = span.seconds
+    return scalars
+
+
+def event_scalars(event: Event) -> dict[str, float]:
+    """The same of an event: only an evaluation with its loss has something to show."""
+    if event.kind != "eval" or event.step is None or event.data.get("val_loss") is None:
+        return {}
+    return {"training/global_step": event.step, "eval/loss": event.data["val_loss"]}
+
+
+def tensorboard(folder: Path, *, rates: Rates) -> Sink:
+    """Event files in `folder`, for `tensorboard --logdir`."""
+    try:
+        from tensorboard.compat.proto import event_pb2, summary_pb2
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+    except ImportError as error:
+        raise _lacks("tensorboard", error) from error
+    folder.mkdir(parents=True, exist_ok=True)
+    return _TensorBoard(
+        EventFileWriter(str(folder)), new_event=event_pb2.Event, summary=summary_pb2.Summary, rates=rates
+    )
+
+
+def wandb(
+    mode: Literal["offline", "online"],
+    *,
+    project: str,
+    name: str,
+    folder: Path,
+    config: Mapping[str, Any],
+    rates: Rates,
+) -> Sink:
+    """A W&B run in `folder`; `offline` opens no connection and can be uploaded later with `wandb sync`."""
+    try:
+        import wandb as client
+    except ImportError as error:
+        raise _lacks("wandb", error) from error
+    folder.mkdir(parents=True, exist_ok=True)
+    # The console, the command line and the code can hold secrets, and the machine is monitored already.
+    settings = client.Settings(
+        console="off",
+        silent=True,
+        disable_code=True,
+        disable_git=True,
+        x_disable_meta=True,
+        x_disable_stats=True,
+    )
+    try:
+        run = client.init(
+            mode=mode, project=project, name=name, dir=str(folder), config=redacted(config), settings=settings
+        )
+    except client.errors.Error as error:
+        raise EnvironmentLacks(
+            f"wandb could not start in mode {mode!r}: {error}. "
+            "Run `wandb login` first, or set log.wandb=offline and upload later."
+        ) from error
+    return _Wandb(run, rates=rates)
+
+
+class _TensorBoard:
+    def __init__(self, writer: Any, *, new_event: Any, summary: Any, rates: Rates) -> None:
+        self._writer = writer
+        self._rates = rates
+        self._new_event = new_event
+        self._summary = summary
+        self._started = False
+
+    def step(self, record: StepRecord) -> None:
+        if not self._started:
+            # A session start makes TensorBoard drop what a killed attempt wrote beyond this step.
+            start = self._new_event(step=record.step, wall_time=time.time(), session_log={"status": "START"})
+            self._writer.add_event(start)
+            self._started = True
+        self._write(step_scalars(record, rates=self._rates), step=record.step, time_s=record.time)
+
+    def event(self, event: Event) -> None:
+        scalars = event_scalars(event)
+        if scalars:
+            self._write(scalars, step=int(scalars["training/global_step"]), time_s=event.time)
+
+    def close(self) -> None:
+        self._writer.close()
+
+    def _write(self, scalars: Mapping[str, float], *, step: int, time_s: float) -> None:
+        values = [self._summary.Value(tag=tag, simple_value=value) for tag, value in scalars.items()]
+        self._writer.add_event(self._new_event(step=step, wall_time=time_s, summary=self._summary(value=values)))
+
+
+class _Wandb:
+    def __init__(self, run: Any, *, rates: Rates) -> None:
+        self._run = run
+        self._rates = rates
+        # An evaluation may be told before the step it belongs to; W&B's own counter would refuse that.
+        run.define_metric("*", step_metric="training/global_step")
+
+    def step(self, record: StepRecord) -> None:
+        self._run.log(step_scalars(record, rates=self._rates))
+
+    def event(self, event: Event) -> None:
+        scalars = event_scalars(event)
+        if scalars:
+            self._run.log(scalars)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+def _lacks(package: str, error: ImportError) -> EnvironmentLacks:
+    return EnvironmentLacks(
+        f"log.{package} needs the package {package} ({error}). Install it with `pip install 'flatout[{package}]'`, "
+        f"or leave log.{package} off."
+    )
