@@ -1,0 +1,72 @@
+"""Pure loss functions over hidden states and the head's weight.
+
+Legend: N tokens, C hidden width, V vocabulary, R rows of one chunk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+IGNORED = -100
+
+# (logits_RV, targets_R) -> (summed loss, gradient of the logits, may reuse their memory)
+RowLoss = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+
+
+def row_loss(logits_RV: Tensor, targets_R: Tensor) -> tuple[Tensor, Tensor]:
+    """Cross-entropy summed over rows, and softmax - one-hot; ignored rows give zero in both."""
+    x = logits_RV.float()
+    trained = targets_R != IGNORED
+    index = targets_R.clamp(min=0)[:, None]
+    log_norm = x.logsumexp(dim=-1, keepdim=True)
+    picked = x.gather(-1, index)
+    loss = torch.where(trained, (log_norm - picked)[:, 0], 0.0).sum()
+    columns = torch.arange(x.shape[-1], device=x.device)
+    gradient = (x - log_norm).exp() - (columns == index).to(x.dtype)
+    return loss, (gradient * trained[:, None]).to(logits_RV.dtype)
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    """The head's matmul and cross-entropy, a chunk of rows at a time, so that all logits never exist at once.
+
+    The gradients are made in the forward pass, while a chunk's logits are at hand, and scaled in the backward.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, hidden_NC: Tensor, weight_VC: Tensor, targets_N: Tensor, chunk: int, rows: RowLoss) -> Tensor:
+        need_hidden, need_weight = ctx.needs_input_grad[:2]
+        weight = weight_VC.to(hidden_NC.dtype)
+        grad_hidden = torch.empty_like(hidden_NC) if need_hidden else None
+        grad_weight = torch.zeros_like(weight_VC) if need_weight else None
+        total = torch.zeros((), dtype=torch.float32, device=hidden_NC.device)
+        for start in range(0, hidden_NC.shape[0], chunk):
+            part = slice(start, start + chunk)
+            hidden = hidden_NC[part]
+            loss, gradient = rows(hidden @ weight.t(), targets_N[part])
+            total += loss
+            if grad_hidden is not None:
+                torch.mm(gradient, weight, out=grad_hidden[part])
+            if grad_weight is not None:
+                grad_weight += gradient.t() @ hidden
+        ctx.save_for_backward(grad_hidden, grad_weight)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, grad_total: Tensor) -> tuple[Tensor | None, ...]:
+        grad_hidden, grad_weight = ctx.saved_tensors
+        # Scaled in place: they were made for this backward alone. The factor stays on the device.
+        grad_hidden = None if grad_hidden is None else grad_hidden.mul_(grad_total)
+        grad_weight = None if grad_weight is None else grad_weight.mul_(grad_total)
+        return grad_hidden, grad_weight, None, None, None
+
+
+def linear_cross_entropy(
+    hidden_NC: Tensor, weight_VC: Tensor, targets_N: Tensor, *, chunk: int, rows: RowLoss = row_loss
+) -> Tensor:
+    """Cross-entropy of `hidden @ weight.T` against the targets, summed over the targets that are not -100."""
+    total: Tensor = _LinearCrossEntropy.apply(hidden_NC, weight_VC, targets_N, chunk, rows)  # type: ignore[no-untyped-call]
+    return total

@@ -1,0 +1,94 @@
+"""How tokens see each other. The decoder is token-flat; an `Attend` owns the layout.
+
+Legend: N tokens of the micro-batch, B sequences of T tokens, H query heads, G key/value heads, D head width.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+class Attend(Protocol):
+    """Causal attention over token-flat q, k, v; the result is flat again."""
+
+    def __call__(self, q_NHD: Tensor, k_NGD: Tensor, v_NGD: Tensor) -> Tensor: ...
+
+
+def _sequences(x_NHD: Tensor, batch: int) -> Tensor:
+    return x_NHD.view(batch, -1, *x_NHD.shape[1:]).transpose(1, 2)
+
+
+def _flat(x_BHTD: Tensor) -> Tensor:
+    return x_BHTD.transpose(1, 2).flatten(0, 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rectangular:
+    """Sequences of one length, each attending to its own past: plain concatenated data."""
+
+    batch: int
+
+    def __call__(self, q_NHD: Tensor, k_NGD: Tensor, v_NGD: Tensor) -> Tensor:
+        out = F.scaled_dot_product_attention(
+            _sequences(q_NHD, self.batch),
+            _sequences(k_NGD, self.batch),
+            _sequences(v_NGD, self.batch),
+            is_causal=True,
+            enable_gqa=q_NHD.shape[1] != k_NGD.shape[1],
+        )
+        return _flat(out)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Masked:
+    """Packed documents by an explicit mask: the plain path, on any device and in any precision."""
+
+    mask_B1TT: Tensor
+
+    @classmethod
+    def of(cls, cu_seqlens: Tensor, *, batch: int, length: int) -> Masked:
+        """From cumulative document ends; no document crosses a sequence."""
+        index = torch.arange(batch * length, device=cu_seqlens.device)
+        document = torch.bucketize(index, cu_seqlens[1:], right=True).view(batch, length)
+        same = document[:, :, None] == document[:, None, :]
+        causal = torch.ones(length, length, dtype=torch.bool, device=same.device).tril()
+        return cls(mask_B1TT=(same & causal)[:, None])
+
+    def __call__(self, q_NHD: Tensor, k_NGD: Tensor, v_NGD: Tensor) -> Tensor:
+        batch = self.mask_B1TT.shape[0]
+        out = F.scaled_dot_product_attention(
+            _sequences(q_NHD, batch),
+            _sequences(k_NGD, batch),
+            _sequences(v_NGD, batch),
+            attn_mask=self.mask_B1TT,
+            enable_gqa=q_NHD.shape[1] != k_NGD.shape[1],
+        )
+        return _flat(out)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Varlen:
+    """Packed documents by torch's variable-length flash kernel: bf16 or fp16 on CUDA.
+
+    `cu_seqlens` is padded to a fixed length by repeating N (empty documents), so shapes never change.
+    """
+
+    cu_seqlens: Tensor
+    longest: int
+
+    def __call__(self, q_NHD: Tensor, k_NGD: Tensor, v_NGD: Tensor) -> Tensor:
+        from torch.nn.attention.varlen import varlen_attn
+
+        # torch 2.11's kernel has no grouped heads; repeating them is what it would do in registers.
+        if (groups := q_NHD.shape[1] // k_NGD.shape[1]) > 1:
+            k_NGD = k_NGD.repeat_interleave(groups, dim=1)
+            v_NGD = v_NGD.repeat_interleave(groups, dim=1)
+        ends, longest = self.cu_seqlens, self.longest
+        out = varlen_attn(q_NHD, k_NGD, v_NGD, ends, ends, longest, longest, window_size=(-1, 0))
+        assert isinstance(out, Tensor)
+        return out

@@ -1,0 +1,133 @@
+"""The Llama/Qwen/SmolLM-family decoder: grouped heads, rotary positions, RMSNorm, SwiGLU.
+
+Token-flat and layout-blind: it takes N tokens with their positions and an `Attend`, so rectangles, packed
+documents and caches are all the same to it. Trainable weights stay fp32; `linear` casts them to the compute type
+where they are used, so there is no autocast. A block passes on (residual, delta) rather than their sum, so that
+the addition fuses with the next norm.
+
+Legend: N tokens, C hidden width, H query heads, G key/value heads, D head width, F intermediate width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from flatout.cost import ModelShape
+from flatout.model.attention import Attend
+
+if TYPE_CHECKING:
+    # (hidden_NC, head weight_VC) -> anything: cross-entropy, log-probabilities, logits.
+    Head = Callable[[Tensor, Tensor], Tensor]
+
+INIT_STD = 0.02
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    return F.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """In fp32 whatever comes in, as Hugging Face's models do."""
+    return F.rms_norm(x.float(), (x.shape[-1],), weight.float(), eps).to(x.dtype)
+
+
+def rotate(x_NHD: Tensor, cos_N1D: Tensor, sin_N1D: Tensor) -> Tensor:
+    """Rotary positions, pairing dimension i with i + D/2 (the Hugging Face layout)."""
+    first, second = x_NHD.float().chunk(2, dim=-1)
+    rotated = torch.cat((first * cos_N1D - second * sin_N1D, second * cos_N1D + first * sin_N1D), dim=-1)
+    return rotated.to(x_NHD.dtype)
+
+
+class Block(nn.Module):
+    def __init__(self, shape: ModelShape) -> None:
+        super().__init__()
+        self.shape = shape
+        width = shape.q_width + 2 * shape.kv_width
+        self.attention_norm = nn.Parameter(torch.ones(shape.hidden))
+        self.qkv = nn.Parameter(torch.empty(width, shape.hidden))
+        self.qkv_bias = nn.Parameter(torch.zeros(width)) if shape.qkv_bias else None
+        self.q_norm = nn.Parameter(torch.ones(shape.head_dim)) if shape.qk_norm else None
+        self.k_norm = nn.Parameter(torch.ones(shape.head_dim)) if shape.qk_norm else None
+        self.out = nn.Parameter(torch.empty(shape.hidden, shape.q_width))
+        self.mlp_norm = nn.Parameter(torch.ones(shape.hidden))
+        self.gate_up = nn.Parameter(torch.empty(2 * shape.intermediate, shape.hidden))
+        self.down = nn.Parameter(torch.empty(shape.hidden, shape.intermediate))
+
+    def forward(
+        self, residual_NC: Tensor, delta_NC: Tensor | None, cos: Tensor, sin: Tensor, attend: Attend
+    ) -> tuple[Tensor, Tensor]:
+        s = self.shape
+        if delta_NC is not None:
+            residual_NC = residual_NC + delta_NC
+        x_NC = rms_norm(residual_NC, self.attention_norm, s.norm_eps)
+        heads = linear(x_NC, self.qkv, self.qkv_bias).view(x_NC.shape[0], -1, s.head_dim)
+        q_NHD, k_NGD, v_NGD = heads.split([s.heads, s.kv_heads, s.kv_heads], dim=1)
+        if self.q_norm is not None and self.k_norm is not None:
+            q_NHD = rms_norm(q_NHD, self.q_norm, s.norm_eps)
+            k_NGD = rms_norm(k_NGD, self.k_norm, s.norm_eps)
+        mixed_NHD = attend(rotate(q_NHD, cos, sin), rotate(k_NGD, cos, sin), v_NGD)
+
+        residual_NC = residual_NC + linear(mixed_NHD.flatten(1), self.out)
+        x_NC = rms_norm(residual_NC, self.mlp_norm, s.norm_eps)
+        gate_NF, up_NF = linear(x_NC, self.gate_up).chunk(2, dim=-1)
+        return residual_NC, linear(F.silu(gate_NF) * up_NF, self.down)
+
+
+class Decoder(nn.Module):
+    def __init__(self, shape: ModelShape, *, compute_dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.shape = shape
+        self.compute_dtype = compute_dtype
+        self.embedding = nn.Parameter(torch.empty(shape.vocab, shape.hidden))
+        self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.layers))
+        self.norm = nn.Parameter(torch.ones(shape.hidden))
+        self.head = None if shape.tied else nn.Parameter(torch.empty(shape.vocab, shape.hidden))
+        self.frequencies: Tensor
+        self.register_buffer("frequencies", rope_frequencies(shape), persistent=False)
+
+    @torch.no_grad()
+    def initialise(self, seed: int) -> None:
+        """Normal weights; the two projections that write to the residual are scaled down with depth."""
+        generator = torch.Generator(device=self.embedding.device).manual_seed(seed)
+        narrow = INIT_STD / (2 * self.shape.layers) ** 0.5
+        for name, parameter in self.named_parameters():
+            if name.endswith("norm"):
+                parameter.fill_(1.0)
+            elif name.endswith("bias"):
+                parameter.zero_()
+            else:
+                std = narrow if name.endswith((".out", ".down")) else INIT_STD
+                parameter.normal_(0.0, std, generator=generator)
+        self.frequencies.copy_(rope_frequencies(self.shape))
+
+    def enter(self, tokens_N: Tensor, positions_N: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Embeddings in the compute type, and the cosine and sine of each token's position."""
+        angles = positions_N[:, None, None].float() * self.frequencies
+        return F.embedding(tokens_N, self.embedding).to(self.compute_dtype), angles.cos(), angles.sin()
+
+    def leave(self, residual_NC: Tensor, delta_NC: Tensor) -> Tensor:
+        return rms_norm(residual_NC + delta_NC, self.norm, self.shape.norm_eps)
+
+    def hidden(self, tokens_N: Tensor, positions_N: Tensor, attend: Attend) -> Tensor:
+        """The final, normalised hidden state of each token."""
+        residual_NC, cos, sin = self.enter(tokens_N, positions_N)
+        delta_NC: Tensor | None = None
+        for block in self.blocks:
+            residual_NC, delta_NC = block(residual_NC, delta_NC, cos, sin, attend)
+        assert delta_NC is not None
+        return self.leave(residual_NC, delta_NC)
+
+    def forward(self, tokens_N: Tensor, positions_N: Tensor, attend: Attend, head: Head) -> Tensor:
+        """`head` is given the hidden states and the head's weight, so the loss runs inside the root's forward."""
+        hidden_NC = self.hidden(tokens_N, positions_N, attend)
+        return head(hidden_NC, self.embedding if self.head is None else self.head)
+
+
+def rope_frequencies(shape: ModelShape) -> Tensor:
+    exponents = torch.arange(0, shape.head_dim, 2, dtype=torch.float32) / shape.head_dim
+    return 1.0 / shape.rope_theta**exponents

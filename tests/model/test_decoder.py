@@ -1,0 +1,103 @@
+"""Packed documents see only themselves, whichever path computes them."""
+
+import pytest
+import torch
+
+from flatout.cost import ModelShape
+from flatout.model import Decoder, Masked, Rectangular, Varlen
+
+SHAPE = ModelShape(layers=2, hidden=64, heads=4, kv_heads=2, head_dim=16, intermediate=128, vocab=90, positions=48)
+LENGTHS = [[5, 13, 30], [48], [1, 1, 20, 26]]
+
+
+def build(shape: ModelShape = SHAPE, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Decoder:
+    model = Decoder(shape, compute_dtype=dtype).to(device)
+    model.initialise(0)
+    for parameter in model.parameters():
+        parameter.data *= 3
+    return model
+
+
+def packed(device: str = "cpu") -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    flat = [n for row in LENGTHS for n in row]
+    ends = torch.tensor([0, *flat], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    padded = torch.cat([ends, ends[-1:].repeat(5)])
+    positions = torch.cat([torch.arange(n) for n in flat])
+    tokens = torch.randint(0, SHAPE.vocab, (int(ends[-1]),), generator=torch.Generator().manual_seed(7))
+    return tokens.to(device), positions.to(device), padded.to(device)
+
+
+def logits(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return hidden @ weight.to(hidden.dtype).t()
+
+
+def alone(model: Decoder, tokens: torch.Tensor) -> torch.Tensor:
+    """Each document in a forward pass of its own."""
+    parts = []
+    for document in tokens.split([n for row in LENGTHS for n in row]):
+        positions = torch.arange(len(document), device=tokens.device)
+        parts.append(model(document, positions, Rectangular(batch=1), logits))
+    return torch.cat(parts)
+
+
+def test_a_packed_document_has_the_logits_it_has_alone() -> None:
+    model = build()
+    tokens, positions, ends = packed()
+    attend = Masked.of(ends, batch=len(LENGTHS), length=48)
+    with torch.no_grad():
+        together = model(tokens, positions, attend, logits)
+        apart = alone(model, tokens)
+        mixed = model(tokens, positions, Rectangular(batch=len(LENGTHS)), logits)
+    assert (together - apart).abs().max() < 1e-4
+    assert (mixed - apart).abs().max() > 1e-2, "without the mask documents do see each other"
+
+
+def test_gradients_of_packed_documents_equal_those_alone() -> None:
+    tokens, positions, ends = packed()
+    gradients = []
+    for run in (
+        lambda m: m(tokens, positions, Masked.of(ends, batch=len(LENGTHS), length=48), logits),
+        lambda m: alone(m, tokens),
+    ):
+        model = build()
+        run(model).square().mean().backward()
+        gradients.append([p.grad for p in model.parameters()])
+    for one, other in zip(*gradients, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-4)
+
+
+def test_initialisation_is_seeded_and_scaled() -> None:
+    one, same, other = build(), build(), Decoder(SHAPE)
+    other.initialise(1)
+    assert all(torch.equal(a, b) for a, b in zip(one.parameters(), same.parameters(), strict=True))
+    assert not torch.equal(one.embedding, other.embedding)
+    block = other.blocks[0]
+    assert block.qkv.std().item() == pytest.approx(0.02, rel=0.05)
+    assert block.down.std().item() == pytest.approx(0.02 / (2 * SHAPE.layers) ** 0.5, rel=0.05)
+
+
+def test_a_block_compiles_whole_with_every_attend() -> None:
+    tokens, positions, ends = packed()
+    for attend in (Rectangular(batch=len(LENGTHS)), Masked.of(ends, batch=len(LENGTHS), length=48)):
+        model = build()
+        with torch.no_grad():
+            plain = model(tokens, positions, attend, logits)
+            for block in model.blocks:
+                block.compile(fullgraph=True, dynamic=False, backend="aot_eager")
+            compiled = model(tokens, positions, attend, logits)
+        torch.testing.assert_close(plain, compiled)
+
+
+@pytest.mark.gpu
+def test_the_varlen_kernel_equals_the_mask() -> None:
+    model = build(dtype=torch.bfloat16, device="cuda")
+    tokens, positions, ends = packed("cuda")
+    outputs, gradients = [], []
+    for attend in (Masked.of(ends, batch=len(LENGTHS), length=48), Varlen(cu_seqlens=ends, longest=48)):
+        model.zero_grad()
+        out = model(tokens, positions, attend, logits)
+        out.float().square().mean().backward()
+        outputs.append(out.float())
+        gradients.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
+    assert (outputs[0] - outputs[1]).norm() / outputs[0].norm() < 1e-2
+    assert (gradients[0] - gradients[1]).norm() / gradients[0].norm() < 2e-2
