@@ -1,0 +1,83 @@
+"""The data of one run, opened and verified: what to train on, what is held out, and their tokenizer."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from flatout.config.settings import DataSettings
+from flatout.data.prepare import prepare, start_background
+from flatout.data.shards import Shards
+from flatout.data.tokenizer import Tokenizer
+from flatout.errors import UsageError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Corpus:
+    train: Shards
+    valid: Shards
+    tokenizer: Tokenizer
+    source: str
+
+    @property
+    def fingerprint(self) -> str:
+        """One hash of what is trained on. Of a stream that is still being written: of where it comes from."""
+        manifest = self.train.manifest
+        facts: Any = [self.train.name, self.train.num_tokens]
+        if manifest is not None:
+            facts = [shard.tokens_sha256 for shard in manifest.shards] if manifest.complete else manifest.source["key"]
+        return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
+
+    def check_vocab(self, vocab: int) -> None:
+        """Refuses data with ids the model has no row for."""
+        for shards in (self.train, self.valid):
+            shards.check_vocab(vocab)
+
+    def describe(self) -> dict[str, Any]:
+        return {
+            "source": self.source,
+            "train_tokens": self.train.num_tokens,
+            "valid_tokens": self.valid.num_tokens,
+            "complete": self.train.complete,
+            "tokenizer": self.tokenizer.name,
+            "vocab": self.tokenizer.vocab_size,
+            "fingerprint": self.fingerprint,
+        }
+
+
+@contextmanager
+def open_corpus(settings: DataSettings, *, seed: int) -> Iterator[Corpus]:
+    """Prepared first where it is not yet; a Hugging Face dataset is streamed into shards while training goes on."""
+    background = start_background(settings, seed=seed) if settings.source == "hf" else None
+    try:
+        prepared = background.prepared if background else prepare(settings, seed=seed)
+        split = prepared.open()
+        yield Corpus(
+            train=split.train,
+            valid=split.valid,
+            tokenizer=prepared.tokenizer,
+            source=settings.path or settings.name or settings.source,
+        )
+    finally:
+        if background is not None:
+            background.close()
+
+
+def settings_for(source: str, **values: Any) -> DataSettings:
+    """The settings behind one word on the command line: `embedded`, `hf:NAME`, or files known by their ending."""
+    if source == "embedded":
+        return DataSettings(source="embedded", **values)
+    if source.startswith("hf:"):
+        return DataSettings(source="hf", name=source.removeprefix("hf:"), **values)
+    given = Path(source).expanduser()
+    names = [p.name for p in given.iterdir()] if given.is_dir() else [given.name]
+    kinds: list[tuple[str, Literal["jsonl", "parquet", "text"]]] = [(".jsonl", "jsonl"), (".parquet", "parquet")]
+    for ending, kind in [*kinds, (".txt", "text")]:
+        if any(ending in name for name in names):
+            return DataSettings(source=kind, path=source, **values)
+    raise UsageError(f"{source!r} is neither `embedded`, nor hf:NAME, nor .txt, .jsonl or .parquet files")

@@ -1,0 +1,179 @@
+"""Has the batches of the coming steps ready before they are asked for, in order, in pinned memory.
+
+The workers are threads, not processes: slicing a memory map and copying arrays release the interpreter's
+lock, threads need no pickling, and none of them can be killed apart from the trainer. Used by every recipe;
+`wait_s` is the data time in its step records.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from types import TracebackType
+
+import torch
+from torch import Tensor
+
+from flatout.data.stream import Batch
+from flatout.errors import EnvironmentLacks
+
+JOIN_S = 2.0
+
+
+class Feed(Iterator[list[Batch]]):
+    """Iterates over the batches of steps `start` to `stop` (`None`: without end).
+
+    `make(step)` is called by `workers` threads (0: in the caller) in any order, at most `prefetch` steps ahead;
+    what it raises is raised by `next` at that step. With `pin`, batches lie in staging buffers that are used
+    again: those of a step stay untouched until `prefetch + 2` further steps were taken, so its copies to the
+    device must be over by then.
+    """
+
+    def __init__(
+        self,
+        make: Callable[[int], list[Batch]],
+        *,
+        start: int,
+        stop: int | None,
+        workers: int,
+        prefetch: int,
+        pin: bool,
+    ) -> None:
+        if pin and not torch.cuda.is_available():
+            raise EnvironmentLacks("pinned memory needs a CUDA device; set plan.pin_memory: false")
+        self.wait_s = 0.0  # what the last `next` waited
+        self._make = make
+        self._stop = stop
+        self._prefetch = prefetch
+        # Workers fill up to `prefetch` slots ahead of the consumer, and leave `prefetch + 2` behind it alone.
+        self._staging = Staging(2 * prefetch + 2, pin=True) if pin else None
+        self._taken = start  # the next step to hand out
+        self._claimed = start  # the next step to compute
+        self._ready: dict[int, list[Batch] | BaseException] = {}
+        self._closed = False
+        self._changed = threading.Condition()
+        self._threads: list[threading.Thread] = []
+        for _ in range(workers):
+            self.add_worker()
+
+    @property
+    def num_workers(self) -> int:
+        return len(self._threads)
+
+    def add_worker(self) -> None:
+        """One more thread, for when the consumer was kept waiting."""
+        name = f"flatout-feed-{len(self._threads)}"
+        thread = threading.Thread(target=self._work, name=name, daemon=True)
+        self._threads.append(thread)
+        thread.start()
+
+    def __next__(self) -> list[Batch]:
+        if self._closed:
+            raise ValueError("the feed is closed")
+        if self._stop is not None and self._taken >= self._stop:
+            raise StopIteration
+        began = time.perf_counter()
+        result = self._await() if self._threads else self._stage(self._taken)
+        self.wait_s = time.perf_counter() - began
+        self._hand_over()
+        if isinstance(result, BaseException):
+            self.close()
+            raise result
+        return result
+
+    def close(self) -> None:
+        """Stop the workers; one inside `make` ends by itself afterwards."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        for thread in self._threads:
+            thread.join(JOIN_S)
+
+    def __enter__(self) -> Feed:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _await(self) -> list[Batch] | BaseException:
+        with self._changed:
+            self._changed.wait_for(lambda: self._taken in self._ready)
+            return self._ready.pop(self._taken)
+
+    def _hand_over(self) -> None:
+        with self._changed:
+            self._taken += 1
+            self._changed.notify_all()
+
+    def _work(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._closed or self._claimed < self._taken + self._prefetch)
+                step = self._claimed
+                if self._closed or (self._stop is not None and step >= self._stop):
+                    return
+                self._claimed += 1
+            result: list[Batch] | BaseException
+            try:
+                result = self._stage(step)
+            except BaseException as error:  # handed to the consumer as it is
+                result = error
+            with self._changed:
+                self._ready[step] = result
+                self._changed.notify_all()
+
+    def _stage(self, step: int) -> list[Batch]:
+        batches = self._make(step)
+        return self._staging.stage(step, batches) if self._staging else batches
+
+
+class Staging:
+    """A ring of pre-allocated slots, each with the tensors of one step; allocated by the first steps."""
+
+    def __init__(self, num_slots: int, *, pin: bool) -> None:
+        self._slots: list[list[Batch]] = [[] for _ in range(num_slots)]
+        self._pin = pin
+
+    def stage(self, step: int, batches: Sequence[Batch]) -> list[Batch]:
+        """Copy the batches of a step into its slot; the slot is filled again `num_slots` steps later."""
+        number = step % len(self._slots)
+        held = self._slots[number]
+        if [_shapes(batch) for batch in held] != [_shapes(batch) for batch in batches]:
+            held = [self._like(batch) for batch in batches]
+        staged = [self._fill(buffer, batch) for buffer, batch in zip(held, batches, strict=True)]
+        self._slots[number] = staged
+        return list(staged)
+
+    def _like(self, batch: Batch) -> Batch:
+        def empty(tensor: Tensor) -> Tensor:
+            return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=self._pin)
+
+        segments = batch.cu_seqlens
+        return replace(
+            batch,
+            tokens=empty(batch.tokens),
+            targets=empty(batch.targets),
+            positions=empty(batch.positions),
+            cu_seqlens=None if segments is None else empty(segments),
+        )
+
+    def _fill(self, buffer: Batch, batch: Batch) -> Batch:
+        """`batch` with its numbers in the memory of `buffer`."""
+        segments = buffer.cu_seqlens
+        if segments is not None and batch.cu_seqlens is not None:
+            segments.copy_(batch.cu_seqlens)
+        return replace(
+            batch,
+            tokens=buffer.tokens.copy_(batch.tokens),
+            targets=buffer.targets.copy_(batch.targets),
+            positions=buffer.positions.copy_(batch.positions),
+            cu_seqlens=segments,
+        )
+
+
+def _shapes(batch: Batch) -> tuple[torch.Size, torch.Size | None]:
+    return batch.tokens.shape, None if batch.cu_seqlens is None else batch.cu_seqlens.shape

@@ -1,0 +1,453 @@
+"""Documents to token shards, once: tokenized, split into training and validation, kept in the cache.
+
+    prepare           all of it, then return: `flatout data prepare`, and every recipe by default
+    start_background  in a process of its own, for a dataset that is streamed: training begins with the first shard
+
+Both write the same layout, `train/`, `valid/` and `tokenizer/` below one folder, and both go on where an
+interrupted one stopped. `python -m flatout.data.prepare` is that process; it takes its task as JSON on stdin.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flatout.config.settings import DataSettings
+from flatout.data import embedded
+from flatout.data.shards import (
+    FORMAT,
+    MANIFEST,
+    POLL_S,
+    SHARD_TOKENS,
+    Manifest,
+    Shards,
+    ShardWriter,
+    TokenizerFacts,
+    read_manifest,
+    writer_is_alive,
+    writer_last_words,
+    writer_lock,
+    writer_log,
+)
+from flatout.data.sources import (
+    SUFFIXES,
+    Document,
+    Tally,
+    Which,
+    describe_source,
+    find_files,
+    read_documents,
+    source_files,
+)
+from flatout.data.tokenizer import Tokenizer, encode_arrays, load_tokenizer
+from flatout.errors import EnvironmentLacks, FlatoutError, RunFailed, UsageError
+
+ENCODE_CHARACTERS = 8 << 20
+ENCODE_DOCUMENTS = 4096
+LOCK_ATTEMPTS = 20
+LOCK_RETRY_S = 0.05
+NICENESS = 10
+DEFAULT_TOKENIZER = DataSettings().tokenizer
+
+Progress = Callable[[int, int], None]  # bytes of text read, tokens written
+
+
+@dataclass(frozen=True, kw_only=True)
+class Split:
+    train: Shards
+    valid: Shards
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prepared:
+    train: Path
+    valid: Path
+    tokenizer: Tokenizer
+    reused: bool
+    hold_out: float = 0.0  # `source: tokens` without validation data: this share of the tokens, from the end
+
+    def open(self, *, verify: bool = True) -> Split:
+        train = _open(self.train, eos_id=self.tokenizer.eos_id, verify=verify)
+        if not self.hold_out:
+            return Split(train=train, valid=_open(self.valid, eos_id=self.tokenizer.eos_id, verify=verify))
+        cut = train.num_tokens - round(train.num_tokens * self.hold_out)
+        return Split(train=train.part(0, cut), valid=train.part(cut, train.num_tokens))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Background:
+    """Data that may still be in the writing, and the process that writes it (`None`: another run's, or none)."""
+
+    prepared: Prepared
+    process: subprocess.Popen[str] | None
+
+    def close(self) -> None:
+        """Stop the writer; a later run continues its work."""
+        if self.process is not None:
+            self.process.terminate()
+            self.process.wait()
+
+
+def prepare(settings: DataSettings, *, seed: int, to: Path | None = None, progress: Progress | None = None) -> Prepared:
+    """Make sure that the data of a run stands complete, in `to` or in the cache, and say where."""
+    if settings.source == "tokens":
+        if to is not None:
+            raise UsageError(f"`source: tokens` is prepared already, nothing is written to {to}; name text to prepare")
+        return _given_tokens(settings)
+    task = _task(settings, seed=seed, to=to, streaming=False, shard_tokens=SHARD_TOKENS)
+    with writer_lock(task.root, wait=True):  # another process may be preparing the same: then wait, and reuse
+        reused = _is_complete(task)
+        if not reused:
+            _write(task, progress=progress)
+    return _prepared(task, reused=reused)
+
+
+def start_background(settings: DataSettings, *, seed: int, shard_tokens: int = SHARD_TOKENS) -> Background:
+    """Return as soon as the first shards stand, while a process of its own writes the rest into the cache."""
+    if settings.source == "tokens":
+        return Background(prepared=_given_tokens(settings), process=None)
+    task = _task(settings, seed=seed, to=None, streaming=True, shard_tokens=shard_tokens)
+    if _is_complete(task):
+        return Background(prepared=_prepared(task, reused=True), process=None)
+    # Every rank of a run may come here: the first writer takes the lock, a second one leaves again.
+    process = None if writer_is_alive(task.root) else _spawn(task)
+    while True:
+        running = process is not None and process.poll() is None
+        alive = writer_is_alive(task.root)  # shards of an interrupted run stand before the new writer is at work
+        if _is_complete(task) or (alive and _has_begun(task)):
+            break
+        if not (running or alive):
+            code = process.returncode if process is not None else None
+            kind = {2: UsageError, 3: EnvironmentLacks}.get(code or 4, RunFailed)
+            raise kind(f"the data could not be prepared: {writer_last_words(task.root)}")
+        time.sleep(POLL_S)
+    return Background(prepared=_prepared(task, reused=False), process=process)
+
+
+def describe(folder: Path) -> dict[str, Any]:
+    """What stands in a prepared folder, for printing: counts, tokenizer, and what was left out."""
+    found = {name: read_manifest(folder / name) for name in ("train", "valid")} | {"tokens": read_manifest(folder)}
+    if not any(found.values()):
+        raise UsageError(f"{folder} holds no prepared data; write it with `flatout data prepare`")
+    return {name: _counts(manifest) for name, manifest in found.items() if manifest is not None}
+
+
+def cache_folder(settings: DataSettings) -> Path:
+    chosen = settings.cache or os.environ.get("FLATOUT_CACHE")
+    if chosen:
+        return Path(chosen).expanduser()
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "flatout"
+
+
+# -- what is to be done ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    settings: DataSettings
+    seed: int
+    root: Path
+    key: str  # of all that decides the content
+    streaming: bool
+    shard_tokens: int
+
+
+def _task(settings: DataSettings, *, seed: int, to: Path | None, streaming: bool, shard_tokens: int) -> Task:
+    if settings.valid_path and settings.source in ("embedded", "hf"):
+        raise UsageError(f"data.valid_path is for files, not for `source: {settings.source}`; use data.valid_share")
+    trained = settings.tokenizer.startswith("bpe:")  # by the data and the size, both in the key
+    content: dict[str, Any] = {
+        "format": FORMAT,
+        "source": settings.source,
+        "seed": seed,
+        "streaming": streaming,
+        "shard_tokens": shard_tokens,
+        "tokenizer": settings.tokenizer if trained else _finished_tokenizer(settings.tokenizer).fingerprint,
+        "bad_rows": [settings.on_bad_row, settings.max_bad_share],
+        "train": _stamps(source_files(settings, which="train")),
+        "valid": _stamps(source_files(settings, which="valid")) if settings.valid_path else settings.valid_share,
+    }
+    if settings.source == "embedded":
+        content |= {"megabytes": settings.embedded_mb, "generator": _sha256(Path(embedded.__file__).read_bytes())}
+    elif settings.source == "text":
+        content |= {"separator": settings.separator}
+    else:
+        content |= {"name": [settings.name, settings.subset, settings.split], "field": settings.field}
+    key = _sha256(json.dumps(content, sort_keys=True).encode())[:24]
+    root = to if to is not None else cache_folder(settings) / "data" / key
+    return Task(settings=settings, seed=seed, root=root, key=key, streaming=streaming, shard_tokens=shard_tokens)
+
+
+def _finished_tokenizer(spec: str) -> Tokenizer:
+    return load_tokenizer(spec, documents=None, cache=Path())
+
+
+def _stamps(files: Iterable[Path]) -> list[tuple[str, int, int]]:
+    return [(str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+
+
+def _sha256(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
+
+
+def _is_complete(task: Task) -> bool:
+    manifests = [read_manifest(task.root / name) for name in ("train", "valid")]
+    if any(m is not None and m.complete and m.source["key"] != task.key for m in manifests):
+        raise UsageError(f"{task.root} holds other data, or the same made otherwise; remove it or name another folder")
+    return all(m is not None and m.complete for m in manifests)
+
+
+def _has_begun(task: Task) -> bool:
+    manifests = (read_manifest(task.root / name) for name in ("train", "valid"))
+    return all(m is not None and m.source["key"] == task.key and m.shards for m in manifests)
+
+
+def _prepared(task: Task, *, reused: bool) -> Prepared:
+    kept = task.root / "tokenizer"
+    spec = task.settings.tokenizer
+    return Prepared(
+        train=task.root / "train",
+        valid=task.root / "valid",
+        tokenizer=load_tokenizer(spec, documents=None, cache=kept),
+        reused=reused,
+    )
+
+
+def _counts(manifest: Manifest) -> dict[str, Any]:
+    return {
+        "tokens": manifest.tokens,
+        "documents": manifest.documents,
+        "shards": len(manifest.shards),
+        "bytes": sum(shard.tokens_bytes + shard.documents_bytes for shard in manifest.shards),
+        "complete": manifest.complete,
+        "tokenizer": manifest.tokenizer.name,
+        "vocab_size": manifest.tokenizer.vocab_size,
+        "source": manifest.source.get("from"),
+        "bad_rows": dict(manifest.bad_rows),
+    }
+
+
+# -- writing -----------------------------------------------------------------------------------------------
+
+
+def _write(task: Task, *, progress: Progress | None) -> None:
+    """Tokenize everything into `train` and `valid`, going on after the last shard of an interrupted try.
+
+    A document is held out by a hash of its number, so a stream needs no second pass. The first one always is and
+    the second never, so that either side has one; of an only document the last tokens are held out.
+    """
+    settings, seed = task.settings, task.seed
+    tokenizer = _tokenizer_of(task)
+    train = _writer(task, "train", tokenizer=tokenizer)
+    if settings.valid_path:
+        _write_own_valid(task, tokenizer=tokenizer)
+        valid = None
+    else:
+        valid = _writer(task, "valid", tokenizer=tokenizer, keep_shards=train.manifest.beside)
+
+    tally = Tally.of(settings)
+    documents = read_documents(settings, which="train", seed=seed, tally=tally)
+    consumed = train.manifest.consumed
+    number = sum(piece.ends for piece in islice(documents, consumed))
+    first: list[NDArray[Any]] = []  # the first document, until it is known not to be the only one
+    for piece, tokens in _encode(documents, tokenizer=tokenizer, progress=progress):
+        consumed += 1
+        if valid is None:
+            train.append(tokens, ends=piece.ends)
+        elif number == 0:
+            first.append(tokens)
+        else:
+            if first:
+                valid.append(np.concatenate(first))
+                first = []
+            side = valid if _held_out(number, seed=seed, share=settings.valid_share) else train
+            side.append(tokens, ends=piece.ends)
+        number += piece.ends
+        if train.pending_tokens >= task.shard_tokens:
+            # The training manifest goes last: it says how many validation shards belong to it.
+            if valid is not None and valid.pending_tokens:
+                valid.flush()
+            train.flush(consumed=consumed, beside=len(valid.manifest.shards) if valid else 0)
+    if valid is not None:
+        if first:
+            whole = np.concatenate(first)
+            cut = len(whole) - max(1, round(len(whole) * settings.valid_share))
+            train.append(whole[:cut])
+            valid.append(whole[cut:])
+        valid.finish()
+    train.finish(consumed=consumed, beside=len(valid.manifest.shards) if valid else 0, bad_rows=_bad_rows(tally))
+
+
+def _tokenizer_of(task: Task) -> Tokenizer:
+    kept = task.root / "tokenizer"
+    standing = read_manifest(task.root / "train")
+    if standing is None or standing.source.get("key") != task.key:
+        (kept / "tokenizer.json").unlink(missing_ok=True)  # it may be of other data
+
+    def texts() -> Iterator[str]:
+        tally = Tally.of(task.settings)
+        return (d.text for d in read_documents(task.settings, which="train", seed=task.seed, tally=tally))
+
+    tokenizer = load_tokenizer(task.settings.tokenizer, documents=texts, cache=kept)
+    tokenizer.save(kept)
+    return tokenizer
+
+
+def _writer(task: Task, name: Which, *, tokenizer: Tokenizer, keep_shards: int | None = None) -> ShardWriter:
+    facts = TokenizerFacts(
+        name=tokenizer.name,
+        fingerprint=tokenizer.fingerprint,
+        vocab_size=tokenizer.vocab_size,
+        eos_id=tokenizer.eos_id,
+    )
+    which: Which = name if task.settings.valid_path else "train"
+    return ShardWriter(
+        task.root / name,
+        tokenizer=facts,
+        source={"key": task.key, "kind": task.settings.source, "from": describe_source(task.settings, which=which)},
+        streaming=task.streaming,
+        shard_tokens=task.shard_tokens,
+        keep_shards=keep_shards,
+    )
+
+
+def _write_own_valid(task: Task, *, tokenizer: Tokenizer) -> None:
+    """Validation data from its own files: small, and wanted from the start, so it is written first and whole."""
+    standing = read_manifest(task.root / "valid")
+    if standing is not None and standing.complete and standing.source.get("key") == task.key:
+        return
+    writer = _writer(task, "valid", tokenizer=tokenizer, keep_shards=0)
+    tally = Tally.of(task.settings)
+    documents = read_documents(task.settings, which="valid", seed=task.seed, tally=tally)
+    for piece, tokens in _encode(documents, tokenizer=tokenizer, progress=None):
+        writer.append(tokens, ends=piece.ends)
+        if writer.pending_tokens >= task.shard_tokens:
+            writer.flush()
+    writer.finish(bad_rows=_bad_rows(tally))
+
+
+def _encode(
+    documents: Iterator[Document], *, tokenizer: Tokenizer, progress: Progress | None
+) -> Iterator[tuple[Document, NDArray[Any]]]:
+    num_bytes = num_tokens = 0
+    for batch in _batches(documents):
+        texts = [document.text for document in batch]
+        encoded = encode_arrays(tokenizer, texts)
+        yield from zip(batch, encoded, strict=True)
+        if progress is not None:
+            num_bytes += sum(len(text.encode()) for text in texts)
+            num_tokens += sum(map(len, encoded))
+            progress(num_bytes, num_tokens)
+
+
+def _batches(documents: Iterator[Document]) -> Iterator[list[Document]]:
+    batch: list[Document] = []
+    characters = 0
+    for document in documents:
+        batch.append(document)
+        characters += len(document.text)
+        if characters >= ENCODE_CHARACTERS or len(batch) >= ENCODE_DOCUMENTS:
+            yield batch
+            batch, characters = [], 0
+    if batch:
+        yield batch
+
+
+def _held_out(number: int, *, seed: int, share: float) -> bool:
+    digest = hashlib.blake2b(f"{seed}:{number}".encode(), digest_size=8).digest()
+    return number != 1 and int.from_bytes(digest, "little") < share * 2**64
+
+
+def _bad_rows(tally: Tally) -> Mapping[str, Any]:
+    return {"rows": tally.rows, "bad": tally.num_bad, "reasons": tally.reasons, "examples": tally.examples}
+
+
+# -- tokens that are there already -------------------------------------------------------------------------
+
+
+def _given_tokens(settings: DataSettings) -> Prepared:
+    if not settings.path:
+        raise UsageError("data.path is not set: `source: tokens` needs a prepared folder, or .bin or .npy files")
+    given = Path(settings.path).expanduser()
+    train = given / "train" if (given / "train" / MANIFEST).is_file() else given
+    if settings.valid_path:
+        valid = Path(settings.valid_path).expanduser()
+        valid = valid / "valid" if (valid / "valid" / MANIFEST).is_file() else valid
+    else:
+        valid = train.with_name("valid") if train != given else train
+    kept = train.parent / "tokenizer"
+    found = (kept / "tokenizer.json").is_file() and (train / MANIFEST).is_file()
+    if found and settings.tokenizer == DEFAULT_TOKENIZER:
+        tokenizer = load_tokenizer(str(kept), documents=None, cache=kept)
+    else:
+        tokenizer = load_tokenizer(settings.tokenizer, documents=None, cache=kept)
+    hold_out = settings.valid_share if valid == train else 0.0
+    prepared = Prepared(train=train, valid=valid, tokenizer=tokenizer, reused=True, hold_out=hold_out)
+    split = prepared.open(verify=False)
+    for shards in (split.train, split.valid):
+        if shards.check_tokenizer(tokenizer.fingerprint) == "unknown":
+            shards.check_vocab(tokenizer.vocab_size)  # the little that can be told of raw files
+    return prepared
+
+
+def _open(path: Path, *, eos_id: int, verify: bool) -> Shards:
+    if (path / MANIFEST).is_file():
+        return Shards.open(path, verify=verify)
+    return Shards.raw(find_files(str(path), key="path", suffixes=SUFFIXES["tokens"]), eos_id=eos_id)
+
+
+# -- the background process --------------------------------------------------------------------------------
+
+
+def _spawn(task: Task) -> subprocess.Popen[str]:
+    spec = asdict(task) | {"root": str(task.root), "parent": os.getpid()}
+    task.root.mkdir(parents=True, exist_ok=True)
+    with writer_log(task.root).open("w") as log:
+        # -P: a folder named `datasets` where the run was started must not pass for the package.
+        command = [sys.executable, "-P", "-m", "flatout.data.prepare"]
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=log, stderr=log, text=True)
+    assert process.stdin is not None
+    with suppress(BrokenPipeError), process.stdin as stdin:  # a process that is dead already is found out below
+        json.dump(spec, stdin)
+    return process
+
+
+def main() -> int:
+    spec = json.load(sys.stdin)
+    parent = spec.pop("parent")
+    task = Task(**spec | {"settings": DataSettings(**spec["settings"]), "root": Path(spec["root"])})
+    os.nice(NICENESS)  # the trainer's own threads come first
+
+    def stop_when_orphaned(num_bytes: int, num_tokens: int) -> None:
+        if os.getppid() != parent:
+            raise RunFailed("the run that wanted this data is gone")
+
+    try:
+        for _ in range(LOCK_ATTEMPTS):  # a reader that looks whether a writer is alive holds the lock for a moment
+            with writer_lock(task.root, wait=False) as held:
+                if held:
+                    if not _is_complete(task):
+                        _write(task, progress=stop_when_orphaned)
+                    return 0
+            time.sleep(LOCK_RETRY_S)
+    except FlatoutError as error:
+        print(error, file=sys.stderr)
+        return error.exit_code
+    return 0  # another writer is at work
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

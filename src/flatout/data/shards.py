@@ -1,0 +1,555 @@
+"""Token shards: a folder of verified, memory-mapped files that is the only thing a training run reads.
+
+    tokens-00000.bin     little-endian uint16 or uint32, documents one after the other, each ending with eos
+    documents-00000.bin  little-endian int64, the end of each document within its shard
+    manifest.json        what made them, how many, and the sha256 of every file; written last, atomically
+
+A manifest may stand before the data is complete: then a background writer is still adding shards, and
+readers wait for those they need. Plain `.bin` (uint16) and `.npy` token files are read through the same
+class. Used by every recipe; written by `flatout data prepare`.
+"""
+
+from __future__ import annotations
+
+import bisect
+import errno
+import fcntl
+import hashlib
+import json
+import os
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flatout.errors import EnvironmentLacks, RunFailed, UsageError
+
+FORMAT = 1
+MANIFEST = "manifest.json"
+# Small enough that a streamed run starts soon, large enough that a thousand of them are many billions.
+SHARD_TOKENS = 1 << 24
+POLL_S = 0.2
+SCAN_TOKENS = 1 << 22
+MAPPED_FILES = 256
+LOG_TAIL_BYTES = 2000
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenizerFacts:
+    name: str
+    fingerprint: str
+    vocab_size: int
+    eos_id: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardFacts:
+    tokens: int
+    documents: int
+    tokens_bytes: int
+    documents_bytes: int
+    tokens_sha256: str
+    documents_sha256: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    format: int = FORMAT
+    complete: bool
+    streaming: bool  # written while it is read: windows are then shuffled in blocks, in the order they arrive
+    dtype: Literal["uint16", "uint32"]
+    tokenizer: TokenizerFacts
+    shard_tokens: int
+    tokens: int
+    documents: int
+    max_token_id: int
+    shards: tuple[ShardFacts, ...]
+    source: Mapping[str, Any]  # what it was made from; `key` identifies it
+    bad_rows: Mapping[str, Any]
+    consumed: int  # source pieces behind these shards: where a restarted writer goes on
+    beside: int  # shards of the other split that belong to these: later ones are written again
+
+
+def token_file(index: int) -> str:
+    return f"tokens-{index:05d}.bin"
+
+
+def document_file(index: int) -> str:
+    return f"documents-{index:05d}.bin"
+
+
+def read_manifest(folder: Path) -> Manifest | None:
+    """The manifest of a folder, `None` where there is none; a damaged or newer one is refused."""
+    path = folder / MANIFEST
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, RecursionError) as error:
+        raise UsageError(f"{path} cannot be read ({error}); {_way_out(folder)}") from error
+    try:
+        if raw["format"] != FORMAT:
+            raise UsageError(f"{path} has format {raw['format']}, this version reads {FORMAT}; {_way_out(folder)}")
+        facts = TokenizerFacts(**raw.pop("tokenizer"))
+        shards = tuple(ShardFacts(**shard) for shard in raw.pop("shards"))
+        manifest = Manifest(**raw, tokenizer=facts, shards=shards)
+        if not _agrees(manifest):
+            raise ValueError("its numbers do not agree")
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise UsageError(f"{path} is damaged ({error}); {_way_out(folder)}") from error
+    return manifest
+
+
+def _agrees(manifest: Manifest) -> bool:
+    width = {"uint16": 2, "uint32": 4}[manifest.dtype]
+    return manifest.tokens == sum(shard.tokens for shard in manifest.shards) and all(
+        shard.tokens > 0
+        and shard.documents >= 0
+        and shard.tokens_bytes == shard.tokens * width
+        and shard.documents_bytes == shard.documents * 8
+        for shard in manifest.shards
+    )
+
+
+def _way_out(folder: Path) -> str:
+    return f"remove {folder} and prepare the data again"
+
+
+# -- writing -----------------------------------------------------------------------------------------------
+
+
+class ShardWriter:
+    """Appends documents to a folder; the same documents always give the same shards, restarted or not."""
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        tokenizer: TokenizerFacts,
+        source: Mapping[str, Any],
+        streaming: bool = False,
+        shard_tokens: int = SHARD_TOKENS,
+        keep_shards: int | None = None,
+    ) -> None:
+        """Continue the incomplete manifest that stands there if `source` is the same; else start afresh.
+
+        `keep_shards` drops the later ones: the two splits are written together, and one may have got ahead.
+        """
+        folder.mkdir(parents=True, exist_ok=True)
+        self.folder = folder
+        self._pending: list[NDArray[Any]] = []
+        self._pending_ends: list[int] = []
+        self.pending_tokens = 0
+        self.manifest = Manifest(
+            complete=False,
+            streaming=streaming,
+            dtype="uint16" if tokenizer.vocab_size <= 1 << 16 else "uint32",
+            tokenizer=tokenizer,
+            shard_tokens=shard_tokens,
+            tokens=0,
+            documents=0,
+            max_token_id=0,
+            shards=(),
+            source=source,
+            bad_rows={},
+            consumed=0,
+            beside=0,
+        )
+        standing = read_manifest(folder)
+        if standing is not None and _continues(standing, self.manifest):
+            kept = standing.shards[:keep_shards]
+            self.manifest = replace(
+                standing,
+                complete=False,
+                shards=kept,
+                tokens=sum(shard.tokens for shard in kept),
+                documents=sum(shard.documents for shard in kept),
+            )
+        elif standing is not None:
+            (folder / MANIFEST).unlink()  # before the files it vouches for are overwritten
+
+    @property
+    def num_tokens(self) -> int:
+        return self.manifest.tokens + self.pending_tokens
+
+    def append(self, tokens: NDArray[Any], *, ends: bool = True) -> None:
+        """Add tokens; `ends` closes the document with eos."""
+        dtype = self.manifest.dtype
+        self._pending.append(tokens.astype(f"<{np.dtype(dtype).str[1:]}"))
+        self.pending_tokens += len(tokens)
+        if ends:
+            self._pending.append(np.array([self.manifest.tokenizer.eos_id], self._pending[-1].dtype))
+            self.pending_tokens += 1
+            self._pending_ends.append(self.pending_tokens)
+
+    def flush(self, *, consumed: int = 0, beside: int = 0) -> None:
+        """Write what is pending as one shard, and then the manifest that counts it."""
+        manifest = replace(self.manifest, consumed=consumed, beside=beside)
+        if self.pending_tokens:
+            index = len(manifest.shards)
+            tokens = np.concatenate(self._pending)
+            ends = np.array(self._pending_ends, "<i8")
+            shard = ShardFacts(
+                tokens=len(tokens),
+                documents=len(ends),
+                tokens_bytes=tokens.nbytes,
+                documents_bytes=ends.nbytes,
+                tokens_sha256=hashlib.sha256(tokens.data).hexdigest(),
+                documents_sha256=hashlib.sha256(ends.data).hexdigest(),
+            )
+            write_atomically(self.folder / token_file(index), tokens.data)
+            write_atomically(self.folder / document_file(index), ends.data)
+            manifest = replace(
+                manifest,
+                tokens=manifest.tokens + shard.tokens,
+                documents=manifest.documents + shard.documents,
+                max_token_id=max(manifest.max_token_id, int(tokens.max())),
+                shards=(*manifest.shards, shard),
+            )
+        self._write_manifest(manifest)
+        self._pending, self._pending_ends, self.pending_tokens = [], [], 0
+
+    def finish(self, *, consumed: int = 0, beside: int = 0, bad_rows: Mapping[str, Any] | None = None) -> None:
+        if self.pending_tokens:
+            self.flush(consumed=consumed, beside=beside)
+        self._write_manifest(replace(self.manifest, complete=True, bad_rows=bad_rows or {}))
+
+    def _write_manifest(self, manifest: Manifest) -> None:
+        write_atomically(self.folder / MANIFEST, json.dumps(asdict(manifest), indent=1).encode())
+        self.manifest = manifest
+
+
+def _continues(standing: Manifest, fresh: Manifest) -> bool:
+    same = ("dtype", "streaming", "tokenizer", "shard_tokens", "source")
+    return all(getattr(standing, name) == getattr(fresh, name) for name in same)
+
+
+def write_atomically(path: Path, content: bytes | memoryview) -> None:
+    """The file is either the old one or the whole new one, whenever the process dies."""
+    temporary = path.with_name(f"{path.name}.tmp")
+    try:
+        with temporary.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise EnvironmentLacks(
+                f"no space left to write {path} ({memoryview(content).nbytes} bytes); free some, or set data.cache "
+                "to another disk"
+            ) from error
+        raise
+
+
+@contextmanager
+def writer_lock(root: Path, *, wait: bool) -> Iterator[bool]:
+    """Hold the right to write below `root`; without `wait`, say whether it was free. Ends with the process."""
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        file = (root / "lock").open("a")
+    except OSError as error:
+        raise EnvironmentLacks(f"{root} cannot be written ({error}); set data.cache to a folder of yours") from error
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
+            held = True
+        except BlockingIOError:
+            held = False
+        except OSError as error:
+            raise EnvironmentLacks(f"{root} cannot be locked ({error}); set data.cache to a local disk") from error
+        yield held
+
+
+def writer_is_alive(root: Path) -> bool:
+    try:
+        with (root / "lock").open() as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except FileNotFoundError:
+        return False
+    return False
+
+
+def writer_log(root: Path) -> Path:
+    return root / "writer.log"
+
+
+def writer_last_words(root: Path) -> str:
+    try:
+        text = writer_log(root).read_bytes()[-LOG_TAIL_BYTES:].decode(errors="replace").strip()
+    except OSError:
+        text = ""
+    return text or "it left no message, as a killed process does"
+
+
+# -- reading -----------------------------------------------------------------------------------------------
+
+
+class Shards:
+    """All tokens of a folder as one long sequence, mapped into memory and read where they are needed."""
+
+    def __init__(self, pieces: Sequence[Piece], *, name: str, manifest: Manifest | None, eos_id: int | None) -> None:
+        self.name = name
+        self.manifest = manifest
+        self.eos_id = eos_id
+        self._verify = False
+        self._begin = 0  # of the part seen through this object, see `part`
+        self._end: int | None = None
+        self._found_ends: dict[Path, NDArray[np.int64]] = {}
+        # A mapping holds a file open, and the number of open files is limited; mapping again is cheap.
+        self._map = lru_cache(maxsize=MAPPED_FILES)(_map)
+        self._refreshing = threading.Lock()
+        self._set(pieces)
+
+    @classmethod
+    def open(cls, folder: Path, *, verify: bool = True) -> Shards:
+        """A prepared folder. Sizes are always checked; `verify` also checks every file's sha256."""
+        manifest = read_manifest(folder)
+        if manifest is None:
+            raise UsageError(f"{folder} holds no {MANIFEST}; write one with `flatout data prepare`")
+        if not manifest.complete and not manifest.streaming:
+            raise UsageError(f"{folder} is incomplete, its preparation was stopped; run the same preparation again")
+        shards = cls([], name=str(folder), manifest=manifest, eos_id=manifest.tokenizer.eos_id)
+        shards._verify = verify
+        shards._take(manifest, folder=folder)
+        return shards
+
+    @classmethod
+    def raw(cls, files: Sequence[Path], *, eos_id: int | None) -> Shards:
+        """Token files of other programs: `.npy`, or `.bin` as plain uint16. Nothing says what made them."""
+        pieces: list[Piece] = []
+        for path in files:
+            tokens = _map(path, "<u2")
+            if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
+                raise UsageError(f"{path} does not hold a flat array of whole numbers; save the token ids as one")
+            pieces.append(Piece(path=path, dtype="<u2", begin=_end_of(pieces), tokens=len(tokens), ends_path=None))
+        return cls(pieces, name=", ".join(map(str, files)), manifest=None, eos_id=eos_id)
+
+    def part(self, begin: int, end: int) -> Shards:
+        """The tokens from `begin` to `end` as a sequence of their own, to hold out the tail of a finished folder."""
+        if not self.complete:
+            raise UsageError(f"{self.name} is still being written, so its end is unknown; wait, or set data.valid_path")
+        if not 0 <= begin <= end <= self.num_tokens:
+            raise IndexError(f"tokens {begin} to {end} of {self.num_tokens} in {self.name}")
+        part = Shards(self._pieces, name=self.name, manifest=self.manifest, eos_id=self.eos_id)
+        part._begin, part._end = self._begin + begin, self._begin + end
+        return part
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that stand now; more may come while not `complete`."""
+        return (_end_of(self._pieces) if self._end is None else self._end) - self._begin
+
+    @property
+    def complete(self) -> bool:
+        return self.manifest is None or self.manifest.complete
+
+    @property
+    def streaming(self) -> bool:
+        return self.manifest is not None and self.manifest.streaming
+
+    @property
+    def tokenizer(self) -> TokenizerFacts | None:
+        return self.manifest.tokenizer if self.manifest else None
+
+    def window(self, start: int, length: int) -> NDArray[Any]:
+        """`length` tokens from `start`, across files where need be."""
+        if not 0 <= start <= start + length <= self.num_tokens:
+            raise IndexError(f"tokens {start} to {start + length} of {self.num_tokens} in {self.name}")
+        begin = start + self._begin
+        found = [
+            self._map(piece.path, piece.dtype)[max(begin - piece.begin, 0) : begin + length - piece.begin]
+            for piece in self._between(begin, begin + length)
+        ]
+        return found[0] if len(found) == 1 else np.concatenate(found)
+
+    def document_starts(self, start: int, length: int) -> NDArray[np.int64]:
+        """Where documents begin inside a window, counted from its start; its own first token is left out."""
+        begin = start + self._begin
+        found = []
+        # A document begins where the one before it ends, which may be the last token of the file before.
+        for piece in self._between(begin, begin + length):
+            ends = self._ends(piece)
+            low, high = np.searchsorted(ends, (begin - piece.begin, begin + length - piece.begin), side="left")
+            starts = ends[low:high] + (piece.begin - begin)
+            found.append(starts[starts > 0])
+        return np.concatenate(found, dtype=np.int64) if found else np.empty(0, np.int64)
+
+    def max_segments(self, length: int) -> int:
+        """The largest number of documents, whole or cut, in any of the windows of `length` laid end to end."""
+        most, last, carried = 0, -1, 0
+        for piece in self._pieces:
+            starts = np.asarray(self._ends(piece)) + (piece.begin - self._begin)
+            starts = starts[(starts > 0) & (starts < self.num_tokens) & (starts % length != 0)]
+            if not len(starts):
+                continue
+            windows, counts = np.unique(starts // length, return_counts=True)
+            if windows[0] == last:  # the window reaches over from the file before
+                counts[0] += carried
+            most, last, carried = max(most, int(counts.max())), int(windows[-1]), int(counts[-1])
+        return most + 1
+
+    def check_vocab(self, vocab: int) -> None:
+        """Refuse tokens a model with `vocab` ids has no row for, before they reach it."""
+        facts = self.tokenizer
+        if facts is not None and facts.vocab_size <= vocab:
+            return
+        if facts is not None and not self.complete:
+            raise UsageError(
+                f"the model has {vocab} ids, but {self.name} is being written by {facts.name} with {facts.vocab_size}; "
+                f"set model.vocab to at least {facts.vocab_size}"
+            )
+        for piece in self._pieces:
+            for begin, chunk in self._scan(piece):
+                over = np.flatnonzero(chunk.astype(np.uint64) >= vocab)  # a negative id becomes a huge one
+                if len(over):
+                    position = begin + int(over[0])
+                    raise UsageError(
+                        f"{piece.path}: token {int(chunk[over[0]])} at position {position}, but there are "
+                        f"only {vocab} ids; raise model.vocab, or name the data.tokenizer that made these tokens"
+                    )
+
+    def check_tokenizer(self, fingerprint: str) -> Literal["same", "unknown"]:
+        """Refuse another tokenizer than the one that made the tokens; raw files do not know theirs."""
+        facts = self.tokenizer
+        if facts is None:
+            return "unknown"
+        if facts.fingerprint != fingerprint:
+            raise UsageError(
+                f"{self.name} was made by the tokenizer {facts.name} ({facts.fingerprint[:12]}), not by the one "
+                f"configured ({fingerprint[:12]}); set data.tokenizer to that one, or prepare the data again"
+            )
+        return "same"
+
+    def refresh(self) -> None:
+        """Take in the shards that were added since."""
+        if self.complete:
+            return
+        with self._refreshing:
+            folder = Path(self.name)
+            manifest = read_manifest(folder)
+            if manifest is None:
+                raise RunFailed(f"{folder / MANIFEST} is gone while it is being read; {_way_out(folder)}")
+            self._take(manifest, folder=folder)
+
+    def wait_for(self, num_tokens: int) -> None:
+        """Return when so many tokens stand, or when there will be no more."""
+        while self.num_tokens < num_tokens and not self.complete:
+            alive = writer_is_alive(Path(self.name).parent)
+            self.refresh()  # after the look at the writer: it may have finished in between
+            if self.num_tokens >= num_tokens or self.complete:
+                return
+            if not alive:
+                raise RunFailed(
+                    f"the writer of {self.name} stopped at {self.num_tokens} tokens, {num_tokens} are needed next: "
+                    f"{writer_last_words(Path(self.name).parent)}\nRun again: it goes on where it was."
+                )
+            time.sleep(POLL_S)
+
+    def _set(self, pieces: Sequence[Piece]) -> None:
+        # In this order: another thread that still sees the old pieces finds them at the same places.
+        self._begins = [piece.begin for piece in pieces]
+        self._pieces = tuple(pieces)
+
+    def _take(self, manifest: Manifest, *, folder: Path) -> None:
+        pieces = list(self._pieces)
+        fresh = range(len(pieces), len(manifest.shards))
+        _check_files(folder, manifest, fresh, verify=self._verify)
+        for index in fresh:
+            shard = manifest.shards[index]
+            path, ends_path = folder / token_file(index), folder / document_file(index)
+            dtype = "<u2" if manifest.dtype == "uint16" else "<u4"
+            pieces.append(
+                Piece(path=path, dtype=dtype, begin=_end_of(pieces), tokens=shard.tokens, ends_path=ends_path)
+            )
+        self._set(pieces)
+        self.manifest = manifest
+
+    def _between(self, begin: int, end: int) -> Sequence[Piece]:
+        first = bisect.bisect_right(self._begins, begin) - 1
+        last = bisect.bisect_left(self._begins, end, lo=max(first, 0))
+        return self._pieces[max(first, 0) : last]
+
+    def _scan(self, piece: Piece) -> Iterator[tuple[int, NDArray[Any]]]:
+        tokens = self._map(piece.path, piece.dtype)
+        for begin in range(0, piece.tokens, SCAN_TOKENS):
+            yield begin, tokens[begin : begin + SCAN_TOKENS]
+
+    def _ends(self, piece: Piece) -> NDArray[np.int64]:
+        if piece.ends_path is not None:
+            return self._map(piece.ends_path, "<i8")
+        if self.eos_id is None:
+            raise UsageError(f"{self.name} does not tell where documents end; use data.packing: concat")
+        if piece.path not in self._found_ends:
+            found = [np.flatnonzero(chunk == self.eos_id) + (begin + 1) for begin, chunk in self._scan(piece)]
+            self._found_ends[piece.path] = np.concatenate([np.empty(0, np.int64), *found])
+        return self._found_ends[piece.path]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Piece:
+    """One token file, where it begins in the whole, and the file of document ends (`None`: look for eos)."""
+
+    path: Path
+    ends_path: Path | None
+    dtype: str
+    begin: int
+    tokens: int
+
+
+def _end_of(pieces: Sequence[Piece]) -> int:
+    return pieces[-1].begin + pieces[-1].tokens if pieces else 0
+
+
+def _map(path: Path, dtype: str) -> NDArray[Any]:
+    try:
+        if path.suffix == ".npy":
+            return np.asanyarray(np.load(path, mmap_mode="r", allow_pickle=False))
+        size = path.stat().st_size
+        if size % np.dtype(dtype).itemsize:
+            raise UsageError(f"{path} has {size} bytes, which is not a whole number of {np.dtype(dtype).name}")
+        return np.memmap(path, dtype, mode="r") if size else np.empty(0, dtype)  # nothing cannot be mapped
+    except (OSError, ValueError, EOFError) as error:
+        raise UsageError(f"{path} cannot be read: {error}") from error
+
+
+def _check_files(folder: Path, manifest: Manifest, indices: Sequence[int], *, verify: bool) -> None:
+    expected = []
+    for index in indices:
+        shard = manifest.shards[index]
+        expected.append((folder / token_file(index), shard.tokens_bytes, shard.tokens_sha256))
+        expected.append((folder / document_file(index), shard.documents_bytes, shard.documents_sha256))
+    for path, size, _ in expected:
+        if not path.is_file():
+            raise UsageError(f"{path} is missing, though {MANIFEST} counts it; {_way_out(folder)}")
+        if path.stat().st_size != size:
+            raise UsageError(
+                f"{path} has {path.stat().st_size} bytes, {MANIFEST} says {size}: it was cut or changed; "
+                f"{_way_out(folder)}"
+            )
+    if not verify:
+        return
+    # Hashing releases the interpreter's lock, so threads are enough.
+    with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
+        for (path, _, wanted), got in zip(expected, pool.map(_sha256, [row[0] for row in expected]), strict=True):
+            if got != wanted:
+                raise UsageError(
+                    f"{path} has changed since it was written: sha256 {got[:12]}…, {MANIFEST} says {wanted[:12]}…; "
+                    f"{_way_out(folder)}"
+                )
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

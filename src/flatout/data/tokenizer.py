@@ -1,0 +1,303 @@
+"""Text to token ids and back: raw bytes, a BPE trained on the data, or any `tokenizer.json`.
+
+Every tokenizer is a `tokenizer.json` in the end, so that shards can name the one that made them by its
+fingerprint and an exported model takes it along. Text is always data: a document that spells out
+`<|endoftext|>` gets the ids of those characters, never the control token.
+Used by `flatout data prepare`, `train`, `chat` and `export`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from flatout.errors import EnvironmentLacks, UsageError
+
+EOS = "<|endoftext|>"
+WELL_KNOWN_EOS = (EOS, "</s>", "<|im_end|>")
+SMALLEST_BPE = 257
+TRAINING_CHARACTERS = 64_000_000
+TRAINING_CHARACTERS_PER_DOCUMENT = 100_000
+KEPT_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
+FILES = (*KEPT_FILES, "config.json")  # the model's own, read for its end-of-text id only
+
+
+class Tokenizer(Protocol):
+    @property
+    def name(self) -> str: ...
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def eos_id(self) -> int: ...
+    @property
+    def fingerprint(self) -> str:
+        """sha256 over all that decides which ids a text gets."""
+        ...
+
+    def encode_batch(self, texts: list[str]) -> list[list[int]]: ...
+    def decode(self, ids: Sequence[int]) -> str: ...
+    def save(self, folder: Path) -> None:
+        """Write a folder that `load_tokenizer` and Hugging Face's AutoTokenizer load back."""
+        ...
+
+
+def load_tokenizer(spec: str, *, documents: Callable[[], Iterable[str]] | None, cache: Path) -> Tokenizer:
+    """The tokenizer a configuration names; `bpe:SIZE` is trained on `documents` once and kept in `cache`."""
+    if spec == "byte":
+        return ByteTokenizer()
+    if spec.startswith("bpe:"):
+        return _trained(spec, documents=documents, cache=cache)
+    path = Path(spec).expanduser()
+    if path.is_dir():
+        return _from_files(_read_folder(path), name=spec)
+    if path.is_file():
+        return _from_files({**_read_folder(path.parent), "tokenizer.json": _read_text(path)}, name=spec)
+    if spec.startswith(("/", ".", "~")) or spec.endswith(".json"):
+        raise UsageError(f"data.tokenizer: {spec} does not exist; give a folder with tokenizer.json, or such a file")
+    return _from_files(_download(spec), name=spec)
+
+
+def encode_arrays(tokenizer: Tokenizer, texts: list[str]) -> list[np.ndarray[Any, Any]]:
+    """`encode_batch` as arrays; bytes need no detour over Python integers."""
+    if isinstance(tokenizer, ByteTokenizer):
+        return [np.frombuffer(text.encode(), np.uint8) for text in texts]
+    return [np.array(ids, np.uint32) for ids in tokenizer.encode_batch(texts)]
+
+
+class ByteTokenizer:
+    """UTF-8 bytes as ids 0 to 255, and 256 for the end of a text."""
+
+    name = "byte"
+    vocab_size = 257
+    eos_id = 256
+
+    @property
+    def fingerprint(self) -> str:
+        return _fingerprint(_byte_json(), self.eos_id)
+
+    def encode_batch(self, texts: list[str]) -> list[list[int]]:
+        return [list(text.encode()) for text in texts]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        # A model's vocabulary is rounded up, so an untrained one may emit ids that mean nothing.
+        pieces = (bytes([i]) if i < 256 else EOS.encode() if i == self.eos_id else b"" for i in ids)
+        return b"".join(pieces).decode(errors="replace")
+
+    def save(self, folder: Path) -> None:
+        _write_files(folder, {"tokenizer.json": _byte_json(), "tokenizer_config.json": _config_json(EOS)})
+
+
+@dataclass(frozen=True, kw_only=True)
+class JsonTokenizer:
+    """A `tokenizer.json` run by the `tokenizers` package, with the files it came with kept word for word."""
+
+    name: str
+    vocab_size: int
+    eos_id: int
+    files: Mapping[str, str]
+    backend: Any  # tokenizers.Tokenizer
+
+    @property
+    def fingerprint(self) -> str:
+        return _fingerprint(self.files["tokenizer.json"], self.eos_id)
+
+    def encode_batch(self, texts: list[str]) -> list[list[int]]:
+        return [encoding.ids for encoding in self.backend.encode_batch_fast(texts, add_special_tokens=False)]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        text: str = self.backend.decode(list(ids), skip_special_tokens=False)
+        return text
+
+    def save(self, folder: Path) -> None:
+        _write_files(folder, self.files)
+
+
+def _trained(spec: str, *, documents: Callable[[], Iterable[str]] | None, cache: Path) -> Tokenizer:
+    size = spec.removeprefix("bpe:")
+    if not size.isdecimal() or int(size) < SMALLEST_BPE:
+        raise UsageError(f"data.tokenizer: {spec}: SIZE is a number from {SMALLEST_BPE} (all bytes and the end mark)")
+    if (cache / "tokenizer.json").is_file():
+        return _from_files(_read_folder(cache), name=spec)
+    if documents is None:
+        raise UsageError(f"data.tokenizer: {spec} is trained on text and there is none here; name a finished one")
+    tokenizers = _tokenizers()
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE())
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=int(size),
+        special_tokens=[EOS],
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    backend.train_from_iterator(_training_sample(documents()), trainer=trainer)
+    files = {"tokenizer.json": backend.to_str(pretty=True), "tokenizer_config.json": _config_json(EOS)}
+    _write_files(cache, files)
+    return _from_files(files, name=spec)
+
+
+def _training_sample(documents: Iterable[str]) -> Iterator[str]:
+    """The beginnings of the first documents: bounded, and the same every time."""
+    left = TRAINING_CHARACTERS
+    for text in documents:
+        yield text[: min(left, TRAINING_CHARACTERS_PER_DOCUMENT)]
+        left -= min(len(text), TRAINING_CHARACTERS_PER_DOCUMENT)
+        if left <= 0:
+            return
+
+
+def _from_files(files: Mapping[str, str], *, name: str) -> Tokenizer:
+    if "tokenizer.json" not in files:
+        raise UsageError(f"data.tokenizer: {name} holds no tokenizer.json; save it in that format first")
+    text = files["tokenizer.json"]
+    if text == _byte_json():
+        return ByteTokenizer()
+    try:
+        backend = _tokenizers().Tokenizer.from_str(text)
+    except Exception as error:  # the package raises bare Exception
+        raise UsageError(f"data.tokenizer: the tokenizer.json of {name} cannot be read: {error}") from error
+    backend.no_truncation()
+    backend.no_padding()
+    backend.encode_special_tokens = True  # text is data, see the module's first lines
+    vocabulary: dict[str, int] = backend.get_vocab(with_added_tokens=True)
+    eos = _eos(files, vocabulary=vocabulary, name=name)
+    config = {**_json_object(files, "tokenizer_config.json", name=name), "eos_token": eos}
+    kept = {side: files[side] for side in KEPT_FILES if side in files}
+    kept["tokenizer_config.json"] = json.dumps(config, indent=1)
+    # Ids may have holes, so the size is counted from the largest one.
+    size = max(vocabulary.values()) + 1
+    return JsonTokenizer(name=name, vocab_size=size, eos_id=vocabulary[eos], files=kept, backend=backend)
+
+
+def _eos(files: Mapping[str, str], *, vocabulary: Mapping[str, int], name: str) -> str:
+    for side in ("tokenizer_config.json", "special_tokens_map.json"):
+        token = _json_object(files, side, name=name).get("eos_token")
+        token = token.get("content") if isinstance(token, dict) else token
+        if isinstance(token, str):
+            if token not in vocabulary:
+                raise UsageError(f"data.tokenizer: {side} of {name} names {token!r} as eos_token, which has no id")
+            return token
+    wanted = _json_object(files, "config.json", name=name).get("eos_token_id")
+    wanted = wanted[0] if isinstance(wanted, list) and wanted else wanted
+    for token, token_id in vocabulary.items():
+        if token_id == wanted:
+            return token
+    for token in WELL_KNOWN_EOS:
+        if token in vocabulary:
+            return token
+    raise UsageError(
+        f"data.tokenizer: {name} does not say which token ends a text, and has none of {', '.join(WELL_KNOWN_EOS)}; "
+        'put a tokenizer_config.json with "eos_token" beside its tokenizer.json'
+    )
+
+
+def _read_folder(folder: Path) -> dict[str, str]:
+    return {name: _read_text(folder / name) for name in FILES if (folder / name).is_file()}
+
+
+def _download(name: str) -> dict[str, str]:
+    if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name):
+        raise UsageError(f"data.tokenizer: {name!r} is neither byte, bpe:SIZE, a path, nor a Hugging Face name")
+    try:
+        import huggingface_hub
+        from huggingface_hub import errors
+    except ImportError as error:
+        raise EnvironmentLacks(
+            f"data.tokenizer: {name} needs huggingface_hub to download: pip install 'flatout[hf]'"
+        ) from error
+    try:
+        folder = huggingface_hub.snapshot_download(name, allow_patterns=list(FILES))
+    except errors.RepositoryNotFoundError as error:
+        raise UsageError(
+            f"data.tokenizer: {name} is neither a path here nor a repository on Hugging Face that you may read; "
+            "check the name, or log in with `hf auth login`"
+        ) from error
+    except (OSError, errors.LocalEntryNotFoundError) as error:
+        reason = str(error).partition("\n")[0]
+        raise EnvironmentLacks(
+            f"data.tokenizer: {name} is not a path here and cannot be downloaded ({reason}); connect to "
+            "huggingface.co, or copy its tokenizer.json to this machine and name that folder"
+        ) from error
+    return _read_folder(Path(folder))
+
+
+def _tokenizers() -> Any:
+    try:
+        import tokenizers
+        import tokenizers.decoders
+        import tokenizers.models
+        import tokenizers.pre_tokenizers
+        import tokenizers.trainers
+    except ImportError as error:
+        raise EnvironmentLacks(
+            "the `tokenizers` package is not installed: pip install 'flatout[train]', or use data.tokenizer: byte"
+        ) from error
+    return tokenizers
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"data.tokenizer: {path} cannot be read: {error}") from error
+
+
+def _json_object(files: Mapping[str, str], file: str, *, name: str) -> dict[str, Any]:
+    try:
+        value = json.loads(files.get(file, "{}"))
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"data.tokenizer: {file} of {name} is not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise UsageError(f"data.tokenizer: {file} of {name} is not a JSON object")
+    return value
+
+
+def _write_files(folder: Path, files: Mapping[str, str]) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    # tokenizer.json last: it is the file whose presence says that the folder is whole.
+    for name in sorted(files, key=lambda name: name == "tokenizer.json"):
+        temporary = folder / f"{name}.tmp"
+        temporary.write_text(files[name], encoding="utf-8")
+        temporary.replace(folder / name)
+
+
+def _fingerprint(tokenizer_json: str, eos_id: int) -> str:
+    return hashlib.sha256(f"{eos_id}\n{tokenizer_json}".encode()).hexdigest()
+
+
+def _config_json(eos: str) -> str:
+    return json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": eos}, indent=1)
+
+
+def _byte_json() -> str:
+    """The byte tokenizer in Hugging Face's format: byte-level BPE without a single merge.
+
+    That format spells bytes as printable characters: those that are printable stand for themselves, the
+    others follow in order from U+0100.
+    """
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = iter(range(0x100, 0x200))
+    vocabulary = {chr(b if b in printable else next(others)): b for b in range(256)}
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+    return json.dumps(
+        {
+            "version": "1.0",
+            "truncation": None,
+            "padding": None,
+            "added_tokens": [{"id": 256, "content": EOS, **flags}],
+            "normalizer": None,
+            "pre_tokenizer": byte_level,
+            "post_processor": None,
+            "decoder": byte_level,
+            "model": {"type": "BPE", "vocab": vocabulary, "merges": []},
+        },
+        indent=1,
+    )

@@ -1,0 +1,150 @@
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from flatout.data.feed import Feed, Staging
+from flatout.data.stream import Batch
+from flatout.errors import EnvironmentLacks, RunFailed
+
+
+def batch(value: int, *, size: int = 8, segments: bool = False) -> Batch:
+    column = torch.full((size,), value)
+    return Batch(
+        tokens=column,
+        targets=column + 1,
+        positions=column + 2,
+        cu_seqlens=torch.full((4,), value, dtype=torch.int32) if segments else None,
+        num_sequences=1,
+        sequence_length=size,
+        num_target_tokens=value,
+    )
+
+
+def steps(feed: Feed) -> list[int]:
+    return [int(batches[0].tokens[0]) for batches in feed]
+
+
+def delayed(step: int) -> list[Batch]:
+    time.sleep(random.Random(step).random() * 0.01)
+    return [batch(step)]
+
+
+@pytest.mark.parametrize("workers", [0, 1, 2, 7])
+@pytest.mark.parametrize("prefetch", [1, 3])
+def test_steps_come_in_order_whatever_the_workers_do(workers: int, prefetch: int) -> None:
+    with Feed(delayed, start=5, stop=45, workers=workers, prefetch=prefetch, pin=False) as feed:
+        assert steps(feed) == list(range(5, 45))
+        assert feed.wait_s >= 0
+
+
+def test_workers_stay_within_the_prefetch() -> None:
+    lock = threading.Lock()
+    asked: list[int] = []
+
+    def make(step: int) -> list[Batch]:
+        with lock:
+            asked.append(step)
+        return [batch(step)]
+
+    with Feed(make, start=0, stop=None, workers=3, prefetch=4, pin=False) as feed:
+        for taken in range(10):
+            next(feed)
+            with lock:
+                assert max(asked) <= taken + 4
+        wait_until(lambda: len(asked) == 14)
+    assert sorted(asked) == list(range(14))
+
+
+def wait_until(done: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 10
+    while not done() and time.monotonic() < deadline:
+        time.sleep(0.005)
+    assert done()
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_errors_surface_as_they_are_at_their_step(workers: int) -> None:
+    error = RunFailed("the data is gone")
+
+    def make(step: int) -> list[Batch]:
+        if step == 3:
+            raise error
+        return [batch(step)]
+
+    feed = Feed(make, start=0, stop=10, workers=workers, prefetch=5, pin=False)
+    assert [int(next(feed)[0].tokens[0]) for _ in range(3)] == [0, 1, 2]
+    with pytest.raises(RunFailed) as caught:
+        next(feed)
+    assert caught.value is error
+    feed.close()
+
+
+def test_close_stops_the_workers() -> None:
+    before = threading.active_count()
+    feed = Feed(delayed, start=0, stop=None, workers=4, prefetch=2, pin=False)
+    next(feed)
+    assert threading.active_count() == before + 4
+    feed.close()
+    assert threading.active_count() == before
+    with pytest.raises(ValueError, match="closed"):
+        next(feed)
+
+
+def test_the_end_is_the_end() -> None:
+    feed = Feed(delayed, start=3, stop=3, workers=2, prefetch=2, pin=False)
+    assert steps(feed) == []
+    feed.close()
+
+
+@pytest.mark.parametrize("segments", [False, True])
+def test_staging_reuses_its_memory_after_a_round(segments: bool) -> None:
+    staging = Staging(3, pin=False)
+    addresses: list[tuple[int, ...]] = []
+    for step in range(9):
+        given = [batch(10 * step + i, segments=segments) for i in range(2)]
+        staged = staging.stage(step, given)
+        for got, wanted in zip(staged, given, strict=True):
+            assert torch.equal(got.tokens, wanted.tokens)
+            assert torch.equal(got.targets, wanted.targets)
+            assert torch.equal(got.positions, wanted.positions)
+            assert got.num_target_tokens == wanted.num_target_tokens
+            assert (got.cu_seqlens is None) == (wanted.cu_seqlens is None)
+            if got.cu_seqlens is not None and wanted.cu_seqlens is not None:
+                assert torch.equal(got.cu_seqlens, wanted.cu_seqlens)
+        addresses.append(tuple(got.tokens.data_ptr() for got in staged))
+    assert addresses[:3] == addresses[3:6] == addresses[6:]
+    assert len({pointer for slot in addresses for pointer in slot}) == 6
+
+
+def test_staging_follows_a_change_of_shape() -> None:
+    staging = Staging(1, pin=False)
+    staging.stage(0, [batch(1)])
+    [staged] = staging.stage(1, [batch(2, size=16)])
+    assert staged.tokens.tolist() == [2] * 16
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="is about machines without CUDA")
+def test_pinning_without_a_device_is_explained() -> None:
+    with pytest.raises(EnvironmentLacks, match="pin_memory: false"):
+        Feed(delayed, start=0, stop=1, workers=0, prefetch=1, pin=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_pinned_steps_stay_untouched_for_as_long_as_promised() -> None:
+    prefetch = 2
+    held: list[tuple[int, Batch]] = []
+    with Feed(delayed, start=0, stop=60, workers=4, prefetch=prefetch, pin=True) as feed:
+        for step, [staged] in enumerate(feed):
+            assert staged.tokens.is_pinned()
+            held = [*held, (step, staged)][-(prefetch + 2) :]
+            time.sleep(0.003)  # let the workers run ahead as far as they may
+            for number, earlier in held:
+                assert earlier.tokens.tolist() == [number] * 8
+            assert staged.to("cuda").tokens.tolist() == [step] * 8
