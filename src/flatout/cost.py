@@ -88,6 +88,9 @@ class ModelShape:
         }
         if found := [name for name, present in refused.items() if present]:
             raise UsageError(f"the model's config.json asks for {', '.join(found)}, which this decoder lacks")
+        needed = ("hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers", "vocab_size")
+        if missing := [key for key in needed if config.get(key) is None]:
+            raise UsageError(f"the model's config.json lacks {', '.join(missing)}, which its shape needs")
         heads = int(config["num_attention_heads"])
         hidden = int(config["hidden_size"])
         return cls(
@@ -196,7 +199,7 @@ class Memory:
     gradients: float
     optimizer: float
     activations: float
-    logits: float
+    temporary: float
     workspace: float
 
     @property
@@ -213,21 +216,22 @@ class Memory:
         return f"{name.replace('_', ' ')} {size / GIB:.2f} GiB"
 
 
-def activation_width(shape: ModelShape, *, recompute: str, compiled: bool) -> float:
-    """Values kept for the backward pass per token and block, in the compute type.
-
-    Compiled blocks keep the residual stream before each norm, q, k, v, the attention output and gate/up; the
-    norms and the activation are recomputed from those inside the fused backward kernels. Eager blocks keep every
-    intermediate that an operation's backward reads.
-    """
-    residual, qkv = shape.hidden, shape.q_width + 2 * shape.kv_width
+def activation_bytes(shape: ModelShape, *, precision: str, recompute: str, compiled: bool) -> int:
+    """Bytes kept for the backward pass per token and block, counted tensor by tensor and checked on an H200."""
+    width = BYTES[precision]
+    hidden, q, kv, ff = shape.hidden, shape.q_width, shape.kv_width, shape.intermediate
+    # The residual stream before each norm and both norms' outputs; the projection qkv, which v is a view of;
+    # the rotated q and k; the attention's output; gate and up; their product.
+    kept = 4 * hidden + (q + 2 * kv) + (q + kv) + q + 3 * ff
     if recompute == "full":
-        return 2 * residual
-    kept = 2 * residual + qkv + shape.q_width + 2 * shape.intermediate
-    if compiled or recompute == "selective":
-        return kept
-    # Eager, additionally: both norms' outputs, rotated q and k, sigmoid(gate), silu(gate) and the product.
-    return kept + 2 * residual + (shape.q_width + shape.kv_width) + 2 * shape.intermediate
+        kept = 2 * hidden
+    elif recompute == "selective":
+        kept = 3 * hidden + (q + 2 * kv) + q + 2 * ff
+    elif not compiled:
+        # Additionally the norms' inputs in fp32, where those are copies, and silu(gate).
+        kept += (0 if width == 4 else 2 * hidden) + ff
+    # In fp32: the log-sum-exp of each head and the scales of the norms.
+    return width * kept + (0 if recompute == "full" else 4 * (shape.heads + 2))
 
 
 def training_memory(
@@ -240,28 +244,33 @@ def training_memory(
     loss_chunk: int,
     accumulation: int = 1,
 ) -> Memory:
-    """Predicted peak for replicated weights and AdamW, weights and moments in fp32."""
+    """Predicted peak for replicated weights and AdamW, weights and moments in fp32.
+
+    The peak is in the loss, where all activations stand beside one chunk of logits and the head's gradient, or in
+    the backward pass of a block, whichever needs more.
+    """
     width = BYTES[precision]
-    parameters = shape.num_parameters
-    rows = min(loss_chunk, micro_tokens)
-    block = activation_width(shape, recompute=recompute, compiled=compiled) * width
-    # Row statistics in fp32: log-sum-exp of each head, the two norms' scales.
-    block += 4 * (shape.heads + 2)
-    activations = shape.layers * micro_tokens * block
+    blocks = shape.layers * shape.block_matmul_weights
+    head = shape.vocab * shape.hidden
+    kept = shape.layers * activation_bytes(shape, precision=precision, recompute=recompute, compiled=compiled)
+    # Outside the blocks: the loss's gradient of the hidden state and the last residual; rotary tables; ids.
+    outside = 2 * width * shape.hidden + 4 * shape.head_dim + 24
+    # Logits and their gradient; eager also holds fp32 copies while it takes the softmax.
+    per_logit = 2 * width + (0 if compiled else 8)
+    loss = min(loss_chunk, micro_tokens) * shape.vocab * per_logit + width * shape.hidden * micro_tokens
+    backward = micro_tokens * width * (3 * shape.intermediate + 2 * shape.hidden)
     if recompute != "none":
-        # While a block's backward runs, its own activations are all there again.
-        inner = activation_width(shape, recompute="none", compiled=compiled) * width
-        activations += micro_tokens * max(inner - block, 0)
-    # Outside the blocks: the last residual and its norm, the loss's gradient of it, rotary tables, token ids.
-    activations += micro_tokens * (4 * shape.hidden * width + 4 * shape.head_dim + 4 * 8)
+        inner = activation_bytes(shape, precision=precision, recompute="none", compiled=compiled)
+        backward += micro_tokens * inner
     return Memory(
-        weights=4 * parameters,
-        weight_copies=0 if width == 4 else width * shape.matmul_weights,
-        gradients=4 * (parameters if accumulation > 1 else shape.vocab * shape.hidden),
-        optimizer=8 * parameters,
-        activations=activations,
-        logits=rows * shape.vocab * (width + width) + 4 * shape.vocab * shape.hidden,
-        workspace=32 * 2**20,
+        weights=4 * shape.num_parameters,
+        # Casts to the compute type are kept for the backward pass, except where that recomputes them.
+        weight_copies=0 if width == 4 else width * (2 * head + (blocks if recompute == "none" else 0)),
+        gradients=4 * (shape.num_parameters if accumulation > 1 else 0) + 4 * head,
+        optimizer=8 * shape.num_parameters,
+        activations=micro_tokens * (kept + outside),
+        temporary=max(loss, backward),
+        workspace=64 * 2**20,
     )
 
 
@@ -279,12 +288,15 @@ def checkpoint_bytes(shape: ModelShape, *, weights_only: bool) -> int:
 MATMUL_SHARE = 0.66
 ATTENTION_SHARE = 0.24
 BANDWIDTH_SHARE = 0.7
+# The host's part of one block's forward and backward: with too few tokens in a micro-batch it is what takes time.
+HOST_S = {True: 1.9e-3, False: 4.0e-3}
 
 
 def step_seconds(
     shape: ModelShape,
     *,
-    tokens: int,
+    micro_tokens: int,
+    accumulation: int,
     sequence_length: int,
     flops: Flops,
     precision: str,
@@ -292,18 +304,20 @@ def step_seconds(
     bandwidth: float | None,
     compiled: bool,
 ) -> float:
-    """Predicted seconds of one optimizer step of `tokens` on one device, from three lanes that add up.
+    """Predicted seconds of one optimizer step on one device, from three lanes that add up.
 
     Matmuls at a share of the peak, attention at a smaller one, element-wise traffic at a share of the bandwidth.
     """
     attention_flops = 3 * 4 * shape.layers * shape.q_width * (sequence_length + 1) / 2
-    matmul = (flops.executed - attention_flops) * tokens / (MATMUL_SHARE * peak_flops)
-    attention = attention_flops * tokens / (ATTENTION_SHARE * peak_flops)
-    if not bandwidth:
-        return matmul + attention
-    width = BYTES[precision]
-    passes = 3 if compiled else 8
-    block = passes * width * (12 * shape.hidden + 3 * shape.intermediate)
-    logits = (4 if compiled else 10) * width * shape.vocab
-    traffic = tokens * (shape.layers * block + logits) + 28 * shape.num_parameters
-    return matmul + attention + traffic / (BANDWIDTH_SHARE * bandwidth)
+    matmul = (flops.executed - attention_flops) / (MATMUL_SHARE * peak_flops)
+    attention = attention_flops / (ATTENTION_SHARE * peak_flops)
+    traffic = update = 0.0
+    if bandwidth:
+        width = BYTES[precision]
+        # Passes over the tensors of a block: fused kernels read and write each few times, eager ones many.
+        block = (3 if compiled else 20) * width * (12 * shape.hidden + 3 * shape.intermediate)
+        logits = (4 if compiled else 12) * width * shape.vocab
+        traffic = (shape.layers * block + logits) / (BANDWIDTH_SHARE * bandwidth)
+        update = 28 * shape.num_parameters / (BANDWIDTH_SHARE * bandwidth)
+    device = micro_tokens * (matmul + attention + traffic)
+    return accumulation * max(device, shape.layers * HOST_S[compiled]) + update

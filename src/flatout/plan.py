@@ -108,8 +108,7 @@ class Plan:
 
     @property
     def rates(self) -> Rates:
-        peak = self.job.hardware.peak_flops.get(self.decisions.precision or "fp32")
-        return Rates(flops=self.flops, peak_flops=peak, num_devices=self.job.num_ranks)
+        return Rates(flops=self.flops, peak_flops=_peak(self.job, self.decisions), num_devices=self.job.num_ranks)
 
     def explain(self) -> list[tuple[str, Any, str]]:
         """Rows of (decision, value, reason) in the order they are declared."""
@@ -174,8 +173,13 @@ def tokenizer_size(spec: str) -> int:
     path = Path(spec).expanduser()
     file = path if path.is_file() else hub.folder(spec, weights=False) / "tokenizer.json"
     content = hub.read_json(file)
-    ids = [*content["model"]["vocab"].values(), *(token["id"] for token in content.get("added_tokens", []))]
-    return int(max(ids)) + 1
+    try:
+        vocab = content["model"]["vocab"]
+        # Unigram models list their tokens in the order of their ids; the others map each token to its id.
+        ids = [*(range(len(vocab)) if isinstance(vocab, list) else vocab.values())]
+        return int(max([*ids, *(token["id"] for token in content.get("added_tokens") or [])])) + 1
+    except (AttributeError, KeyError, TypeError, ValueError):
+        raise UsageError(f"{file} is no tokenizer.json: it has no vocabulary at model.vocab") from None
 
 
 def decide(job: Job) -> Plan:
@@ -194,7 +198,7 @@ def decide(job: Job) -> Plan:
     micro_batch, accumulation, recompute, why = _batch(job, precision=precision, compiled=compiled)
     chosen |= {"micro_batch": micro_batch, "accumulation": accumulation, "recompute": recompute}
     reasons |= why
-    settle("attention", *_attention(job))
+    settle("attention", *_attention(job, precision=precision))
     settle("loss_chunk", *_loss_chunk(job, micro_batch * job.sequence_length))
     settle("tf32", *_tf32(job))
     settle("fused_optimizer", True, "one pass over weights, gradients and moments instead of many")
@@ -236,12 +240,14 @@ def _compile(job: Job) -> tuple[str, str]:
     return "default", "fuses norms, rotary positions, SwiGLU and the loss; one graph serves every block"
 
 
-def _attention(job: Job) -> tuple[str, str]:
+def _attention(job: Job, *, precision: str) -> tuple[str, str]:
     sm = job.hardware.sm
     if job.device == "cpu":
         return "flash", "torch's blocked CPU kernel: no T x T scores in memory"
     if sm is None or sm < (8, 0):
         return "efficient", "flash kernels need SM 8.0"
+    if precision == "fp32":
+        return "efficient", "the one fused kernel that takes fp32"
     if job.packing == "documents":
         return "flash", "packed documents run by the variable-length flash kernel"
     if sm >= (9, 0) and job.shape.head_dim <= 128:
@@ -322,14 +328,14 @@ def _batch(job: Job, *, precision: str, compiled: bool) -> tuple[int, int, str, 
             f"{sequences} sequences of a step on one rank"
         )
     if pins.micro_batch or pins.accumulation:
-        wanted = pins.micro_batch or sequences // (pins.accumulation or 1)
-        if sequences % wanted or (pins.accumulation and sequences % pins.accumulation):
-            name = "micro_batch" if pins.micro_batch else "accumulation"
+        name = "micro_batch" if pins.micro_batch else "accumulation"
+        pinned = getattr(pins, name)
+        if sequences % pinned:
             raise UsageError(
-                f"plan.{name} {getattr(pins, name)} does not divide the {sequences} sequences of a step on one rank: "
+                f"plan.{name} {pinned} does not divide the {sequences} sequences of a step on one rank: "
                 f"choose one of {', '.join(map(str, sorted(sizes)))}"
             )
-        sizes = [wanted]
+        sizes = [pins.micro_batch or sequences // pinned]
     else:
         fitting = [n for n in sizes if n * job.sequence_length <= FULL_TOKENS[job.device]]
         sizes = fitting or [1]
@@ -377,12 +383,13 @@ def _batch(job: Job, *, precision: str, compiled: bool) -> tuple[int, int, str, 
 def _predict(job: Job, decisions: Decisions, memory: Memory) -> Prediction:
     precision, recompute = decisions.precision or "fp32", decisions.recompute or "none"
     flops = flops_per_token(job.shape, sequence_length=job.sequence_length, recompute=recompute)
-    peak = job.hardware.peak_flops.get(precision)
+    peak = _peak(job, decisions)
     seconds = None
     if peak and job.device == "gpu":
         seconds = step_seconds(
             job.shape,
-            tokens=job.batch_tokens // job.num_ranks,
+            micro_tokens=(decisions.micro_batch or 1) * job.sequence_length,
+            accumulation=decisions.accumulation or 1,
             sequence_length=job.sequence_length,
             flops=flops,
             precision=precision,
@@ -402,6 +409,12 @@ def _predict(job: Job, decisions: Decisions, memory: Memory) -> Prediction:
         hours=seconds * job.steps / 3600 if seconds and job.steps else None,
         checkpoint_gib=checkpoint_bytes(job.shape, weights_only=job.weights_only) / GIB,
     )
+
+
+def _peak(job: Job, decisions: Decisions) -> float | None:
+    """The device's peak in the arithmetic the matmuls really use."""
+    dtype = "tf32" if decisions.precision == "fp32" and decisions.tf32 else decisions.precision or "fp32"
+    return job.hardware.peak_flops.get(dtype)
 
 
 def _up(value: int, multiple: int) -> int:

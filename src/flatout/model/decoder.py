@@ -11,12 +11,14 @@ Legend: N tokens, C hidden width, H query heads, G key/value heads, D head width
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from flatout.config.settings import Recompute
 from flatout.cost import ModelShape
 from flatout.model.attention import Attend
 
@@ -25,6 +27,24 @@ if TYPE_CHECKING:
     Head = Callable[[Tensor, Tensor], Tensor]
 
 INIT_STD = 0.02
+
+# The expensive operations: their results are kept when recomputation is selective.
+_KEPT = {
+    torch.ops.aten.mm.default,
+    torch.ops.aten.addmm.default,
+    torch.ops.aten._scaled_dot_product_flash_attention.default,
+    torch.ops.aten._scaled_dot_product_efficient_attention.default,
+    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+}
+
+
+def _keep_expensive(_context: Any, operation: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if operation in _KEPT else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def selective_contexts() -> Any:
+    return create_selective_checkpoint_contexts(_keep_expensive)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -57,8 +77,20 @@ class Block(nn.Module):
         self.mlp_norm = nn.Parameter(torch.ones(shape.hidden))
         self.gate_up = nn.Parameter(torch.empty(2 * shape.intermediate, shape.hidden))
         self.down = nn.Parameter(torch.empty(shape.hidden, shape.intermediate))
+        self.recompute: Recompute = "none"
 
-    def forward(
+    def forward(self, *inputs: Any) -> tuple[Tensor, Tensor]:
+        """`body`, its intermediates kept or recomputed in the backward pass."""
+        if self.recompute == "none" or not torch.is_grad_enabled():
+            return self.body(*inputs)
+        # In the class, not around an instance: every block then shares one compiled graph.
+        if self.recompute == "full":
+            kept: tuple[Tensor, Tensor] = checkpoint(self.body, *inputs, use_reentrant=False)
+        else:
+            kept = checkpoint(self.body, *inputs, use_reentrant=False, context_fn=selective_contexts)
+        return kept
+
+    def body(
         self, residual_NC: Tensor, delta_NC: Tensor | None, cos: Tensor, sin: Tensor, attend: Attend
     ) -> tuple[Tensor, Tensor]:
         s = self.shape

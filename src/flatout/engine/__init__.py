@@ -1,0 +1,1 @@
+"""One optimizer step, measured, on one rank or many; and the checkpoints and faults around it."""

@@ -1,0 +1,208 @@
+"""One optimizer step: every recipe's loop stands on this, and nothing in it waits for the device.
+
+All micro-batches of a step are at hand before the first forward, so the loss is a sum over exactly the target
+tokens of the whole step, on all ranks. The gradient norm decides on the device whether the update happens
+(anything non-finite skips it), and the numbers of a step are read two steps later, when they are long there.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import deque
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from flatout.data.stream import Batch
+from flatout.engine.prepare import attend_for
+from flatout.engine.ranks import Ranks
+from flatout.engine.resolve import Active
+from flatout.losses import RowLoss, linear_cross_entropy
+from flatout.model import Decoder
+from flatout.optim import Schedule
+from flatout.probe import Phases
+from flatout.record import Span
+
+# How many steps the host may run ahead of the numbers it reads.
+LAG = 2
+SCALE_START, SCALE_GROWTH_INTERVAL = 65536.0, 2000
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepFacts:
+    """A finished step, read late."""
+
+    step: int
+    seconds: float
+    spans: tuple[Span, ...]
+    tokens: int
+    target_tokens: int
+    loss: float
+    grad_norm: float
+    lr: float
+    skipped: bool
+    loss_scale: float | None
+    stop_votes: int
+
+
+@dataclass(kw_only=True)
+class _Pending:
+    step: int
+    lr: float
+    numbers: Tensor
+    seconds: float = 0.0
+    ready: torch.cuda.Event | None = None
+
+
+class Engine:
+    """The only stateful class of the training path: model, optimizer and loss scale, stepped together."""
+
+    def __init__(
+        self,
+        *,
+        model: Decoder,
+        optimizer: torch.optim.AdamW,
+        schedule: Schedule,
+        active: Active,
+        ranks: Ranks,
+        phases: Phases,
+        rows: RowLoss,
+        loss_chunk: int,
+        clip: float | None,
+        seed: int,
+    ) -> None:
+        self.model, self.optimizer, self.schedule = model, optimizer, schedule
+        self.active, self.ranks, self.phases = active, ranks, phases
+        self.rows, self.loss_chunk, self.clip, self.seed = rows, loss_chunk, clip, seed
+        self.parameters = [p for p in model.parameters() if p.requires_grad]
+        self.scaled = active.dtype == torch.float16
+        device = active.device
+        self.scale = torch.tensor(SCALE_START if self.scaled else 1.0, device=device)
+        self.scale_streak = torch.zeros((), dtype=torch.int32, device=device)
+        self._pending: deque[_Pending] = deque()
+        self._spans: dict[int, tuple[Span, ...]] = {}
+        self._clock: float | None = None
+
+    def begin_step(self, step: int) -> None:
+        """Opens a step. The caller marks what it does before calling `step`: evaluating, saving, waiting for data."""
+        if self._clock is None:
+            self._clock = time.perf_counter()
+        self.phases.begin_step(step)
+
+    def step(self, step: int, batches: list[Batch], *, stop: bool = False) -> None:
+        """Enqueues one optimizer step. `stop` is this rank's vote to end, counted over all ranks with the numbers."""
+        torch.manual_seed(_step_seed(self.seed, step, self.ranks.rank))
+        phases, device = self.phases, self.active.device
+        # Targets, tokens, votes: summed over ranks before the first forward, because every loss is divided by it.
+        totals = torch.tensor(
+            [sum(b.num_target_tokens for b in batches), sum(b.tokens.numel() for b in batches), int(stop)],
+            dtype=torch.float64,
+        )
+        totals = self.ranks.sum_(totals.to(device, non_blocking=True))
+        denominator = totals[0].float()
+        loss = torch.zeros((), device=device)
+        for host_batch in batches:
+            phases.mark("data")
+            batch = host_batch.to(device)
+            phases.mark("forward")
+            part = self.loss(batch) / denominator
+            phases.mark("backward")
+            (part * self.scale if self.scaled else part).backward()
+            loss += part.detach()
+        phases.mark("reduce")
+        gradients = [p.grad for p in self.parameters if p.grad is not None]
+        self.ranks.sum_gradients_(gradients)
+        self.ranks.sum_(loss)
+        phases.mark("optimize")
+        lr = self.schedule(step)
+        norm = self._update(gradients, loss, lr)
+        numbers = torch.stack([loss.double(), norm.double(), self.scale.double(), *totals])
+        if numbers.is_cuda:
+            host = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
+            numbers = host.copy_(numbers, non_blocking=True)
+        self._pending.append(_Pending(step=step, lr=lr, numbers=numbers))
+
+    def end_step(self) -> None:
+        """Closes a step: its evaluation, save and record, if any, are behind it."""
+        self.phases.end_step()
+        pending, now = self._pending[-1], time.perf_counter()
+        pending.seconds, self._clock = now - (self._clock or now), now
+        if self.active.device.type == "cuda":
+            pending.ready = torch.cuda.Event()
+            pending.ready.record()
+
+    def loss(self, batch: Batch) -> Tensor:
+        """Cross-entropy summed over the batch's target tokens, on the device."""
+        attend = attend_for(batch, varlen=self.active.varlen)
+
+        def head(hidden_NC: Tensor, weight_VC: Tensor) -> Tensor:
+            return linear_cross_entropy(hidden_NC, weight_VC, batch.targets, chunk=self.loss_chunk, rows=self.rows)
+
+        loss: Tensor = self.model(batch.tokens, batch.positions, attend, head)
+        return loss
+
+    @torch.no_grad()
+    def evaluate(self, batches: list[Batch]) -> float:
+        """Mean loss per target token over all ranks' batches. Waits for the device: call it now and then."""
+        sums = torch.zeros(2, dtype=torch.float64, device=self.active.device)
+        for batch in batches:
+            sums[0] += self.loss(batch.to(self.active.device))
+            sums[1] += batch.num_target_tokens
+        total, count = self.ranks.sum_(sums).tolist()
+        return float(total / count)
+
+    def _update(self, gradients: list[Tensor], loss: Tensor, lr: float) -> Tensor:
+        """Clips and applies AdamW, unless the loss or a gradient is not finite; decided on the device."""
+        scaled_norm = torch.nn.utils.get_total_norm(gradients)
+        norm = scaled_norm / self.scale
+        not_finite = (~torch.isfinite(norm + loss)).float()
+        # The update divides by this, which unscales and clips in the optimizer's own pass over the gradients.
+        divisor = self.scale if self.clip is None else self.scale * (norm / self.clip).clamp(min=1.0)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        if self.active.fused_optimizer:
+            self.optimizer.grad_scale = divisor  # type: ignore[attr-defined]
+            self.optimizer.found_inf = not_finite  # type: ignore[attr-defined]
+            self.optimizer.step()
+        elif not not_finite.item():  # the plain path asks the device, and waits
+            torch._foreach_div_(gradients, divisor)
+            self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        if self.scaled:
+            torch._amp_update_scale_(self.scale, self.scale_streak, not_finite, 2.0, 0.5, SCALE_GROWTH_INTERVAL)
+        return norm
+
+    def finished(self, *, all: bool = False) -> list[StepFacts]:
+        """Steps whose numbers are due: those more than two back, or all of them at the end of a run."""
+        due: list[StepFacts] = []
+        while self._pending and (all or len(self._pending) > LAG):
+            pending = self._pending.popleft()
+            if pending.ready is not None:
+                # Two steps old, so it is there; this also keeps the host from running away from the device.
+                pending.ready.synchronize()
+            self._spans |= {timing.step: timing.spans for timing in self.phases.ready()}
+            loss, norm, scale, targets, tokens, votes = pending.numbers.tolist()
+            due.append(
+                StepFacts(
+                    step=pending.step,
+                    seconds=pending.seconds,
+                    spans=self._spans.pop(pending.step, ()),
+                    tokens=int(tokens),
+                    target_tokens=int(targets),
+                    loss=loss,
+                    grad_norm=norm,
+                    lr=pending.lr,
+                    skipped=not math.isfinite(norm + loss),
+                    loss_scale=scale if self.scaled else None,
+                    stop_votes=int(votes),
+                )
+            )
+        return due
+
+
+def _step_seed(seed: int, step: int, rank: int) -> int:
+    """One number per (seed, step, rank), far apart from its neighbours, so a resumed step draws the same."""
+    mixed = (seed * 0x9E3779B97F4A7C15 + step * 0xBF58476D1CE4E5B9 + rank * 0x94D049BB133111EB) % 2**64
+    return (mixed ^ (mixed >> 31)) % 2**63

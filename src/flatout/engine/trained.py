@@ -1,0 +1,29 @@
+"""The model a run has come to: its newest whole checkpoint and its tokenizer (`export`, `demo`)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from flatout.cost import ModelShape
+from flatout.data.tokenizer import Tokenizer, load_tokenizer
+from flatout.engine.checkpoint import Checkpoints, restore
+from flatout.errors import UsageError
+from flatout.model import Decoder
+from flatout.record import Run
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trained:
+    model: Decoder
+    tokenizer: Tokenizer
+    step: int
+
+
+def open_trained(run: Run) -> Trained:
+    checkpoint, problems = Checkpoints(run.checkpoints_dir, identity=None, keep=2).latest()
+    if checkpoint is None:
+        raise UsageError(f"{run.path} has no whole checkpoint" + (": " + "; ".join(problems) if problems else " yet"))
+    model = Decoder(ModelShape(**run.plan["job"]["shape"]))
+    restore(checkpoint, model=model, optimizer=None)
+    tokenizer = load_tokenizer(str(run.tokenizer_dir), documents=None, cache=run.tokenizer_dir)
+    return Trained(model=model, tokenizer=tokenizer, step=checkpoint.step)

@@ -1,0 +1,201 @@
+"""A checkpoint is whole or not there, and a broken one is never loaded."""
+
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from flatout.engine.checkpoint import Checkpoints, restore
+
+
+def build(seed: int = 0) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(seed)
+    model = nn.Linear(16, 8)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    for _ in range(3):
+        model(torch.randn(4, 16)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model, optimizer
+
+
+def save(folder: Path, *steps: int, keep: int = 2, identity: str = "run") -> Checkpoints:
+    checkpoints = Checkpoints(folder, identity=identity, keep=keep)
+    for step in steps:
+        model, optimizer = build(step)
+        checkpoints.save(step, model=model, optimizer=optimizer, state={"tokens": step * 10})
+    return checkpoints
+
+
+def test_what_is_saved_comes_back_to_the_bit(tmp_path: Path) -> None:
+    save(tmp_path, 7)
+    checkpoint, problems = Checkpoints(tmp_path, identity="run", keep=2).latest()
+    assert checkpoint is not None
+    assert (checkpoint.step, checkpoint.state, checkpoint.resumable, problems) == (7, {"tokens": 70}, True, [])
+    model, optimizer = build(99)
+    expected_model, expected_optimizer = build(7)
+    restore(checkpoint, model=model, optimizer=optimizer)
+    for one, other in zip(model.parameters(), expected_model.parameters(), strict=True):
+        assert torch.equal(one, other)
+        for name, value in expected_optimizer.state[other].items():
+            assert torch.equal(optimizer.state[one][name], value), name
+
+
+def test_keeps_the_newest_and_never_fewer_than_two(tmp_path: Path) -> None:
+    save(tmp_path, 1, 2, 3, 4, keep=3)
+    assert sorted(p.name for p in tmp_path.glob("step-*")) == ["step-00000002", "step-00000003", "step-00000004"]
+    assert (tmp_path / "latest").read_text().strip() == "step-00000004"
+    save(tmp_path / "few", 1, 2, 3, keep=1)
+    assert len(list((tmp_path / "few").glob("step-*"))) == 2
+
+
+def test_a_broken_one_does_not_count_among_those_kept(tmp_path: Path) -> None:
+    save(tmp_path, 1, 2)
+    weights = tmp_path / "step-00000002" / "weights-rank00000.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1] + b"\xff")
+    save(tmp_path, 3)
+    assert {p.name for p in tmp_path.glob("step-*")} == {"step-00000001", "step-00000002", "step-00000003"}
+
+
+def mutate(folder: Path, rng: random.Random) -> str:
+    """One of the ways a checkpoint goes bad."""
+    files = sorted(p for p in folder.iterdir() if p.is_file())
+    victim = rng.choice(files)
+    content = bytearray(victim.read_bytes())
+    kind = rng.choice(["flip", "truncate", "delete", "empty", "swap", "append"])
+    if kind == "flip":
+        content[rng.randrange(len(content))] ^= 1 << rng.randrange(8)
+        victim.write_bytes(content)
+    elif kind == "truncate":
+        victim.write_bytes(content[: rng.randrange(len(content))])
+    elif kind == "append":
+        victim.write_bytes(content + b"x")
+    elif kind == "delete":
+        victim.unlink()
+    elif kind == "empty":
+        victim.write_bytes(b"")
+    else:
+        one, other = (p for p in files if p.suffix == ".safetensors")
+        first, second = one.read_bytes(), other.read_bytes()
+        one.write_bytes(second)
+        other.write_bytes(first)
+    return f"{kind} {victim.name}"
+
+
+def test_every_mutation_is_found_and_the_older_one_taken(tmp_path: Path) -> None:
+    original = tmp_path / "original"
+    save(original, 1, 2)
+    rng = random.Random(0)
+    for trial in range(300):
+        folder = tmp_path / "trial"
+        shutil.copytree(original, folder)
+        what = mutate(folder / "step-00000002", rng)
+        checkpoint, problems = Checkpoints(folder, identity="run", keep=2).latest()
+        assert checkpoint is not None, f"{trial}: {what}"
+        assert checkpoint.step == 1, f"{trial}: {what} was not noticed"
+        assert len(problems) == 1
+        assert problems[0].startswith("step-00000002: ")
+        shutil.rmtree(folder)
+
+
+def test_another_runs_checkpoint_is_refused(tmp_path: Path) -> None:
+    save(tmp_path, 5)
+    checkpoint, problems = Checkpoints(tmp_path, identity="other", keep=2).latest()
+    assert checkpoint is None
+    assert "another run" in problems[0]
+
+
+def test_a_copied_manifest_of_another_step_is_refused(tmp_path: Path) -> None:
+    save(tmp_path, 1, 2)
+    shutil.copytree(tmp_path / "step-00000002", tmp_path / "step-00000009")
+    checkpoint, problems = Checkpoints(tmp_path, identity="run", keep=2).latest()
+    assert checkpoint is not None
+    assert checkpoint.step == 2
+    assert "of step 2" in problems[0]
+
+
+SAVER = """
+import sys
+from pathlib import Path
+import torch
+from torch import nn
+from flatout.engine.checkpoint import Checkpoints
+folder = Path(sys.argv[1])
+model = nn.Linear(600, 600)
+optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+model(torch.randn(2, 600)).sum().backward()
+optimizer.step()
+checkpoints = Checkpoints(folder, identity="run", keep=2)
+newest, _ = checkpoints.latest()
+step = newest.step if newest else 0
+print("ready", flush=True)
+while True:
+    step += 1
+    checkpoints.save(step, model=model, optimizer=optimizer, state={})
+    print(step, flush=True)
+"""
+
+
+def test_killed_at_any_moment_a_whole_checkpoint_stands(tmp_path: Path) -> None:
+    """Real processes, really killed: what was reported saved is never lost, and what is there loads."""
+    rng = random.Random(1)
+    reported = 0
+    for _ in range(8):
+        process = subprocess.Popen([sys.executable, "-c", SAVER, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        time.sleep(rng.uniform(0.02, 0.3))
+        os.kill(process.pid, signal.SIGKILL)
+        lines = process.stdout.read().split()
+        process.wait()
+        reported = max([reported, *map(int, lines)])
+        checkpoint, problems = Checkpoints(tmp_path, identity="run", keep=2).latest()
+        assert problems == []
+        if reported:
+            assert checkpoint is not None
+            assert checkpoint.step >= reported
+    assert reported > 3
+    model, optimizer = build()
+    step = 1 + max(int(p.name[5:]) for p in tmp_path.glob("step-????????"))
+    Checkpoints(tmp_path, identity="run", keep=2).save(step, model=model, optimizer=optimizer, state={})
+    assert not list(tmp_path.glob("*.tmp-*")), "the next save sweeps up"
+
+
+LIMITED = """
+import resource, sys
+from pathlib import Path
+import torch
+from torch import nn
+from flatout.engine.checkpoint import Checkpoints
+model = nn.Linear(600, 600)
+checkpoints = Checkpoints(Path(sys.argv[1]), identity="run", keep=2)
+checkpoints.save(1, model=model, optimizer=None, state={})
+resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))
+try:
+    checkpoints.save(2, model=model, optimizer=None, state={})
+except OSError as error:
+    print("OSError")
+resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+checkpoints.save(3, model=model, optimizer=None, state={})
+"""
+
+
+def test_no_room_leaves_the_last_one_whole_and_nothing_behind(tmp_path: Path) -> None:
+    done = subprocess.run([sys.executable, "-c", LIMITED, str(tmp_path)], capture_output=True, text=True, check=True)
+    assert done.stdout == "OSError\n"
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["latest", "step-00000001", "step-00000003"]
+
+
+def test_the_manifest_is_plain_json_with_hashes(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    manifest = json.loads((tmp_path / "step-00000001" / "manifest.json").read_text())
+    assert set(manifest["files"]) == {"weights-rank00000.safetensors", "optimizer-rank00000.safetensors"}
+    assert manifest["tensors"]["weights-rank00000.safetensors"]["weight"]["shape"] == [8, 16]
