@@ -172,6 +172,7 @@ class ProfileSettings:
 @dataclass(frozen=True, kw_only=True)
 class Settings:
     recipe: Literal["pretrain"] = setting("pretrain", "what kind of training")
+    run: str | None = setting(None, "run folder, as --run (default: runs/CONFIG-TIME)")
     seed: int = setting(0, "seed of weights, data order and everything random", ge=0)
     model: ModelSettings = section(ModelSettings, "the decoder")
     data: DataSettings = section(DataSettings, "what it learns from")

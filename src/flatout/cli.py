@@ -1,0 +1,306 @@
+"""The `flatout` command: one function per verb, importing its verb lazily so that each starts at once."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from flatout import __version__
+from flatout.errors import INTERRUPTED_EXIT, PREEMPTED_EXIT, EnvironmentLacks, FlatoutError, UsageError
+
+app = typer.Typer(
+    name="flatout",
+    help="LLM training at the limit of the hardware, with the proof.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+data_app = typer.Typer(help="Prepare training data.", no_args_is_help=True)
+config_app = typer.Typer(help="Look at a configuration.", no_args_is_help=True)
+app.add_typer(data_app, name="data")
+app.add_typer(config_app, name="config")
+
+Config = Annotated[Path, typer.Argument(help="YAML file of the run")]
+Overrides = Annotated[list[str] | None, typer.Argument(help="dotted overrides, such as train.lr=3e-4")]
+AsJson = Annotated[bool, typer.Option("--json", help="machine-readable output")]
+
+out = Console()
+err = Console(stderr=True)
+
+
+def main() -> None:
+    """Runs the command; every error meant for the user becomes one message and an exit code."""
+    try:
+        app()
+    except FlatoutError as error:
+        err.print(f"[bold red]error:[/] {_escaped(str(error))}", highlight=False, soft_wrap=True)
+        sys.exit(error.exit_code)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        out.print(f"flatout {__version__}", highlight=False)
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="print the version")
+    ] = False,
+) -> None:
+    pass
+
+
+@app.command()
+def demo(
+    run: Annotated[Path | None, typer.Option(help="run folder (default: runs/demo-TIME)")] = None,
+) -> None:
+    """Train a small decoder on the embedded corpus, here and now, and see it write."""
+    _require_torch()
+    from flatout import demo as verb
+
+    raise typer.Exit(verb.run(run or _new_folder("demo"), console=out))
+
+
+@app.command()
+def examples(
+    name: Annotated[str | None, typer.Argument(help="example to print or copy")] = None,
+    to: Annotated[Path | None, typer.Option(help="file to write it to")] = None,
+) -> None:
+    """List the shipped configurations, print one, or copy it to a file."""
+    from flatout import gallery
+
+    if name is None:
+        for example in gallery.examples():
+            out.print(f"[bold]{example.name}[/]  {_escaped(example.title)}", highlight=False)
+        out.print("\nPrint one: flatout examples NAME; copy it: flatout examples NAME --to FILE", style="dim")
+        return
+    text = gallery.find(name).text
+    if to is None:
+        sys.stdout.write(text)
+    elif to.exists():
+        raise UsageError(f"{to} exists and is not overwritten: choose another file")
+    elif not to.parent.is_dir():
+        raise UsageError(f"{to} cannot be written: there is no folder {to.parent}")
+    else:
+        to.write_text(text)
+        out.print(f"wrote {to}", highlight=False)
+
+
+@app.command()
+def hardware(
+    measure: Annotated[bool, typer.Option(help="time matmuls per type and a copy on this device")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Say what this machine can do."""
+    from flatout import hardware as facts
+    from flatout.terminal import hardware_table, table
+
+    found = facts.detect()
+    if measure:
+        _require_torch()
+    measured = facts.measure(found) if measure else None
+    if as_json:
+        _print_json(found.to_json() | ({"measured": measured.to_json()} if measured else {}))
+        return
+    out.print(hardware_table(found))
+    if measured:
+        rows = table("Measured", "what", "datasheet", "measured", "share")
+        for dtype, flops in measured.flops.items():
+            peak = found.peak_flops.get(dtype)
+            share = f"{100 * flops / peak:.0f} %" if peak else "n/a"
+            rows.add_row(dtype, f"{peak / 1e12:.0f} TFLOP/s" if peak else "n/a", f"{flops / 1e12:.3g} TFLOP/s", share)
+        if measured.bandwidth:
+            sheet = found.bandwidth
+            share = f"{100 * measured.bandwidth / sheet:.0f} %" if sheet else "n/a"
+            rows.add_row(
+                "copy", f"{sheet / 1e9:.0f} GB/s" if sheet else "n/a", f"{measured.bandwidth / 1e9:.0f} GB/s", share
+            )
+        out.print("", rows)
+        for note in measured.notes:
+            out.print(note, style="dim")
+
+
+@app.command()
+def plan(
+    config: Config,
+    overrides: Overrides = None,
+    on: Annotated[str | None, typer.Option("--on", help="a machine from the table, such as A100-80GBx8")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Decide how a run would use a machine, here or named, with reasons and predictions. Needs no torch."""
+    from flatout import hardware as facts
+    from flatout.config import load
+    from flatout.plan import decide, job_of
+    from flatout.terminal import plan_tables
+
+    loaded = load(config, overrides=overrides or [])
+    machine = facts.parse(on) if on else facts.detect()
+    made = decide(job_of(loaded.settings, hardware=machine, num_ranks=max(1, machine.num_gpus)))
+    if as_json:
+        _print_json(made.to_json())
+        return
+    where = machine.name or machine.gpu or "CPU"
+    out.print(f"[bold]{_escaped(str(config))}[/] on {max(1, machine.num_gpus)} x {where}\n", highlight=False)
+    for drawn in plan_tables(made.to_json()):
+        out.print(drawn, "")
+
+
+@app.command()
+def train(
+    config: Config,
+    overrides: Overrides = None,
+    run: Annotated[Path | None, typer.Option(help="run folder (default: runs/CONFIG-TIME)")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="go on from the newest whole checkpoint in --run")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="plan and check, then stop")] = False,
+) -> None:
+    """Train. One configuration file to a measured, resumable run."""
+    _require_torch()
+    from flatout.config import dump, load, to_mapping
+    from flatout.engine.ranks import from_environment
+    from flatout.recipes import pretrain
+    from flatout.terminal import View
+
+    loaded = load(config, overrides=overrides or [])
+    run = run or (Path(loaded.settings.run) if loaded.settings.run else None)
+    if resume and run is None:
+        raise UsageError("--resume needs --run FOLDER: the folder of the run to go on with")
+    if dry_run:
+        plan(config, overrides)
+        return
+    folder = run or _new_folder(config.stem)
+    sinks = [View(out, every=loaded.settings.log.every)] if from_environment().first else []
+    try:
+        outcome = pretrain.run(
+            loaded.settings,
+            folder=folder,
+            config_text=dump(loaded.settings),
+            config=to_mapping(loaded.settings),
+            resume=resume,
+            sinks=sinks,
+        )
+    except KeyboardInterrupt:
+        raise typer.Exit(INTERRUPTED_EXIT) from None
+    if not outcome.stopped_by.startswith("SIG"):
+        return
+    if sinks:
+        err.print(f"{outcome.stopped_by}: saved at step {outcome.steps}. Resume with", highlight=False)
+        err.print(f"  flatout train {folder}/config.yaml --run {folder} --resume", highlight=False, soft_wrap=True)
+    raise typer.Exit(INTERRUPTED_EXIT if outcome.stopped_by == "SIGINT" else PREEMPTED_EXIT)
+
+
+@app.command()
+def export(
+    run: Annotated[Path, typer.Argument(help="run folder")],
+    to: Annotated[Path, typer.Option(help="folder to write")],
+    dtype: Annotated[str, typer.Option(help="bf16, fp16 or fp32")] = "bf16",
+) -> None:
+    """Write a run's newest weights and tokenizer as a Hugging Face folder."""
+    _require_torch()
+    from flatout.engine.resolve import DTYPES
+    from flatout.engine.trained import open_trained
+    from flatout.model import weights
+    from flatout.record import Run
+
+    if dtype not in DTYPES:
+        raise UsageError(f"--dtype {dtype!r} is none of {', '.join(DTYPES)}")
+    if to.exists() and not (to.is_dir() and not any(to.iterdir())):
+        raise UsageError(f"{to} is no empty folder, and nothing is overwritten: choose another folder")
+    trained = open_trained(Run.open(run))
+    trained.tokenizer.save(to)
+    weights.export(trained.model, to, dtype=DTYPES[dtype], eos_token_id=trained.tokenizer.eos_id)
+    out.print(f"wrote step {trained.step} of {run} to {to}", highlight=False)
+
+
+@data_app.command("prepare")
+def data_prepare(
+    source: Annotated[str, typer.Argument(help="file, folder or glob; `embedded`; or hf:NAME")],
+    to: Annotated[Path, typer.Option(help="folder to write the shards to")],
+    tokenizer: Annotated[str, typer.Option(help="byte, bpe:SIZE, a folder, a tokenizer.json or a hub name")] = "byte",
+    field: Annotated[str, typer.Option(help="field that holds the text, in jsonl and parquet")] = "text",
+    valid_share: Annotated[float, typer.Option(help="share of the documents held out")] = 0.01,
+    seed: Annotated[int, typer.Option(help="seed of the split")] = 0,
+    as_json: AsJson = False,
+) -> None:
+    """Tokenize documents once, into memory-mapped shards with a manifest of hashes and counts."""
+    _require_torch()
+    from flatout.data.corpus import settings_for
+    from flatout.data.prepare import describe, prepare
+
+    if not 0 < valid_share < 0.5:
+        raise UsageError(f"--valid-share {valid_share:g} must be above 0 and below 0.5")
+    prepare(settings_for(source, tokenizer=tokenizer, field=field, valid_share=valid_share), seed=seed, to=to)
+    facts = describe(to)
+    if as_json:
+        _print_json(facts)
+        return
+    for part, counts in facts.items():
+        out.print(
+            f"{part}: {counts['tokens']:,} tokens in {counts['documents']:,} documents, {counts['shards']} shards"
+        )
+    out.print(f"train on it: data: {{source: tokens, path: {to}}}", highlight=False, soft_wrap=True)
+
+
+@config_app.command("schema")
+def config_schema() -> None:
+    """Print the JSON Schema of a configuration."""
+    from flatout.config import schema
+
+    _print_json(schema())
+
+
+@config_app.command("show")
+def config_show(config: Config, overrides: Overrides = None, as_json: AsJson = False) -> None:
+    """Print every setting, its value, and where it came from."""
+    from flatout.config import load, show
+    from flatout.terminal import table
+
+    rows = show(load(config, overrides=overrides or []))
+    if as_json:
+        _print_json({row.key: {"value": row.value, "source": row.source} for row in rows})
+        return
+    drawn = table("", "setting", "value", "from", "what it is")
+    for row in rows:
+        style = "" if row.source == "default" else "bold"
+        shown = "" if row.value is None else str(row.value)
+        drawn.add_row(
+            row.key, f"[{style}]{_escaped(shown)}[/]" if style else _escaped(shown), row.source, _escaped(row.help)
+        )
+    out.print(drawn)
+
+
+@config_app.command("validate")
+def config_validate(config: Config, overrides: Overrides = None) -> None:
+    """Check a configuration; all mistakes come in one message."""
+    from flatout.config import load
+
+    load(config, overrides=overrides or [])
+    out.print(f"{config}: good", highlight=False)
+
+
+def _require_torch() -> None:
+    import importlib.util
+
+    if importlib.util.find_spec("torch") is None:
+        raise EnvironmentLacks("training needs torch: pip install 'flatout[train]', or install torch your own way")
+
+
+def _new_folder(stem: str) -> Path:
+    return Path("runs") / f"{stem}-{time.strftime('%Y%m%d-%H%M%S')}"
+
+
+def _print_json(value: Any) -> None:
+    sys.stdout.write(json.dumps(value, indent=2) + "\n")
+
+
+def _escaped(text: str) -> str:
+    from rich.markup import escape
+
+    return escape(text)

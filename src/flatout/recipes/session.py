@@ -1,0 +1,185 @@
+"""What every recipe needs around its loop: the run folder, the monitor, signals, the ledger of finished steps."""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import json
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from flatout import trackers
+from flatout.config.settings import Settings
+from flatout.cost import GIB
+from flatout.engine.faults import SkipWatch, StopRequest, stop_on_signals
+from flatout.engine.prepare import recompiles
+from flatout.engine.ranks import Ranks
+from flatout.engine.resolve import Active
+from flatout.engine.step import StepFacts
+from flatout.plan import Plan
+from flatout.probe import Monitor, describe
+from flatout.recipes.verdict import LossTrend, Outcome, Speedometer
+from flatout.record import Recorder, Run, Sink, StepRecord
+
+# Steps between collections of Python garbage when the plan takes them out of Python's hands.
+GC_STEPS = 500
+
+
+@dataclass(frozen=True, kw_only=True)
+class Session:
+    run: Run
+    recorder: Recorder
+    monitor: Monitor
+    stop: StopRequest
+
+
+@contextmanager
+def open_session(
+    settings: Settings,
+    *,
+    config_text: str,
+    config: Mapping[str, Any],
+    plan: Plan,
+    ranks: Ranks,
+    folder: Path,
+    resume: bool,
+    sinks: Sequence[Sink],
+) -> Iterator[Session]:
+    """Makes or opens the run folder, locks it, starts recording and watching; undoes it all at the end."""
+    with ExitStack() as stack:
+        attempt = ""
+        if ranks.first:
+            if resume:
+                run = Run.open(folder)
+            else:
+                run = Run.create(
+                    folder,
+                    config_text=config_text,
+                    config=config,
+                    plan=plan.to_json(),
+                    hardware=plan.job.hardware.to_json(),
+                    environment=describe(),
+                )
+            stack.enter_context(run.lock())
+            recorder = stack.enter_context(run.recorder(sinks=[*sinks, *_trackers(settings, run, plan, config)]))
+            attempt = str(recorder.attempt)
+        attempt = ranks.agree(attempt)
+        if not ranks.first:
+            run = Run.open(folder)
+            recorder = stack.enter_context(run.recorder(rank=ranks.rank, attempt=int(attempt)))
+        monitor = stack.enter_context(Monitor(on_sample=recorder.sample))
+        stop = stack.enter_context(stop_on_signals())
+        if plan.decisions.manual_gc:
+            gc.collect()
+            gc.disable()
+            stack.callback(gc.enable)
+        yield Session(run=run, recorder=recorder, monitor=monitor, stop=stop)
+
+
+def _trackers(settings: Settings, run: Run, plan: Plan, config: Mapping[str, Any]) -> Iterator[Sink]:
+    log = settings.log
+    name = log.name or trackers.run_name(settings.recipe)
+    if log.tensorboard:
+        yield trackers.tensorboard(run.trackers_dir / "tensorboard" / name, rates=plan.rates)
+    if log.wandb != "off":
+        yield trackers.wandb(
+            log.wandb, project=log.project, name=name, folder=run.trackers_dir, config=config, rates=plan.rates
+        )
+
+
+class Ledger:
+    """Writes finished steps to the record and keeps the sums a run is judged by."""
+
+    def __init__(self, session: Session, *, plan: Plan, active: Active, total_steps: int) -> None:
+        self.session, self.plan, self.active = session, plan, active
+        self.speed = Speedometer(plan.rates)
+        self.trend = LossTrend(total_steps)
+        self.skips = SkipWatch(plan.decisions.precision or "fp32")
+        self.tokens, self.seconds, self.saves = 0, 0.0, 0
+        self.val_losses: list[float] = []
+        self.stop_votes = 0
+        self._busy: list[float] = []
+
+    def write(self, finished: Iterable[StepFacts]) -> None:
+        for facts in finished:
+            extra: dict[str, Any] = {"lr": facts.lr, "grad_norm": facts.grad_norm, "targets": facts.target_tokens}
+            if facts.skipped:
+                extra["skipped"] = True
+            if facts.loss_scale is not None:
+                extra["loss_scale"] = facts.loss_scale
+            if self.active.compile != "none":
+                extra["graphs"] = recompiles()
+            utilisation = self.session.monitor.utilisation()
+            record = StepRecord(
+                attempt=self.session.recorder.attempt,
+                step=facts.step,
+                time=time.time(),
+                seconds=facts.seconds,
+                tokens=facts.tokens,
+                padded_tokens=facts.tokens,
+                loss=facts.loss,
+                spans=facts.spans,
+                memory=device_memory(self.active.device, self.session.monitor),
+                utilisation=utilisation,
+                extra=extra,
+            )
+            self.session.recorder.step(record)
+            self.tokens += facts.tokens
+            self.seconds += facts.seconds
+            self.stop_votes += facts.stop_votes
+            self.speed.see(record)
+            self.trend.see(facts.loss)
+            if "gpu" in utilisation:
+                self._busy.append(utilisation["gpu"])
+            if facts.step % GC_STEPS == GC_STEPS - 1 and not gc.isenabled():
+                gc.collect()
+            if self.skips.see(step=facts.step, loss=facts.loss, grad_norm=facts.grad_norm):
+                self.session.recorder.event("skipped", step=facts.step, loss=facts.loss, grad_norm=facts.grad_norm)
+
+    def outcome(self, *, steps: int, stopped_by: str) -> Outcome:
+        memory = device_memory(self.active.device, self.session.monitor)
+        peak, total = memory.get("peak_gib"), memory.get("total_gib")
+        first, last = self.trend.ends()
+        return Outcome(
+            steps=steps,
+            tokens=self.tokens,
+            hours=self.seconds / 3600,
+            speed=self.speed.read(),
+            loss_first_tenth=first,
+            loss_last_tenth=last,
+            val_losses=tuple(self.val_losses),
+            peak_gib=peak,
+            memory_share=peak / total if peak is not None and total else None,
+            utilisation=sum(self._busy) / len(self._busy) if self._busy else None,
+            saves=self.saves,
+            stopped_by=stopped_by,
+        )
+
+
+def device_memory(device: torch.device, monitor: Monitor) -> dict[str, float]:
+    """What the allocator holds on a GPU; on a CPU the process's resident memory. Waits for nothing."""
+    if device.type == "cuda":
+        return {
+            "allocated_gib": torch.cuda.memory_allocated(device) / GIB,
+            "reserved_gib": torch.cuda.memory_reserved(device) / GIB,
+            "peak_gib": torch.cuda.max_memory_allocated(device) / GIB,
+            "total_gib": torch.cuda.get_device_properties(device).total_memory / GIB,
+        }
+    sample = monitor.latest()
+    memory = {}
+    if "process_rss_gib" in sample:
+        memory["allocated_gib"] = sample["process_rss_gib"]
+        memory["peak_gib"] = monitor.peak["process_rss_gib"]
+        memory["total_gib"] = sample["ram_total_gib"]
+    return memory
+
+
+def identity_of(**facts: Any) -> str:
+    """One hash over what a checkpoint must share with the run that loads it."""
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()

@@ -1,0 +1,161 @@
+"""What a run came to, in numbers, and whether it met its criteria."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection
+from dataclasses import asdict, dataclass, fields
+from statistics import fmean
+from typing import Any
+
+from flatout.config.settings import CriteriaSettings
+from flatout.cost import Rates
+from flatout.record import StepRecord
+
+# Steps at the start that compile, warm caches and fill queues; they do not count towards speed.
+WARM_STEPS = 3
+# Phases that are not training.
+BESIDE = ("eval", "save", "profile")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Speed:
+    """Training speed of the steps after warm-up, evaluations and saves apart. None: too few steps to say."""
+
+    steps: int
+    tokens_per_s: float | None = None
+    step_s: float | None = None
+    mfu: float | None = None
+    hfu: float | None = None
+    mfu_common: float | None = None
+    data_share: float | None = None
+    unattributed_share: float | None = None
+
+
+class Speedometer:
+    """Sums up steps as they finish, so that a long run costs no memory."""
+
+    def __init__(self, rates: Rates, *, warm_steps: int = WARM_STEPS) -> None:
+        self.rates, self.warm_left = rates, warm_steps
+        self.steps, self.tokens = 0, 0
+        self.seconds, self.wall, self.data, self.spans = 0.0, 0.0, 0.0, 0.0
+
+    def see(self, record: StepRecord) -> None:
+        if self.warm_left:
+            self.warm_left -= 1
+            return
+        beside = sum(s.seconds for s in record.spans if s.phase in BESIDE)
+        self.steps += 1
+        self.tokens += record.tokens
+        self.wall += record.seconds
+        self.seconds += max(record.seconds - beside, 1e-9)
+        self.spans += sum(s.seconds for s in record.spans)
+        self.data += sum(s.seconds for s in record.spans if s.phase == "data")
+
+    def read(self) -> Speed:
+        if not self.steps:
+            return Speed(steps=0)
+        shares = self.rates.shares(tokens=self.tokens, seconds=self.seconds)
+        return Speed(
+            steps=self.steps,
+            tokens_per_s=self.tokens / self.seconds,
+            step_s=self.seconds / self.steps,
+            mfu=shares.mfu,
+            hfu=shares.hfu,
+            mfu_common=shares.mfu_common,
+            data_share=self.data / self.seconds,
+            unattributed_share=1 - self.spans / self.wall,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """Everything a criterion may ask about. None is unknown, never a guess."""
+
+    steps: int
+    tokens: int
+    hours: float
+    speed: Speed
+    loss_first_tenth: float | None = None
+    loss_last_tenth: float | None = None
+    val_losses: tuple[float, ...] = ()
+    peak_gib: float | None = None
+    memory_share: float | None = None
+    utilisation: float | None = None
+    saves: int = 0
+    stopped_by: str = "end"
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    criterion: str
+    wanted: str
+    got: str
+    met: bool | None  # None: could not be measured here
+
+
+def judge(criteria: CriteriaSettings, outcome: Outcome) -> list[Verdict]:
+    """One line per criterion that was set."""
+    losses, vals = (outcome.loss_first_tenth, outcome.loss_last_tenth), outcome.val_losses
+    speed = outcome.speed
+    measured: dict[str, float | None] = {
+        "tokens_per_s": speed.tokens_per_s,
+        "mfu": speed.mfu_common,
+        "utilisation": outcome.utilisation,
+        "memory_share": outcome.memory_share,
+        "hours": outcome.hours,
+        "saves": float(outcome.saves),
+    }
+    at_most = {"memory_share", "hours"}
+    verdicts = []
+    for criterion in fields(criteria):
+        name, wanted = criterion.name, getattr(criteria, criterion.name)
+        if wanted is None:
+            continue
+        if name == "loss_falling":
+            verdicts.append(_trend(name, wanted, *losses))
+        elif name == "validation_improving":
+            ends = (vals[0], vals[-1]) if len(vals) > 1 else (None, None)
+            verdicts.append(_trend(name, wanted, *ends))
+        else:
+            got = measured[name]
+            sign = "at most" if name in at_most else "at least"
+            met = None if got is None else (got <= wanted if name in at_most else got >= wanted)
+            shown = "not measured" if got is None else f"{got:,.4g}"
+            verdicts.append(Verdict(criterion=name, wanted=f"{sign} {wanted:,.4g}", got=shown, met=met))
+    return verdicts
+
+
+def _trend(name: str, wanted: bool, first: float | None, last: float | None) -> Verdict:
+    if first is None or last is None:
+        return Verdict(criterion=name, wanted=str(wanted).lower(), got="not measured", met=None)
+    return Verdict(
+        criterion=name,
+        wanted=str(wanted).lower(),
+        got=f"{first:.4f} to {last:.4f}",
+        met=(last < first) == wanted,
+    )
+
+
+class LossTrend:
+    """Mean loss of the first and the last tenth of a run; holds a fifth of its losses at most."""
+
+    def __init__(self, total_steps: int) -> None:
+        self.tenth = max(1, total_steps // 10)
+        self.first: list[float] = []
+        self.last: deque[float] = deque(maxlen=self.tenth)
+
+    def see(self, loss: float) -> None:
+        if len(self.first) < self.tenth:
+            self.first.append(loss)
+        self.last.append(loss)
+
+    def ends(self) -> tuple[float | None, float | None]:
+        return _mean(self.first), _mean(self.last)
+
+
+def _mean(values: Collection[float]) -> float | None:
+    return fmean(values) if values else None

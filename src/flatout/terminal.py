@@ -1,0 +1,258 @@
+"""What a run looks like in a terminal: tables at the start, one live line, a summary with the verdict at the end.
+
+A sink like any other: it is told what is recorded and knows nothing else, so it can neither slow nor break a run.
+Where the output is no terminal, the same facts come as plain lines.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any
+
+from rich.console import Console
+from rich.live import Live
+from rich.markup import escape
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from flatout.config.settings import Decisions
+from flatout.cost import Rates
+from flatout.hardware import Hardware
+from flatout.record import Event, StepRecord
+
+# Steps the shown speed is averaged over.
+WINDOW = 20
+
+
+def number(value: float | None, *, unit: str = "", digits: int = 3) -> str:
+    """A figure for people; unknown is said, never shown as zero."""
+    if value is None:
+        return "n/a"
+    if abs(value) >= 1000:
+        return f"{value:,.0f}{unit}"
+    return f"{value:.{digits}g}{unit}"
+
+
+def percent(value: float | None) -> str:
+    return "n/a" if value is None else f"{100 * value:.1f} %"
+
+
+def duration(seconds: float | None) -> str:
+    if seconds is None:
+        return "n/a"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}h{minutes:02}m" if hours else f"{minutes}m{rest:02}s"
+
+
+def table(title: str, *columns: str) -> Table:
+    made = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for column in columns:
+        made.add_column(column, header_style="dim", overflow="fold")
+    return made
+
+
+def plan_tables(plan: Mapping[str, Any]) -> list[Table]:
+    """A plan as JSON, drawn: decisions with reasons, then predictions."""
+    decisions = table("Plan", "decision", "value", "reason")
+    for field in fields(Decisions):
+        value = plan["decisions"][field.name]
+        shown = ("yes" if value else "no") if isinstance(value, bool) else str(value)
+        decisions.add_row(field.name, f"[bold]{escape(shown)}[/]", escape(plan["reasons"][field.name]))
+    predicted = plan["predicted"]
+    forecast = table("Predicted", "what", "value", "how")
+    parts = ", ".join(
+        f"{name.replace('_', ' ')} {size:.2f}" for name, size in predicted["memory_gib"].items() if size > 0.005
+    )
+    forecast.add_row("peak memory", number(predicted["peak_gib"], unit=" GiB"), parts)
+    forecast.add_row("tokens/s", number(predicted["tokens_per_s"]), "estimated from peak, bandwidth and shape")
+    forecast.add_row("MFU", percent(predicted["mfu"]), f"as done; {percent(predicted['mfu_common'])} by 6N + 12LHT")
+    if predicted["hours"] is not None:
+        forecast.add_row("time", duration(predicted["hours"] * 3600), f"{plan['job']['steps']} steps")
+    forecast.add_row("checkpoint", number(predicted["checkpoint_gib"], unit=" GiB"), "each, on disk")
+    return [decisions, forecast]
+
+
+def hardware_table(hardware: Hardware) -> Table:
+    rows = table("Hardware", "what", "value")
+    if hardware.gpu is None and hardware.sm is None:
+        rows.add_row("GPU", "none: everything runs on the CPU")
+    else:
+        known = hardware.gpu or hardware.name or "unknown"
+        rows.add_row("GPU", f"{hardware.num_gpus} x {escape(known)}")
+        rows.add_row("SM", "n/a" if hardware.sm is None else f"{hardware.sm[0]}.{hardware.sm[1]}")
+        rows.add_row("memory", number(hardware.memory_gib, unit=" GiB", digits=4))
+        peaks = ", ".join(f"{name} {flops / 1e12:.0f}" for name, flops in hardware.peak_flops.items())
+        rows.add_row("peak TFLOP/s", peaks or "n/a: not in the table of known GPUs")
+        bandwidth = None if hardware.bandwidth is None else hardware.bandwidth / 1e12
+        rows.add_row("bandwidth", number(bandwidth, unit=" TB/s"))
+        rows.add_row("link", hardware.link or "n/a")
+        rows.add_row("driver", hardware.driver or "n/a")
+        if hardware.source:
+            rows.add_row("source", escape(hardware.source))
+    rows.add_row("CPU", f"{escape(hardware.cpu or 'unknown')}, {hardware.num_cpus or 'n/a'} cores")
+    rows.add_row("RAM", number(hardware.ram_gib, unit=" GiB"))
+    return rows
+
+
+class View:
+    """Draws one run. `every` is the distance of plain lines where there is no terminal."""
+
+    def __init__(self, console: Console, *, every: int = 10, quiet_plan: bool = False) -> None:
+        self.console, self.every, self.quiet_plan = console, every, quiet_plan
+        self.total = 0
+        self.rates: Rates | None = None
+        self.recent: deque[StepRecord] = deque(maxlen=WINDOW)
+        self.val_loss: float | None = None
+        self.live: Live | None = None
+
+    def step(self, record: StepRecord) -> None:
+        self.recent.append(record)
+        if self.live is not None:
+            self.live.update(self._line(record))
+        elif not self.console.is_terminal and (record.step + 1) % self.every == 0:
+            self.console.print(self._text(record), highlight=False, soft_wrap=True)
+
+    def event(self, event: Event) -> None:
+        data = event.data
+        match event.kind:
+            case "hardware":
+                self.console.print(hardware_table(Hardware.from_json(data)), "")
+            case "data":
+                self.console.print(
+                    f"[bold]Data[/]  {escape(str(data['source']))}: {data['train_tokens']:,} tokens to train on, "
+                    f"{data['valid_tokens']:,} held out, tokenizer {escape(str(data['tokenizer']))} "
+                    f"({data['vocab']:,} ids)\n",
+                    highlight=False,
+                )
+            case "plan":
+                self.rates = Rates.from_json(data["rates"])
+                for drawn in plan_tables(data):
+                    self.console.print(drawn, "")
+            case "active":
+                rows = table("Active paths", "path", "as found on this device")
+                for name, fact in data.items():
+                    rows.add_row(name, escape(str(fact)))
+                self.console.print(rows, "")
+            case "start":
+                self.total = data["total_steps"]
+                self._say(f"Run folder {data['folder']}, {self.total} steps")
+                if self.console.is_terminal:
+                    self.live = Live(console=self.console, refresh_per_second=4, transient=True)
+                    self.live.start()
+            case "eval":
+                before, self.val_loss = self.val_loss, data["val_loss"]
+                change = "" if before is None else f" (was {before:.4f})"
+                self._say(f"step {event.step}: validation loss {self.val_loss:.4f}{change}")
+            case "save":
+                self._say(f"step {event.step}: saved {data['checkpoint']}")
+            case "target":
+                self._say(
+                    f"target reached: validation loss {data['val_loss']:.4f} after {duration(data['seconds'])}, "
+                    f"{data['tokens']:,} tokens, {data['gpu_hours']:.3f} device-hours"
+                )
+            case "end":
+                self._stop()
+                self._summary(data)
+            case "save-failed":
+                self._say(f"step {event.step}: NOT saved, training goes on: {data['error']}", style="red")
+            case _ if sentence := notice(event):
+                self._say(sentence, style="yellow")
+
+    def close(self) -> None:
+        self._stop()
+
+    def _say(self, text: str, *, style: str = "") -> None:
+        self.console.print(Text(text, style=style), soft_wrap=True)
+
+    def _stop(self) -> None:
+        if self.live is not None:
+            self.live.stop()
+            self.live = None
+
+    def _text(self, record: StepRecord) -> str:
+        seconds = sum(r.seconds for r in self.recent)
+        tokens = sum(r.tokens for r in self.recent)
+        mfu = self.rates.shares(tokens=tokens, seconds=seconds).mfu if self.rates else None
+        left = (self.total - record.step - 1) * seconds / len(self.recent)
+        used, total = record.memory.get("allocated_gib"), record.memory.get("total_gib")
+        peak = record.memory.get("peak_gib")
+        share = f" ({percent(peak / total)})" if peak is not None and total else ""
+        busy = record.utilisation
+        parts = [
+            f"step {record.step + 1}/{self.total}",
+            f"loss {'n/a' if record.loss is None else format(record.loss, '.4f')}",
+            f"lr {'n/a' if (lr := record.extra.get('lr')) is None else format(lr, '.2e')}",
+            f"{tokens / seconds:,.0f} tok/s",
+            f"{len(self.recent) / seconds:.2f} it/s",
+            f"MFU {percent(mfu)}",
+            f"mem {number(peak if peak is not None else used)}/{number(total)} GiB{share}",
+            *([f"GPU {percent(busy['gpu'])}"] if "gpu" in busy else []),
+            f"CPU {percent(busy.get('cpu'))}",
+            f"RAM {percent(busy.get('ram'))}",
+            f"ETA {duration(left)}",
+        ]
+        return "  ".join(parts)
+
+    def _line(self, record: StepRecord) -> Table:
+        grid = Table.grid(padding=(0, 1))
+        bar = ProgressBar(total=max(1, self.total), completed=record.step + 1, width=20)
+        grid.add_row(bar, Text(self._text(record), overflow="fold"))
+        return grid
+
+    def _summary(self, data: Mapping[str, Any]) -> None:
+        outcome = data["outcome"]
+        speed = outcome["speed"]
+        rows = table("Result", "what", "value")
+        rows.add_row(
+            "steps", f"{outcome['steps']:,}, {outcome['tokens']:,} tokens, {duration(outcome['hours'] * 3600)}"
+        )
+        rows.add_row("speed", f"{number(speed['tokens_per_s'])} tokens/s, {number(speed['step_s'], unit=' s')} a step")
+        hfu = f", HFU {percent(speed['hfu'])}" if speed["hfu"] != speed["mfu"] else ""
+        rows.add_row("MFU", f"{percent(speed['mfu'])} as done{hfu}; {percent(speed['mfu_common'])} by 6N + 12LHT")
+        rows.add_row("waiting for data", percent(speed["data_share"]))
+        rows.add_row("unattributed", percent(speed["unattributed_share"]))
+        rows.add_row("peak memory", f"{number(outcome['peak_gib'], unit=' GiB')} ({percent(outcome['memory_share'])})")
+        losses = [number(outcome["loss_first_tenth"], digits=4), number(outcome["loss_last_tenth"], digits=4)]
+        rows.add_row("training loss", f"{losses[0]} in the first tenth, {losses[1]} in the last")
+        if outcome["val_losses"]:
+            rows.add_row("validation loss", " -> ".join(f"{v:.4f}" for v in _ends(outcome["val_losses"])))
+        rows.add_row("ended by", str(outcome["stopped_by"]))
+        self.console.print("", rows)
+        if data["verdicts"]:
+            judged = table("Criteria", "criterion", "wanted", "got", "verdict")
+            for verdict in data["verdicts"]:
+                word = {True: "[green]met[/]", False: "[red]not met[/]", None: "[yellow]not measured[/]"}[
+                    verdict["met"]
+                ]
+                judged.add_row(verdict["criterion"], verdict["wanted"], verdict["got"], word)
+            self.console.print("", judged)
+
+
+def notice(event: Event) -> str | None:
+    """An event in one sentence; None for those that need none."""
+    data = event.data
+    match event.kind:
+        case "skipped":
+            return f"step {event.step}: update skipped, loss {data['loss']}, gradient norm {data['grad_norm']}"
+        case "patience":
+            return f"step {event.step}: no improvement in {data['patience']} evaluations (best {data['best']:.4f})"
+        case "resume":
+            return f"resumed at step {event.step} from {data['checkpoint']}"
+        case "profile":
+            return f"step {event.step}: trace and kernel table in {data['folder']}"
+        case "workers":
+            return f"step {event.step}: {percent(data['data_share'])} waiting for data, now {data['workers']} workers"
+        case "sink_failed":
+            return f"{data['sink']} failed and is off: {data['error']}"
+        case "notice" | "bad-checkpoint":
+            return str(data["text"])
+        case _:
+            return None
+
+
+def _ends(values: list[float]) -> list[float]:
+    return values if len(values) <= 2 else [values[0], min(values), values[-1]]

@@ -1,0 +1,230 @@
+"""Pretraining end to end: exact resume after real kills, ranks, signals, evaluation, criteria, export."""
+
+import hashlib
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from recipes_processes import wait_for_step
+
+from flatout.record import Run
+
+Call = Callable[..., subprocess.CompletedProcess[str]]
+Start = Callable[..., subprocess.Popen[str]]
+
+
+def trajectory(folder: Path) -> list[tuple[int, float | None, float, float]]:
+    """Step, loss, gradient norm and learning rate, each step once."""
+    return [(r.step, r.loss, r.extra["grad_norm"], r.extra["lr"]) for r in Run.open(folder).latest_steps()]
+
+
+def weights_hash(folder: Path) -> str:
+    newest = max((folder / "checkpoints").glob("step-*"))
+    return hashlib.sha256((newest / "weights-rank00000.safetensors").read_bytes()).hexdigest()
+
+
+def events(folder: Path, kind: str) -> list[dict[str, object]]:
+    return [dict(event.data) | {"step": event.step} for event in Run.open(folder).events() if event.kind == kind]
+
+
+def test_a_run_learns_and_leaves_everything_behind(flatout: Call, config: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    done = flatout(
+        "train", config, "train.steps=40", "log.tensorboard=true", "profile.steps=[3, 4]", "eval.every=10",
+        "criteria.loss_falling=true", "criteria.validation_improving=true", "criteria.tokens_per_s=1e12",
+        "criteria.saves=1", "--run", run,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    losses = [loss for _, loss, _, _ in trajectory(run)]
+    assert len(losses) == 40
+    evals = [float(str(e["val_loss"])) for e in events(run, "eval")]
+    assert len(evals) == 5
+    assert evals[-1] < evals[0] - 1.0
+    verdicts = {v["criterion"]: v["met"] for v in events(run, "end")[0]["verdicts"]}  # type: ignore[attr-defined]
+    assert verdicts == {"loss_falling": True, "validation_improving": True, "tokens_per_s": False, "saves": True}
+    assert "not met" in done.stdout
+    assert (run / "profile" / "trace.json.gz").stat().st_size > 1000
+    assert "aten::" in (run / "profile" / "kernels.txt").read_text()
+    assert list((run / "trackers" / "tensorboard").rglob("events.out.tfevents.*"))
+    assert json.loads((run / "plan.json").read_text())["decisions"]["precision"] == "fp32"
+    record = next(Run.open(run).steps())
+    assert {s.phase for s in record.spans} >= {"data", "forward", "backward", "reduce", "optimize", "record"}
+    assert record.memory["peak_gib"] > 0
+
+    again = flatout("train", config, "--run", run)
+    assert again.returncode == 2
+    assert "--resume" in again.stderr
+
+    export = flatout("export", run, "--to", tmp_path / "hf", "--dtype", "fp32")
+    assert export.returncode == 0, export.stderr
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "hf")
+    ids = torch.tensor([tokenizer("One morning").input_ids])
+    from flatout.engine.trained import open_trained
+    from flatout.model import Rectangular
+
+    trained = open_trained(Run.open(run))
+    with torch.no_grad():
+        ours = trained.model(ids[0], torch.arange(ids.shape[1]), Rectangular(batch=1), lambda h, w: h @ w.t())
+        assert (theirs(ids).logits[0] - ours).abs().max() < 1e-4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_killed_and_resumed_equals_undisturbed_to_the_bit(
+    precision: str, flatout: Call, start: Start, config: Path, tmp_path: Path
+) -> None:
+    settings = [
+        f"plan.precision={precision}", "plan.micro_batch=2", "plan.workers=2", "train.steps=24", "save.every=4",
+        "data.packing=documents", "train.deterministic=true",
+    ]  # fmt: skip
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    done = flatout("train", config, *settings, "--run", whole)
+    assert done.returncode == 0, done.stderr
+    plan = json.loads((whole / "plan.json").read_text())["decisions"]
+    assert (plan["accumulation"], plan["workers"]) == (4, 2)
+
+    rng = random.Random(precision)
+    resume: list[str] = []
+    for low, high in ((2, 8), (9, 15), (16, 21)):
+        process = start("train", config, *settings, "--run", broken, *resume)
+        wait_for_step(broken, rng.randint(low, high), process)
+        os.kill(process.pid, signal.SIGKILL)
+        process.wait()
+        resume = ["--resume"]
+    done = flatout("train", config, *settings, "--run", broken, "--resume")
+    assert done.returncode == 0, done.stderr
+    assert len({r.attempt for r in Run.open(broken).steps()}) == 4
+    assert trajectory(broken) == trajectory(whole)
+    assert weights_hash(broken) == weights_hash(whole)
+    assert [e["val_loss"] for e in events(broken, "eval")][-1] == events(whole, "eval")[-1]["val_loss"]
+
+
+@pytest.mark.slow
+def test_two_ranks_equal_one(flatout: Call, config: Path, tmp_path: Path) -> None:
+    settings = ["data.packing=documents", "save.every=6"]
+    assert flatout("train", config, *settings, "--run", tmp_path / "one").returncode == 0
+    command = [
+        sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone",
+        # torchrun reads `--run` as one of its own options, hence the setting.
+        "-m", "flatout", "train", str(config), *settings, f"run={tmp_path / 'two'}",
+    ]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    one, two = trajectory(tmp_path / "one"), trajectory(tmp_path / "two")
+    assert len(one) == len(two) == 12
+    for (_, loss, norm, _), (_, other_loss, other_norm, _) in zip(one, two, strict=True):
+        assert other_loss == pytest.approx(loss, abs=1e-5)
+        assert other_norm == pytest.approx(norm, rel=1e-4)
+    assert Run.open(tmp_path / "two").ranks() == [0, 1]
+    ones, twos = events(tmp_path / "one", "eval"), events(tmp_path / "two", "eval")
+    assert [e["val_loss"] for e in ones] == pytest.approx([e["val_loss"] for e in twos], abs=1e-5)
+    assert done.stdout.count("Run folder") == 1, "only the first rank speaks"
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 75), (signal.SIGUSR1, 75), (signal.SIGINT, 130)])
+def test_a_signal_saves_and_says_how_to_go_on(
+    number: signal.Signals, code: int, flatout: Call, start: Start, config: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    process = start("train", config, "train.steps=100000", "--run", run)
+    wait_for_step(run, 3, process)
+    process.send_signal(number)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == code, errors
+    stopped = max(r.step for r in Run.open(run).steps())
+    assert [int(p.name[5:]) for p in (run / "checkpoints").glob("step-*")] == [stopped + 1]
+    command = next(line.split() for line in errors.splitlines() if line.strip().startswith("flatout train"))
+    resumed = flatout(*command[1:2], command[2], f"train.steps={stopped + 4}", *command[3:])
+    assert resumed.returncode == 0, resumed.stderr
+    assert [r.step for r in Run.open(run).latest_steps()] == list(range(stopped + 4))
+
+
+def test_a_corrupt_checkpoint_is_named_and_the_older_one_taken(flatout: Call, config: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    assert flatout("train", config, "save.every=6", "--run", run).returncode == 0
+    victim = run / "checkpoints" / "step-00000012" / "optimizer-rank00000.safetensors"
+    content = bytearray(victim.read_bytes())
+    content[len(content) // 2] ^= 1
+    victim.write_bytes(content)
+    done = flatout("train", config, "train.steps=14", "--run", run, "--resume")
+    assert done.returncode == 0, done.stderr
+    assert "optimizer-rank00000.safetensors does not match its SHA-256" in done.stdout
+    assert events(run, "resume")[0]["step"] == 6
+
+
+def test_target_stops_the_run_and_patience_too(flatout: Call, config: Path, tmp_path: Path) -> None:
+    run = tmp_path / "target"
+    done = flatout("train", config, "train.steps=200", "target.val_loss=4.5", "eval.every=2", "--run", run)
+    assert done.returncode == 0, done.stderr
+    reached = events(run, "target")[0]
+    assert float(str(reached["val_loss"])) <= 4.5
+    assert int(str(reached["tokens"])) == int(str(reached["step"])) * 512
+    assert "target reached" in done.stdout
+    assert len(trajectory(run)) == reached["step"] < 200  # type: ignore[operator]
+
+    run = tmp_path / "patience"
+    done = flatout(
+        "train", config, "train.steps=40", "train.lr=1e-9", "eval.every=2", "eval.patience=2", "eval.min_delta=0.1",
+        "--run", run,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert events(run, "end")[0]["outcome"]["stopped_by"] == "patience"  # type: ignore[index]
+    assert len(trajectory(run)) == 4
+
+
+def test_weights_only_is_smaller_and_cannot_be_resumed(flatout: Call, config: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    assert flatout("train", config, "save.weights_only=true", "--run", run).returncode == 0
+    assert not list((run / "checkpoints").rglob("optimizer*"))
+    done = flatout("train", config, "train.steps=20", "--run", run, "--resume")
+    assert done.returncode == 2
+    assert "weights only" in done.stderr
+
+
+def test_another_shape_does_not_resume(flatout: Call, config: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    assert flatout("train", config, "--run", run).returncode == 0
+    done = flatout("train", config, "model.layers=3", "train.steps=20", "--run", run, "--resume")
+    assert done.returncode == 4
+    assert "another run" in done.stderr
+
+
+def test_too_high_a_rate_ends_with_the_cause(flatout: Call, config: Path, tmp_path: Path) -> None:
+    done = flatout("train", config, "train.lr=1e30", "train.clip=null", "train.steps=40", "--run", tmp_path / "run")
+    assert done.returncode == 4
+    assert "updates in a row were skipped" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_length_in_tokens_and_epochs(flatout: Call, config: Path, tmp_path: Path) -> None:
+    assert flatout("train", config, "train.steps=null", "train.tokens=4000", "--run", tmp_path / "a").returncode == 0
+    assert len(trajectory(tmp_path / "a")) == 8
+    done = flatout("train", config, "train.steps=null", "train.epochs=0.02", "--run", tmp_path / "b")
+    assert done.returncode == 0, done.stderr
+    data = events(tmp_path / "b", "data")[0]
+    windows = (int(str(data["train_tokens"])) - 1) // 64
+    assert len(trajectory(tmp_path / "b")) == -(-windows * 2 // (100 * 8))
+
+
+def test_starting_from_a_hugging_face_folder(flatout: Call, config: Path, tmp_path: Path) -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    LlamaForCausalLM(
+        LlamaConfig(
+            hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, vocab_size=320,
+            max_position_embeddings=64, num_key_value_heads=1,
+        )
+    ).save_pretrained(tmp_path / "llama")  # fmt: skip
+    done = flatout("train", config, "model=llama", "--run", tmp_path / "run")
+    assert done.returncode == 0, done.stderr
+    assert json.loads((tmp_path / "run" / "plan.json").read_text())["job"]["shape"]["kv_heads"] == 1
