@@ -125,7 +125,9 @@ def test_the_wording_says_which_way_a_criterion_goes() -> None:
 
 def test_no_criteria_no_verdicts_and_none_is_forgotten() -> None:
     assert judge(CriteriaSettings(), outcome()) == []
-    every = {f.name: True if f.name in ("loss_falling", "validation_improving") else 1 for f in fields(CriteriaSettings)}
+    every = {
+        f.name: True if f.name in ("loss_falling", "validation_improving") else 1 for f in fields(CriteriaSettings)
+    }
     assert [v.criterion for v in judge(CriteriaSettings(**every), outcome())] == list(every)
 
 
