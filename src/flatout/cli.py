@@ -143,14 +143,14 @@ def plan(
 
     loaded = load(config, overrides=overrides or [])
     machine = facts.parse(on) if on else facts.detect()
-    made = decide(job_of(loaded.settings, hardware=machine, num_ranks=max(1, machine.num_gpus)))
+    num_ranks = max(1, machine.num_gpus)
+    made = decide(job_of(loaded.settings, hardware=machine, num_ranks=num_ranks))
     if as_json:
         _print_json(made.to_json())
         return
     where = machine.name or machine.gpu or "CPU"
-    out.print(f"[bold]{_escaped(str(config))}[/] on {max(1, machine.num_gpus)} x {where}\n", highlight=False)
-    for drawn in plan_tables(made.to_json()):
-        out.print(drawn, "")
+    out.print(f"[bold]{_escaped(str(config))}[/] on {num_ranks} x {where}\n", highlight=False)
+    out.print(*plan_tables(made.to_json()), sep="\n\n")
 
 
 @app.command()
@@ -164,16 +164,18 @@ def train(
     """Train. One configuration file to a measured, resumable run."""
     _require_torch()
     from flatout.config import dump, load, to_mapping
-    from flatout.engine.ranks import from_environment
-    from flatout.recipes import pretrain
-    from flatout.terminal import View
 
     loaded = load(config, overrides=overrides or [])
     run = run or (Path(loaded.settings.run) if loaded.settings.run else None)
     if resume and run is None:
         raise UsageError("--resume needs --run FOLDER: the folder of the run to go on with")
+    # Only now: torch takes seconds to import, and the user's mistakes are told before.
+    from flatout.engine.ranks import from_environment
+    from flatout.recipes import pretrain
+    from flatout.terminal import View, plan_tables
+
     if dry_run:
-        plan(config, overrides)
+        out.print(*plan_tables(pretrain.dry_run(loaded.settings).to_json()), sep="\n\n")
         return
     folder = run or _new_folder(config.stem)
     sinks = [View(out, every=loaded.settings.log.every)] if from_environment().first else []

@@ -23,7 +23,7 @@ def folder(name: str, *, weights: bool) -> Path:
         raise UsageError(f"model {name!r} is no folder here, and a name on the hub looks like OWNER/NAME")
     try:
         from huggingface_hub import snapshot_download
-        from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+        from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
     except ImportError:
         raise EnvironmentLacks(
             f"model {name!r} is not a local folder, and fetching it needs huggingface_hub: pip install 'flatout[train]'"
@@ -36,7 +36,7 @@ def folder(name: str, *, weights: bool) -> Path:
             f"model {name!r} is not a local folder, not in the local cache, and the hub cannot be reached: "
             "go online once, or give a folder"
         ) from None
-    except HfHubHTTPError as error:
+    except (HfHubHTTPError, HFValidationError) as error:
         raise UsageError(f"the hub refused {name!r}: {str(error).splitlines()[0]}") from None
 
 

@@ -255,4 +255,6 @@ def notice(event: Event) -> str | None:
 
 
 def _ends(values: list[float]) -> list[float]:
-    return values if len(values) <= 2 else [values[0], min(values), values[-1]]
+    """First, best and last; the best only where it is not one of the others."""
+    first, best, last = values[0], min(values), values[-1]
+    return [first] if len(values) == 1 else [first, last] if best in (first, last) else [first, best, last]

@@ -13,10 +13,10 @@ from flatout.record import Span, StepRecord
 RATES = Rates(flops=Flops(forward=1.0, backward=2.0, recomputed=1.0, common=4.0), peak_flops=1000.0)
 
 
-def step(seconds: float, *, tokens: int = 100, **phases: float) -> StepRecord:
+def step(seconds: float, **phases: float) -> StepRecord:
     spans = tuple(Span(phase=phase, seconds=spent) for phase, spent in phases.items())
     return StepRecord(
-        attempt=0, step=0, time=0.0, seconds=seconds, tokens=tokens, padded_tokens=tokens, loss=1.0, spans=spans
+        attempt=0, step=0, time=0.0, seconds=seconds, tokens=100, padded_tokens=100, loss=1.0, spans=spans
     )
 
 
@@ -68,7 +68,7 @@ def test_an_unknown_peak_leaves_the_speed_known() -> None:
 
 
 def outcome(*, speed: Speed | None = None, **known: Any) -> Outcome:
-    return Outcome(**{"steps": 10, "tokens": 1000, "hours": 2.0, "speed": speed or Speed(steps=0)} | known)
+    return Outcome(steps=10, tokens=1000, hours=2.0, speed=speed or Speed(steps=0), **known)
 
 
 FAST = Speed(steps=5, tokens_per_s=1000.0, mfu=0.3, mfu_common=0.4)
@@ -125,7 +125,7 @@ def test_the_wording_says_which_way_a_criterion_goes() -> None:
 
 def test_no_criteria_no_verdicts_and_none_is_forgotten() -> None:
     assert judge(CriteriaSettings(), outcome()) == []
-    every = {
+    every: dict[str, Any] = {
         f.name: True if f.name in ("loss_falling", "validation_improving") else 1 for f in fields(CriteriaSettings)
     }
     assert [v.criterion for v in judge(CriteriaSettings(**every), outcome())] == list(every)

@@ -174,6 +174,13 @@ def due(step: int, every: int | None) -> bool:
     return every is not None and step > 0 and step % every == 0
 
 
+def dry_run(settings: Settings) -> Plan:
+    """All that can be checked and decided without reading the data: this torch, this hardware, the plan."""
+    ranks, hardware = from_environment(), detect()
+    check_build(hardware)
+    return plan_for(settings, hardware=hardware, num_ranks=ranks.world, total_steps=None)
+
+
 def training_stream(settings: Settings, corpus: Corpus) -> Stream:
     data = settings.data
     return Stream(

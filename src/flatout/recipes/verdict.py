@@ -124,9 +124,13 @@ def judge(criteria: CriteriaSettings, outcome: Outcome) -> list[Verdict]:
             got = measured[name]
             sign = "at most" if name in at_most else "at least"
             met = None if got is None else (got <= wanted if name in at_most else got >= wanted)
-            shown = "not measured" if got is None else f"{got:,.4g}"
-            verdicts.append(Verdict(criterion=name, wanted=f"{sign} {wanted:,.4g}", got=shown, met=met))
+            shown = "not measured" if got is None else _figure(got)
+            verdicts.append(Verdict(criterion=name, wanted=f"{sign} {_figure(wanted)}", got=shown, met=met))
     return verdicts
+
+
+def _figure(value: float) -> str:
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
 
 
 def _trend(name: str, wanted: bool, first: float | None, last: float | None) -> Verdict:

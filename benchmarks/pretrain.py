@@ -1,0 +1,103 @@
+"""flatout beside what a user would pick instead, on one GPU, in one call, repeats interleaved.
+
+    python -m benchmarks.pretrain --tokens FOLDER --peer-script FILE --peers nanogpt,nanochat --repeats 3
+
+Ours is the command itself, `flatout train examples/pretrain-124m.yaml`, with clipping, data loading and recording on,
+read from its run folder. A peer is a script that takes a variant's name and prints one JSON line with `tok_s`, `mfu`
+and `mem_gib`; each variant of each repeat is a process of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from pathlib import Path
+
+from benchmarks.results import FOLDER, Call, git_commit, table, write
+from flatout.record import Run
+
+EXAMPLES = {"pretrain-124m": "examples/pretrain-124m.yaml"}
+UNITS = {"tokens_per_s": "tokens/s", "mfu": "share of 989 TFLOP/s, 6N + 12LHT", "peak_gib": "GiB"}
+QUIET = ["eval.every=null", "save.every=null", "save.weights_only=true"]
+
+
+def ours(example: str, overrides: list[str], *, folder: Path) -> dict[str, float]:
+    """One run of the command; its own summary."""
+    command = [sys.executable, "-m", "flatout", "train", example, *overrides, "--run", str(folder)]
+    subprocess.run(command, check=True, capture_output=True, text=True)
+    end = next(event.data for event in Run.open(folder).events() if event.kind == "end")["outcome"]
+    speed = end["speed"]
+    return {
+        "tokens_per_s": speed["tokens_per_s"],
+        "mfu": speed["mfu_common"],
+        "peak_gib": end["peak_gib"],
+        "unattributed_share": speed["unattributed_share"],
+        "data_share": speed["data_share"],
+    }
+
+
+def peer(script: Path, variant: str, *, seconds: float) -> dict[str, float] | None:
+    """One run of a rival; None, with its last words printed, when it did not finish."""
+    command = [sys.executable, str(script), variant]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=seconds)
+    except subprocess.TimeoutExpired:
+        print(f"{variant}: not finished in {seconds:.0f} s", flush=True)
+        return None
+    for line in done.stdout.splitlines():
+        if line.startswith("{") and "tok_s" in (found := json.loads(line)):
+            return {"tokens_per_s": found["tok_s"], "mfu": found["mfu"] / 100, "peak_gib": found["mem_gib"]}
+    print(f"{variant}: {(done.stdout + done.stderr)[-300:]}", flush=True)
+    return None
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--benchmark", choices=EXAMPLES, default="pretrain-124m")
+    parser.add_argument("--tokens", help="folder of prepared shards (default: what the example says)")
+    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--peer-script", type=Path)
+    parser.add_argument("--peers", default="")
+    parser.add_argument("--peer-seconds", type=float, default=90)
+    parser.add_argument("--variants", default="flatout", help="NAME or NAME:key=value:key=value, comma-separated")
+    parser.add_argument("--commit", default=None, help="where there is no git")
+    parser.add_argument("--to", type=Path, default=None)
+    options = parser.parse_args()
+
+    common = [*QUIET, f"train.steps={options.steps}", "train.warmup_steps=5"]
+    if options.tokens:
+        common += ["data.source=tokens", f"data.path={options.tokens}", "data.tokenizer=byte"]
+    variants = {name: rest for name, *rest in (v.split(":") for v in options.variants.split(",") if v)}
+    peers = [name for name in options.peers.split(",") if name]
+    measured: dict[str, list[dict[str, float]]] = defaultdict(list)
+    with tempfile.TemporaryDirectory() as scratch:
+        for repeat in range(options.repeats):
+            for name, overrides in variants.items():
+                began = time.time()
+                folder = Path(scratch) / f"{name}-{repeat}"
+                measured[name].append(ours(EXAMPLES[options.benchmark], [*common, *overrides], folder=folder))
+                print(name, repeat, measured[name][-1], f"{time.time() - began:.0f} s", flush=True)
+            for name in peers:
+                began = time.time()
+                if (found := peer(options.peer_script, name, seconds=options.peer_seconds)) is not None:
+                    measured[name].append(found)
+                    print(name, repeat, found, f"{time.time() - began:.0f} s", flush=True)
+
+    call = Call(benchmark=options.benchmark, commit=options.commit or git_commit())
+    results = [
+        call.result(variant=name, metric=metric, unit=unit, values=[run[metric] for run in runs])
+        for name, runs in measured.items()
+        for metric, unit in UNITS.items()
+    ]
+    write(results, options.to or FOLDER / f"{options.benchmark}.jsonl")
+    print(table(results))
+
+
+if __name__ == "__main__":
+    main()

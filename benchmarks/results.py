@@ -1,0 +1,119 @@
+"""One line per measured figure, with everything needed to judge it or to measure it again."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import subprocess
+import sys
+import uuid
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from datetime import date
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from flatout.hardware import detect
+
+FOLDER = Path(__file__).parent / "results"
+PACKAGES = ("torch", "triton", "transformers", "flatout")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    benchmark: str
+    variant: str
+    metric: str
+    unit: str
+    value: float
+    low: float
+    high: float
+    repeats: int
+    hardware: str
+    versions: dict[str, str]
+    commit: str
+    command: str
+    call: str
+    date: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Call:
+    """Everything measured in one call shares its id, hardware, versions and commit."""
+
+    benchmark: str
+    commit: str
+    command: str = field(
+        default_factory=lambda: " ".join([f"python -m benchmarks.{Path(sys.argv[0]).stem}", *sys.argv[1:]])
+    )
+    id: str = field(default_factory=lambda: uuid.uuid4().hex[:8])
+
+    def result(self, *, variant: str, metric: str, unit: str, values: Sequence[float]) -> Result:
+        """The median of the repeats, with the lowest and the highest."""
+        return Result(
+            benchmark=self.benchmark,
+            variant=variant,
+            metric=metric,
+            unit=unit,
+            value=statistics.median(values),
+            low=min(values),
+            high=max(values),
+            repeats=len(values),
+            hardware=hardware_name(),
+            versions=versions(),
+            commit=self.commit,
+            command=self.command,
+            call=self.id,
+            date=date.today().isoformat(),
+        )
+
+
+def write(results: Sequence[Result], file: Path) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with file.open("a") as lines:
+        for result in results:
+            lines.write(json.dumps(asdict(result)) + "\n")
+
+
+def table(results: Sequence[Result]) -> str:
+    """Markdown: one row per variant, one column per metric."""
+    metrics = list(dict.fromkeys(r.metric for r in results))
+    variants = list(dict.fromkeys(r.variant for r in results))
+    found = {(r.variant, r.metric): r for r in results}
+    lines = ["| variant | " + " | ".join(metrics) + " |", "|---|" + "--:|" * len(metrics)]
+    for variant in variants:
+        cells = [_cell(found.get((variant, metric))) for metric in metrics]
+        lines.append(f"| {variant} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def _cell(result: Result | None) -> str:
+    if result is None:
+        return "n/a"
+    digits = ",.0f" if result.value >= 1000 else ".4g"
+    return f"{result.value:{digits}} ({result.low:{digits}} to {result.high:{digits}})"
+
+
+def hardware_name() -> str:
+    found = detect()
+    return found.gpu or f"CPU, {found.num_cpus} cores"
+
+
+def versions() -> dict[str, str]:
+    known = {"python": sys.version.split()[0]}
+    for package in PACKAGES:
+        try:
+            known[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return known
+
+
+def git_commit() -> str:
+    """The commit of this checkout, marked when files differ from it; `unknown` outside one."""
+    try:
+        head = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True)
+        changed = subprocess.run(["git", "status", "--porcelain", "src"], capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+    return head.stdout.strip() + ("+" if changed.stdout.strip() else "")

@@ -1,0 +1,40 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from flatout import gallery
+from flatout.config import load
+from flatout.errors import UsageError
+
+NAMES = [example.name for example in gallery.examples()]
+
+
+def test_the_examples_come_sorted_and_titled() -> None:
+    assert sorted(NAMES) == NAMES
+    assert {"pretrain-124m", "pretrain-demo"} <= set(NAMES)
+    for example in gallery.examples():
+        assert example.text.startswith(f"# {example.title}\n"), example.name
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_example_is_a_valid_configuration(name: str) -> None:
+    loaded = load(gallery.find(name).path, environ={})
+    assert loaded.settings.recipe == name.split("-")[0]
+
+
+def test_an_example_is_found_with_or_without_its_ending() -> None:
+    assert gallery.find("pretrain-demo") == gallery.find("pretrain-demo.yaml")
+    with pytest.raises(UsageError) as refused:
+        gallery.find("pretrain-dmeo")
+    assert str(refused.value) == f"no example is called 'pretrain-dmeo': there are {', '.join(NAMES)}"
+
+
+def test_a_wheel_carries_its_own_examples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = tmp_path / "src" / "flatout"
+    package.mkdir(parents=True)
+    monkeypatch.setattr(gallery, "__file__", str(package / "gallery.py"))
+    assert gallery.folder() == tmp_path / "examples"
+    (package / "examples").mkdir()
+    assert gallery.folder() == package / "examples"

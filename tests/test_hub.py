@@ -1,0 +1,186 @@
+"""Model files: local folders as they are, and a hub that is really served, though by a small server of our own."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Thread
+
+import pytest
+
+from flatout import hub
+from flatout.errors import EnvironmentLacks, UsageError
+
+COMMIT = "0" * 40
+FILES = {
+    "config.json": b'{"model_type": "llama"}',
+    "tokenizer.json": b"{}",
+    "chat_template.jinja": b"{{ messages }}",
+    "model.safetensors": b"weights",
+    "pytorch_model.bin": b"a pickle",
+    "modeling.py": b"print('code')",
+    "training_args.pt": b"a pickle",
+}
+
+
+def _etag(body: bytes) -> str:
+    return hashlib.sha1(body).hexdigest()
+
+
+class Hub(BaseHTTPRequestHandler):
+    """As much of the Hugging Face hub as one public repository, `owner/model`, needs."""
+
+    def do_GET(self) -> None:
+        path = self.path.split("?")[0]
+        name = path.removeprefix(f"/owner/model/resolve/{COMMIT}/")
+        if path.startswith("/api/models/owner/model/tree/"):
+            entries = [{"type": "file", "path": n, "size": len(b), "oid": _etag(b)} for n, b in FILES.items()]
+            self.reply(json.dumps(entries).encode())
+        elif path.startswith("/api/models/owner/model"):
+            siblings = [{"rfilename": name} for name in FILES]
+            self.reply(json.dumps({"id": "owner/model", "sha": COMMIT, "siblings": siblings}).encode())
+        elif name in FILES:
+            self.reply(FILES[name])
+        else:
+            self.send_response(404)
+            self.send_header("X-Error-Code", "RepoNotFound")
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+
+    do_HEAD = do_GET
+
+    def reply(self, body: bytes) -> None:
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.send_header("ETag", _etag(body))
+        self.send_header("X-Repo-Commit", COMMIT)
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture(scope="module")
+def endpoint() -> Iterator[str]:
+    with ThreadingHTTPServer(("127.0.0.1", 0), Hub) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+def ask(name: str, *, endpoint: str, home: Path, weights: bool = True, offline: bool = False) -> str:
+    """What `hub.folder` answers in a process that knows only this hub: a path, or the error's kind and message."""
+    program = f"""
+from flatout import hub
+from flatout.errors import FlatoutError
+try:
+    print(hub.folder({name!r}, weights={weights}))
+except FlatoutError as error:
+    print(f"{{type(error).__name__}}: {{error}}")
+"""
+    environment = os.environ | {
+        "HF_ENDPOINT": endpoint,
+        "HF_HOME": str(home),
+        "HF_HUB_OFFLINE": str(int(offline)),
+        "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+        "NO_PROXY": "127.0.0.1",
+    }
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+# Folders here
+
+
+def test_a_local_folder_is_taken_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "owner" / "model").mkdir(parents=True)
+    assert hub.folder(str(tmp_path), weights=True) == tmp_path
+    monkeypatch.chdir(tmp_path)
+    # A folder here goes before a name on the hub.
+    assert hub.folder("owner/model", weights=False) == Path("owner/model")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert hub.folder("~/owner", weights=False) == tmp_path / "owner"
+
+
+@pytest.mark.parametrize("name", ["./model", "/no/such/model", "~/model", "model", "a/b/c"])
+def test_what_is_neither_a_folder_nor_a_name_is_refused(name: str) -> None:
+    with pytest.raises(UsageError, match="OWNER/NAME"):
+        hub.folder(name, weights=False)
+
+
+def test_a_name_without_the_library_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    with pytest.raises(EnvironmentLacks, match=r"pip install 'flatout\[train\]'"):
+        hub.folder("owner/model", weights=False)
+
+
+# The hub
+
+
+def test_nothing_that_could_run_is_fetched(tmp_path: Path, endpoint: str) -> None:
+    small = Path(ask("owner/model", endpoint=endpoint, home=tmp_path, weights=False))
+    assert {file.name for file in small.iterdir()} == {"config.json", "tokenizer.json", "chat_template.jinja"}
+    assert hub.read_json(small / "config.json") == {"model_type": "llama"}
+
+    whole = Path(ask("owner/model", endpoint=endpoint, home=tmp_path))
+    assert {file.name for file in whole.iterdir()} == {
+        "config.json",
+        "tokenizer.json",
+        "chat_template.jinja",
+        "model.safetensors",
+    }
+    # What was fetched once is there without the hub.
+    assert Path(ask("owner/model", endpoint="http://127.0.0.1:9", home=tmp_path, offline=True)) == whole
+
+
+def test_a_name_the_hub_does_not_know_is_a_mistake(tmp_path: Path, endpoint: str) -> None:
+    answer = ask("owner/nothing", endpoint=endpoint, home=tmp_path)
+    assert answer.startswith("UsageError: the hub refused 'owner/nothing': ")
+    assert "\n" not in answer
+    assert ask("own er/model", endpoint=endpoint, home=tmp_path).startswith(
+        "UsageError: the hub refused 'own er/model'"
+    )
+
+
+def test_an_unreachable_hub_is_not_the_users_mistake(tmp_path: Path) -> None:
+    answer = ask("owner/model", endpoint="http://127.0.0.1:9", home=tmp_path)
+    assert answer.startswith("EnvironmentLacks: model 'owner/model' is not a local folder, not in the local cache")
+    assert "go online once, or give a folder" in answer
+
+
+# JSON of somebody else's
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (None, "is missing"),
+        (b"{", "cannot be read as JSON"),
+        (b"\xff\xfe", "cannot be read as JSON"),
+        (b"[1, 2]", "holds a list, not an object"),
+        (b"null", "holds a NoneType, not an object"),
+    ],
+)
+def test_a_file_that_is_no_json_object_is_named(tmp_path: Path, content: bytes | None, says: str) -> None:
+    file = tmp_path / "config.json"
+    if content is not None:
+        file.write_bytes(content)
+    with pytest.raises(UsageError) as refused:
+        hub.read_json(file)
+    assert str(file) in str(refused.value)
+    assert says in str(refused.value)
+
+
+def test_a_json_object_is_read_as_it_is(tmp_path: Path) -> None:
+    file = tmp_path / "config.json"
+    file.write_text('{"name": "Übung", "layers": 2}', encoding="utf-8")
+    assert hub.read_json(file) == {"name": "Übung", "layers": 2}

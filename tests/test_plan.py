@@ -1,0 +1,509 @@
+"""Plans: for every machine of the table, exact in the batch, honest about memory, with a reason for everything."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import asdict, fields, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flatout import gallery
+from flatout.config import load
+from flatout.config.settings import DataSettings, Decisions, ModelSettings, PlanSettings, Settings, TrainSettings
+from flatout.cost import ModelShape
+from flatout.errors import UsageError
+from flatout.hardware import Hardware, named, names
+from flatout.plan import FULL_TOKENS, MEMORY_BUDGET, Job, Plan, decide, job_of, shape_of, tokenizer_size
+
+EXAMPLE = gallery.find("pretrain-124m")
+SMALL = ModelShape(
+    layers=12, hidden=768, heads=12, kv_heads=12, head_dim=64, intermediate=2048, vocab=50304, positions=1024
+)
+LARGE = ModelShape(
+    layers=16,
+    hidden=2048,
+    heads=32,
+    kv_heads=8,
+    head_dim=64,
+    intermediate=8192,
+    vocab=128256,
+    positions=4096,
+    tied=True,
+)
+HUGE = ModelShape(
+    layers=32, hidden=4096, heads=32, kv_heads=8, head_dim=128, intermediate=14336, vocab=128256, positions=8192
+)
+
+
+def job(
+    *,
+    shape: ModelShape = SMALL,
+    hardware: Hardware | str = "H200",
+    sequences: int = 512,
+    num_ranks: int = 1,
+    length: int | None = None,
+    pins: dict[str, Any] | None = None,
+    **others: Any,
+) -> Job:
+    length = length or shape.positions
+    return Job(
+        shape=shape,
+        hardware=named(hardware) if isinstance(hardware, str) else hardware,
+        sequence_length=length,
+        batch_tokens=sequences * length,
+        num_ranks=num_ranks,
+        pins=PlanSettings(**pins or {}),
+        **others,
+    )
+
+
+def differences(before: Plan, after: Plan) -> set[str]:
+    values = asdict(after.decisions)
+    return {name for name, value in asdict(before.decisions).items() if values[name] != value}
+
+
+def refusal(of: Job) -> str:
+    with pytest.raises(UsageError) as refused:
+        decide(of)
+    return str(refused.value)
+
+
+# Every machine
+
+
+@pytest.mark.parametrize("name", names())
+def test_every_machine_gets_a_plan_for_the_example(name: str) -> None:
+    machine = named(name)
+    plan = decide(job_of(load(EXAMPLE.path, environ={}).settings, hardware=machine, num_ranks=1))
+    decisions, predicted = plan.decisions, plan.predicted
+    assert plan.job.shape == SMALL
+    assert decisions.micro_batch is not None
+    assert decisions.accumulation is not None
+    assert decisions.micro_batch * decisions.accumulation * 1024 == 524288
+
+    if machine.sm is None:
+        assert (decisions.precision, decisions.compile, decisions.tf32) == ("fp32", "none", False)
+        assert (decisions.pin_memory, decisions.expandable_segments) == (False, False)
+        # Nothing is promised for a processor whose peak nobody knows.
+        assert (predicted.tokens_per_s, predicted.step_s, predicted.mfu, predicted.hours) == (None,) * 4
+        return
+    assert machine.memory_gib is not None
+    older = name.startswith(("T4", "V100"))
+    assert decisions.precision == ("fp16" if older else "bf16")
+    assert decisions.attention == ("efficient" if older else "cudnn" if machine.sm >= (9, 0) else "flash")
+    assert decisions.tf32 is not older
+    assert predicted.peak_gib <= MEMORY_BUDGET["balanced"] * machine.memory_gib
+    assert predicted.tokens_per_s is not None
+    assert predicted.mfu is not None
+    assert 0.05 < predicted.mfu < 0.7
+    assert predicted.hours == pytest.approx(1000 * 524288 / predicted.tokens_per_s / 3600)
+
+
+@pytest.mark.parametrize("name", ["H200", "T4", "CPU"])
+def test_a_plan_needs_no_torch(name: str) -> None:
+    heavy = ["torch", "numpy", "transformers", "datasets", "safetensors", "tokenizers"]
+    program = f"""
+import sys
+blocked = {heavy if name == "H200" else []}
+for module in blocked:
+    sys.modules[module] = None  # importing it now fails
+from flatout.cli import main
+sys.argv = ["flatout", "plan", {str(EXAMPLE.path)!r}, "--on", {name!r}, "--json"]
+try:
+    main()
+except SystemExit as done:
+    assert not done.code, done.code
+loaded = [module for module in {heavy} if sys.modules.get(module) is not None]
+assert not loaded, loaded
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["job"]["hardware"] == name
+
+
+def test_an_unknown_gpu_is_planned_for_by_what_is_known_of_it() -> None:
+    card = Hardware(name=None, gpu="NVIDIA Newer", num_gpus=1, sm=(12, 0), memory_gib=31.0)
+    plan = decide(job(hardware=card))
+    assert plan.decisions.precision == "bf16"
+    assert plan.predicted.peak_gib <= 0.85 * 31.0
+    assert (plan.predicted.tokens_per_s, plan.predicted.mfu, plan.rates.peak_flops) == (None, None, None)
+
+    nameless = decide(job(hardware=replace(card, sm=None, memory_gib=None)))
+    assert nameless.decisions.precision == "fp32"
+    assert "memory unknown" in nameless.reasons["micro_batch"]
+
+
+@pytest.mark.parametrize(("ratio", "precision"), [(None, "fp32"), (0.4, "fp32"), (1.5, "bf16"), (6.0, "bf16")])
+def test_a_cpu_gets_bf16_only_where_it_was_measured_faster(ratio: float | None, precision: str) -> None:
+    assert decide(job(hardware="CPU", cpu_bf16_ratio=ratio)).decisions.precision == precision
+
+
+@pytest.mark.parametrize(
+    ("hardware", "others", "expected"),
+    [
+        ("H200", {"packing": "documents"}, "flash"),
+        ("H200", {"pins": {"precision": "fp32"}}, "efficient"),
+        ("H200", {"shape": replace(SMALL, head_dim=256)}, "flash"),
+        ("CPU", {}, "flash"),
+    ],
+)
+def test_attention_is_the_fastest_that_can_do_it(hardware: str, others: dict[str, Any], expected: str) -> None:
+    assert decide(job(hardware=hardware, **others)).decisions.attention == expected
+
+
+def test_the_peak_is_of_the_arithmetic_really_used() -> None:
+    pinned = {"precision": "fp32"}
+    assert decide(job(pins=pinned)).rates.peak_flops == named("H200").peak_flops["tf32"]
+    assert decide(job(pins=pinned | {"tf32": False})).rates.peak_flops == named("H200").peak_flops["fp32"]
+
+
+# The batch
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    share=st.integers(1, 600),
+    num_ranks=st.integers(1, 16),
+    length=st.sampled_from([2, 128, 1000, 1024]),
+    name=st.sampled_from(names()),
+    preset=st.sampled_from(["safe", "balanced", "max"]),
+)
+def test_the_effective_batch_is_exact(share: int, num_ranks: int, length: int, name: str, preset: str) -> None:
+    asked = job(hardware=name, sequences=share * num_ranks, num_ranks=num_ranks, length=length, pins={"preset": preset})
+    plan = decide(asked)
+    micro_batch, accumulation = plan.decisions.micro_batch, plan.decisions.accumulation
+    assert micro_batch is not None
+    assert accumulation is not None
+    assert micro_batch * accumulation * num_ranks * length == asked.batch_tokens
+    assert micro_batch * length <= FULL_TOKENS[asked.device]
+    assert plan.decisions.loss_chunk is not None
+    assert micro_batch * length % plan.decisions.loss_chunk == 0
+
+
+def test_a_batch_the_ranks_cannot_share_is_refused_with_one_they_can() -> None:
+    message = refusal(job(sequences=100, num_ranks=8))
+    assert message == (
+        "train.batch_tokens 102400 is 100 sequences of 1024, which 8 ranks cannot share evenly: 98304 would do"
+    )
+    assert decide(replace(job(num_ranks=8), batch_tokens=98304)).job.rank_sequences == 12
+    assert "8192 would do" in refusal(job(sequences=3, num_ranks=8))
+
+
+def test_a_batch_of_broken_sequences_is_refused() -> None:
+    message = refusal(replace(job(), batch_tokens=1000))
+    assert message == "train.batch_tokens 1000 is not a multiple of data.sequence_length 1024"
+
+
+# Pins
+
+
+@pytest.mark.parametrize(
+    "pins",
+    [
+        {"micro_batch": 8},
+        {"accumulation": 128},
+        {"micro_batch": 16, "accumulation": 32},
+        {"recompute": "full"},
+        {"precision": "fp32", "attention": "math", "compile": "none"},
+        {"loss_chunk": 512, "workers": 0, "memory_fraction": 0.5, "tf32": False},
+    ],
+    ids=str,
+)
+def test_a_pin_is_taken_as_it_is(pins: dict[str, Any]) -> None:
+    plan = decide(job(pins=pins))
+    for name, value in pins.items():
+        assert getattr(plan.decisions, name) == value
+    assert {name for name, reason in plan.reasons.items() if reason.startswith("pinned")} == set(pins)
+    assert (plan.decisions.micro_batch or 0) * (plan.decisions.accumulation or 0) == 512
+
+
+@pytest.mark.parametrize(
+    ("pins", "says"),
+    [
+        ({"micro_batch": 5}, "plan.micro_batch 5 does not divide the 12 sequences"),
+        ({"accumulation": 5}, "plan.accumulation 5 does not divide the 12 sequences"),
+        ({"micro_batch": 24}, "choose one of 1, 2, 3, 4, 6, 12"),
+        ({"accumulation": 1000}, "choose one of 1, 2, 3, 4, 6, 12"),
+        (
+            {"micro_batch": 4, "accumulation": 4},
+            "plan.micro_batch 4 x plan.accumulation 4 is not the 12 sequences of a step on one rank",
+        ),
+    ],
+)
+def test_a_pin_that_breaks_the_batch_is_refused_with_the_choices(pins: dict[str, Any], says: str) -> None:
+    assert says in refusal(job(sequences=12, pins=pins))
+
+
+def test_a_pinned_micro_batch_is_no_excuse_for_running_out_of_memory() -> None:
+    message = refusal(job(hardware="T4", pins={"micro_batch": 512, "recompute": "none"}))
+    assert "micro-batch 512 and recomputation none" in message
+
+
+# Memory
+
+
+def test_a_model_that_cannot_fit_is_refused_with_sizes() -> None:
+    message = refusal(job(shape=HUGE, hardware="T4", sequences=16))
+    assert "recomputation full" in message
+    assert "12.4 of 14.6 GiB" in message
+    needed_gib = float(message.split(" GiB", 1)[0].rsplit(" ", 1)[1])
+    assert needed_gib > 12 * HUGE.num_parameters / 2**30
+    assert "largest part: optimizer" in message
+
+
+def test_recomputation_is_tried_before_refusing() -> None:
+    taken = []
+    for memory_gib in range(40, 16, -1):
+        card = replace(named("A100-40GB"), memory_gib=float(memory_gib))
+        try:
+            plan = decide(job(shape=LARGE, hardware=card, sequences=8, pins={"micro_batch": 1}))
+        except UsageError:
+            taken.append("refused")
+            continue
+        assert plan.predicted.peak_gib <= 0.85 * memory_gib
+        taken.append(str(plan.decisions.recompute))
+    assert taken == sorted(taken, key=["none", "selective", "full", "refused"].index)
+    assert set(taken) == {"none", "selective", "full", "refused"}
+
+
+def test_a_thin_micro_batch_is_widened_by_recomputation() -> None:
+    asked = job(shape=replace(LARGE, positions=256), hardware="A100-80GB")
+    # Just too little memory for 2048 tokens, which fill a device, with every activation kept.
+    peak_gib = decide(asked).but(micro_batch=8, recompute="none").predicted.peak_gib
+    card = replace(asked.hardware, memory_gib=0.99 * peak_gib / MEMORY_BUDGET["balanced"])
+    plan = decide(replace(asked, hardware=card))
+    assert plan.but(recompute="none").decisions.micro_batch == 4
+    assert plan.decisions.recompute == "selective"
+    assert plan.decisions.micro_batch == 8
+
+
+def test_where_every_micro_batch_is_thin_the_widest_is_taken() -> None:
+    asked = job(shape=replace(LARGE, positions=256), hardware="A100-80GB")
+    # Just too little memory for 2048 tokens even where only the blocks' inputs are kept.
+    peak_gib = decide(asked).but(micro_batch=8, recompute="full").predicted.peak_gib
+    card = replace(asked.hardware, memory_gib=0.99 * peak_gib / MEMORY_BUDGET["balanced"])
+    plan = decide(replace(asked, hardware=card))
+    assert (plan.decisions.micro_batch, plan.decisions.recompute) == (4, "full")
+
+
+def test_presets_differ_in_what_they_risk() -> None:
+    # 2520 has many divisors, so the micro-batch can follow the memory closely.
+    asked = job(hardware="A10", sequences=2520, pins={"recompute": "none"})
+    plans = {preset: decide(asked).but(preset=preset) for preset in ("safe", "balanced", "max")}
+    compiled = [plan.but(compile="default") for plan in plans.values()]
+    sizes = [plan.decisions.micro_batch or 0 for plan in compiled]
+    assert sizes == sorted(set(sizes))
+    for plan, share in zip(compiled, (0.75, 0.85, 0.92), strict=True):
+        assert 0.9 * share < plan.predicted.peak_gib / 22.1 <= share
+    assert [plan.decisions.compile for plan in plans.values()] == ["none", "default", "default"]
+    assert [plan.decisions.tf32 for plan in plans.values()] == [False, True, True]
+    assert [plan.decisions.prefetch for plan in plans.values()] == [2, 2, 4]
+    fractions = [plan.decisions.memory_fraction or 0 for plan in plans.values()]
+    assert fractions == sorted(set(fractions))
+
+
+# What a plan says and does
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"attention": "flash"},
+        {"prefetch": 7},
+        {"workers": 0},
+        {"compile": "max-autotune"},
+        {"fused_optimizer": False},
+    ],
+    ids=str,
+)
+def test_but_changes_what_was_asked_and_nothing_else(change: dict[str, Any]) -> None:
+    plan = decide(job(pins={"micro_batch": 32}))
+    other = plan.but(**change)
+    assert differences(plan, other) == set(change)
+    (name,) = change
+    assert other.reasons[name] == "pinned in the configuration"
+    assert {key: why for key, why in other.reasons.items() if key != name} == {
+        key: why for key, why in plan.reasons.items() if key != name
+    }
+    assert plan == decide(job(pins={"micro_batch": 32}))
+
+
+def test_but_decides_anew_what_hangs_on_the_change() -> None:
+    plan = decide(job())
+    halved = plan.but(micro_batch=32)
+    assert differences(plan, halved) == {"micro_batch", "accumulation"}
+    assert halved.predicted.peak_gib < plan.predicted.peak_gib
+    assert halved.but(micro_batch=None) == plan
+
+
+def test_recomputing_costs_hfu_and_time_not_mfu_flops() -> None:
+    plan = decide(job())
+    full = plan.but(recompute="full")
+    assert full.flops.done == plan.flops.done
+    assert full.flops.executed > plan.flops.executed
+    assert full.predicted.step_s is not None
+    assert plan.predicted.step_s is not None
+    assert full.predicted.step_s > plan.predicted.step_s
+
+
+@pytest.mark.parametrize("name", ["H200", "T4", "CPU"])
+def test_every_decision_is_made_and_has_a_reason(name: str) -> None:
+    plan = decide(job(hardware=name))
+    declared = [f.name for f in fields(Decisions)]
+    rows = plan.explain()
+    assert [row[0] for row in rows] == declared
+    for decision, value, reason in rows:
+        assert value is not None, decision
+        assert value == getattr(plan.decisions, decision)
+        assert len(reason) > 10, decision
+    assert set(plan.reasons) == set(declared)
+
+
+def test_the_json_of_a_plan() -> None:
+    plan = decide(job(num_ranks=8, steps=100))
+    values = json.loads(json.dumps(plan.to_json()))
+    assert list(values) == ["decisions", "reasons", "predicted", "job", "rates"]
+    assert values["decisions"] == asdict(plan.decisions)
+    assert set(values["reasons"]) == set(values["decisions"])
+    assert sum(values["predicted"]["memory_gib"].values()) == pytest.approx(values["predicted"]["peak_gib"])
+    assert values["job"]["num_ranks"] == values["rates"]["num_devices"] == 8
+    assert ModelShape(**values["job"]["shape"]) == SMALL
+
+
+def test_more_ranks_share_the_work() -> None:
+    one, eight = decide(job()), decide(job(num_ranks=8))
+    assert one.predicted.step_s is not None
+    assert eight.predicted.step_s is not None
+    assert one.predicted.step_s / 8.5 < eight.predicted.step_s < one.predicted.step_s / 7
+    assert eight.predicted.mfu == pytest.approx(one.predicted.mfu, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("train", "steps"),
+    [
+        (TrainSettings(steps=7), 7),
+        (TrainSettings(tokens=1e6, batch_tokens=65536), 16),
+        (TrainSettings(epochs=1.0), None),
+    ],
+)
+def test_the_length_of_a_job(train: TrainSettings, steps: int | None) -> None:
+    asked = Settings(model=ModelSettings(layers=2, hidden=64, heads=2), train=train)
+    made = job_of(asked, hardware=named("H200"), num_ranks=1)
+    assert made.steps == steps
+    assert (decide(made).predicted.hours is None) == (steps is None)
+    assert job_of(asked, hardware=named("H200"), num_ranks=1, total_steps=3).steps == 3
+
+
+# Shapes
+
+
+def shape(*, model: dict[str, Any], **data: Any) -> ModelShape:
+    return shape_of(Settings(model=ModelSettings(**model), data=DataSettings(**data)))
+
+
+def test_what_a_configuration_leaves_out_of_the_shape() -> None:
+    made = shape(model={"layers": 2, "hidden": 100, "heads": 5}, sequence_length=512)
+    assert made == ModelShape(
+        layers=2, hidden=100, heads=5, kv_heads=5, head_dim=20, intermediate=384, vocab=320, positions=512
+    )
+    assert shape(model={"layers": 2, "hidden": 64, "heads": 2}, tokenizer="bpe:1000").vocab == 1024
+    with pytest.raises(UsageError, match="model needs `name`"):
+        shape(model={"layers": 2, "hidden": 64})
+
+
+def test_sequences_longer_than_the_positions_are_refused() -> None:
+    with pytest.raises(UsageError, match="sequence_length 2048 is longer than the model's 1024 positions"):
+        shape(model={"layers": 2, "hidden": 64, "heads": 2, "positions": 1024}, sequence_length=2048)
+
+
+def model_folder(path: Path, **changes: Any) -> Path:
+    config = {
+        "model_type": "qwen3",
+        "hidden_size": 64,
+        "intermediate_size": 192,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "num_hidden_layers": 2,
+        "vocab_size": 300,
+        "max_position_embeddings": 512,
+        "rope_theta": 1000000.0,
+        "rms_norm_eps": 1e-6,
+        "tie_word_embeddings": True,
+    }
+    path.mkdir()
+    (path / "config.json").write_text(json.dumps(config | changes))
+    return path
+
+
+def test_the_shape_of_a_folder_of_weights(tmp_path: Path) -> None:
+    folder = model_folder(tmp_path / "model")
+    assert shape(model={"name": str(folder)}, sequence_length=512) == ModelShape(
+        layers=2,
+        hidden=64,
+        heads=4,
+        kv_heads=2,
+        head_dim=32,
+        intermediate=192,
+        vocab=300,
+        positions=512,
+        tied=True,
+        qk_norm=True,
+        rope_theta=1e6,
+        norm_eps=1e-6,
+    )
+    with pytest.raises(UsageError, match="longer than the model's 512 positions"):
+        shape(model={"name": str(folder)}, sequence_length=1024)
+
+
+def test_a_folder_that_holds_no_model_is_named(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"config\.json is missing"):
+        shape(model={"name": str(tmp_path)})
+    with pytest.raises(UsageError, match="lacks vocab_size"):
+        shape(model={"name": str(model_folder(tmp_path / "half", vocab_size=None))})
+
+
+# Tokenizers
+
+
+def test_sizes_that_need_no_file() -> None:
+    assert tokenizer_size("byte") == 257
+    assert tokenizer_size("bpe:4096") == 4096
+
+
+@pytest.mark.parametrize("kind", ["BPE", "Unigram", "WordLevel"])
+def test_the_size_of_a_tokenizer_file(tmp_path: Path, kind: str) -> None:
+    import tokenizers
+    from tokenizers import models, pre_tokenizers
+
+    tokenizer = tokenizers.Tokenizer(getattr(models, kind)())
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    trainer = tokenizer.model.get_trainer()
+    trainer.vocab_size, trainer.show_progress = 60, False
+    tokenizer.train_from_iterator(["the quick brown fox jumps over the lazy dog"] * 4, trainer)
+    file = tmp_path / "tokenizer.json"
+    tokenizer.save(str(file))
+    assert tokenizer_size(str(file)) == tokenizer_size(str(tmp_path)) == tokenizer.get_vocab_size()
+
+    tokenizer.add_special_tokens(["<|endoftext|>", "<|pad|>"])
+    tokenizer.save(str(file))
+    assert tokenizer_size(str(file)) == tokenizer.get_vocab_size() == max(tokenizer.get_vocab().values()) + 1
+
+
+@pytest.mark.parametrize("content", ['{"model": {}}', '{"model": {"vocab": {}}}', '{"model": "x"}', "[1]", "{"])
+def test_a_file_that_is_no_tokenizer_is_named(tmp_path: Path, content: str) -> None:
+    file = tmp_path / "tokenizer.json"
+    file.write_text(content)
+    with pytest.raises(UsageError, match=r"tokenizer\.json"):
+        tokenizer_size(str(file))
+
+
+def test_a_folder_without_a_tokenizer_is_named(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"tokenizer\.json is missing"):
+        tokenizer_size(str(tmp_path))
