@@ -223,7 +223,7 @@ def _precision(job: Job) -> tuple[str, str]:
         ratio = job.cpu_bf16_ratio
         if ratio is not None and ratio >= 1.5:
             return "bf16", f"bf16 matmuls measured {ratio:.1f} times as fast as fp32 on this CPU"
-        measured = "" if ratio is None else f": bf16 measured {ratio:.2f} times the speed of fp32"
+        measured = "" if ratio is None else f": bf16 measured {ratio:.2g} times the speed of fp32"
         return "fp32", f"a CPU without fast bf16 units{measured}" if measured else "a CPU, bf16 speed not measured"
     if sm is None:
         return "fp32", "the GPU's SM version is unknown"
