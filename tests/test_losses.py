@@ -2,7 +2,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from flatout.losses import linear_cross_entropy
+from flatout.losses import linear_cross_entropy, row_loss
 
 
 @pytest.mark.parametrize("chunk", [7, 16, 50, 64])
@@ -19,6 +19,14 @@ def test_equals_the_plain_loss_and_its_gradients(chunk: int) -> None:
     torch.testing.assert_close(ours, plain)
     for one, other in zip(our_grads, plain_grads, strict=True):
         torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-5)
+
+
+def test_the_compiled_rows_equal_the_plain_ones() -> None:
+    logits = torch.randn(9, 31, generator=torch.Generator().manual_seed(2))
+    targets = torch.tensor([0, 30, -100, 5, 5, -100, 1, 2, 3])
+    compiled = torch.compile(row_loss, fullgraph=True, dynamic=False, backend="aot_eager")
+    for one, other in zip(compiled(logits.clone(), targets), row_loss(logits.clone(), targets), strict=True):
+        torch.testing.assert_close(one, other)
 
 
 def test_all_targets_ignored_is_zero_not_nan() -> None:

@@ -18,15 +18,17 @@ RowLoss = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 def row_loss(logits_RV: Tensor, targets_R: Tensor) -> tuple[Tensor, Tensor]:
-    """Cross-entropy summed over rows, and softmax - one-hot; ignored rows give zero in both.
-
-    In place on the fp32 logits: one buffer of rows x vocabulary instead of five when not compiled.
-    """
+    """Cross-entropy summed over rows, and softmax - one-hot; ignored rows give zero in both."""
     x = logits_RV.float()
     trained = (targets_R != IGNORED)[:, None]
     index = targets_R.clamp(min=0)[:, None]
     log_norm = x.logsumexp(dim=-1, keepdim=True)
     loss = torch.where(trained, log_norm - x.gather(-1, index), 0.0).sum()
+    if torch.compiler.is_compiling():
+        # One fused pass; a scatter would split it and write the fp32 logits out.
+        gradient = (x - log_norm).exp() - (torch.arange(x.shape[-1], device=x.device) == index).float()
+        return loss, (gradient * trained).to(logits_RV.dtype)
+    # In place: one buffer of rows x vocabulary instead of five.
     x.sub_(log_norm).exp_()
     x.scatter_add_(-1, index, torch.full_like(log_norm, -1.0))
     return loss, x.mul_(trained).to(logits_RV.dtype)
