@@ -43,9 +43,7 @@ class Call:
 
     benchmark: str
     commit: str
-    command: str = field(
-        default_factory=lambda: " ".join([f"python -m benchmarks.{Path(sys.argv[0]).stem}", *sys.argv[1:]])
-    )
+    command: str = field(default_factory=lambda: command_line(sys.argv))
     id: str = field(default_factory=lambda: uuid.uuid4().hex[:8])
 
     def result(self, *, variant: str, metric: str, unit: str, values: Sequence[float]) -> Result:
@@ -92,6 +90,18 @@ def _cell(result: Result | None) -> str:
         return "n/a"
     digits = ",.0f" if result.value >= 1000 else ".4g"
     return f"{result.value:{digits}} ({result.low:{digits}} to {result.high:{digits}})"
+
+
+def command_line(arguments: Sequence[str]) -> str:
+    """How to measure this again; where the results went is nobody's business."""
+    kept = list(arguments[1:])
+    if "--to" in kept:
+        del kept[kept.index("--to") : kept.index("--to") + 2]
+    return " ".join([f"python -m benchmarks.{Path(arguments[0]).stem}", *kept])
+
+
+def read(file: Path) -> list[Result]:
+    return [Result(**json.loads(line)) for line in file.read_text().splitlines()]
 
 
 def hardware_name() -> str:

@@ -260,8 +260,9 @@ def training_memory(
     loss = min(loss_chunk, micro_tokens) * shape.vocab * per_logit + width * shape.hidden * micro_tokens
     backward = micro_tokens * width * (3 * shape.intermediate + 2 * shape.hidden)
     if recompute != "none":
+        # The block whose backward runs has all its activations back.
         inner = activation_bytes(shape, precision=precision, recompute="none", compiled=compiled)
-        backward += micro_tokens * inner
+        backward = micro_tokens * (inner - kept // shape.layers + 2 * width * shape.hidden)
     return Memory(
         weights=4 * shape.num_parameters,
         # Casts to the compute type are kept for the backward pass, except where that recomputes them.
@@ -286,7 +287,7 @@ def checkpoint_bytes(shape: ModelShape, *, weights_only: bool) -> int:
 
 # What an H200 reached with this decoder, as shares of the datasheet; see docs/predictions.md.
 MATMUL_SHARE = 0.66
-ATTENTION_SHARE = 0.24
+ATTENTION_SHARE = {"fp32": 0.06, "bf16": 0.24, "fp16": 0.24}
 BANDWIDTH_SHARE = 0.7
 # The host's part of one block's forward and backward: with too few tokens in a micro-batch it is what takes time.
 HOST_S = {True: 1.9e-3, False: 4.0e-3}
@@ -310,7 +311,7 @@ def step_seconds(
     """
     attention_flops = 3 * 4 * shape.layers * shape.q_width * (sequence_length + 1) / 2
     matmul = (flops.executed - attention_flops) / (MATMUL_SHARE * peak_flops)
-    attention = attention_flops / (ATTENTION_SHARE * peak_flops)
+    attention = attention_flops / (ATTENTION_SHARE[precision] * peak_flops)
     traffic = update = 0.0
     if bandwidth:
         width = BYTES[precision]

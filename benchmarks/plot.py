@@ -1,0 +1,51 @@
+"""Draws the newest call of a results file as horizontal bars, in plain SVG that reads in light and dark.
+
+python -m benchmarks.plot pretrain-124m tokens_per_s docs/pretrain-124m.svg
+"""
+
+from __future__ import annotations
+
+import sys
+from html import escape
+from pathlib import Path
+
+from benchmarks.results import FOLDER, Result, read
+
+ROW, LEFT, BAR, RIGHT = 34, 210, 420, 150
+
+
+def svg(results: list[Result], *, title: str) -> str:
+    top = max(r.high for r in results)
+    rows = []
+    for i, r in enumerate(results):
+        y = 46 + i * ROW
+        width = BAR * r.value / top
+        low, high = LEFT + BAR * r.low / top, LEFT + BAR * r.high / top
+        colour = "#2563eb" if r.variant.startswith("flatout") else "#94a3b8"
+        rows += [
+            f'<text x="{LEFT - 10}" y="{y + 16}" text-anchor="end">{escape(r.variant)}</text>',
+            f'<rect x="{LEFT}" y="{y}" width="{width:.1f}" height="22" rx="3" fill="{colour}"/>',
+            f'<line x1="{low:.1f}" x2="{high:.1f}" y1="{y + 11}" y2="{y + 11}" stroke="#0f172a" stroke-width="2"/>',
+            f'<text x="{LEFT + width + 8:.1f}" y="{y + 16}">{r.value:,.0f}</text>',
+        ]
+    height = 60 + len(results) * ROW
+    width = LEFT + BAR + RIGHT
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-family="system-ui, sans-serif" '
+        f'font-size="14" fill="#64748b" role="img"><title>{escape(title)}</title>'
+        f'<text x="10" y="24" font-weight="600">{escape(title)}</text>' + "".join(rows) + "</svg>\n"
+    )
+
+
+def main() -> None:
+    benchmark, metric, target = sys.argv[1:]
+    results = read(FOLDER / f"{benchmark}.jsonl")
+    newest = [r for r in results if r.call == results[-1].call and r.metric == metric]
+    newest.sort(key=lambda r: -r.value)
+    one = newest[0]
+    title = f"{benchmark}: {one.unit} on one {one.hardware}, torch {one.versions['torch']}, median of {one.repeats}"
+    Path(target).write_text(svg(newest, title=title))
+
+
+if __name__ == "__main__":
+    main()
