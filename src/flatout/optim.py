@@ -21,7 +21,16 @@ def adamw(model: nn.Module, train: TrainSettings, *, fused: bool) -> torch.optim
         {"params": matrices, "weight_decay": train.weight_decay},
         {"params": vectors, "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW(groups, lr=train.lr, betas=(train.beta1, train.beta2), eps=train.eps, fused=fused)
+    optimizer = torch.optim.AdamW(groups, lr=train.lr, betas=(train.beta1, train.beta2), eps=train.eps, fused=fused)
+    if fused:
+        # Allocated now: running out of memory then shows before the first step, never inside an update.
+        for parameter in (*matrices, *vectors):
+            optimizer.state[parameter] = {
+                "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
+                "exp_avg": torch.zeros_like(parameter),
+                "exp_avg_sq": torch.zeros_like(parameter),
+            }
+    return optimizer
 
 
 def schedule(train: TrainSettings, *, total_steps: int) -> Schedule:

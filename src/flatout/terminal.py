@@ -244,6 +244,11 @@ def notice(event: Event) -> str | None:
             return f"resumed at step {event.step} from {data['checkpoint']}"
         case "profile":
             return f"step {event.step}: trace and kernel table in {data['folder']}"
+        case "oom":
+            return (
+                f"step {event.step}: out of memory with micro-batch {data['micro_batch']}; the same step is taken "
+                f"again, and all after it, with {data['now']} and more accumulation"
+            )
         case "workers":
             return f"step {event.step}: {percent(data['data_share'])} waiting for data, now {data['workers']} workers"
         case "sink_failed":

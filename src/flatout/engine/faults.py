@@ -5,15 +5,51 @@ from __future__ import annotations
 import math
 import shutil
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
+
+import torch
 
 from flatout.errors import INTERRUPTED_EXIT, PREEMPTED_EXIT, EnvironmentLacks, RunFailed
 
 # Skipped updates in a row that end a run. fp16 skips while its loss scale settles; otherwise it is a fault.
 MAX_SKIPS = {"fp16": 20, "bf16": 3, "fp32": 3}
+
+
+class OutOfMemory(Exception):
+    """A step found too little memory, and nothing of it was applied."""
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an allocator failed, the device's or the host's (which raises a plain RuntimeError)."""
+    return isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error)
+
+
+@contextmanager
+def explained(predicted_gib: Mapping[str, float]) -> Iterator[None]:
+    """Any other place that runs out of memory ends the run with what takes most of it, not with a traceback."""
+    try:
+        yield
+    except (torch.OutOfMemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        raise RunFailed(f"out of memory: {str(error).splitlines()[0]} {largest(predicted_gib)}") from None
+
+
+def largest(predicted_gib: Mapping[str, float]) -> str:
+    parts = sorted(predicted_gib.items(), key=lambda part: -part[1])[:3]
+    named = ", ".join(f"{name.replace('_', ' ')} {size:.2f} GiB" for name, size in parts)
+    return (
+        f"Largest parts as predicted: {named}. Shorten data.sequence_length, set plan.recompute: full, or use a "
+        "smaller model"
+    )
+
+
+def smaller(micro_batch: int) -> int:
+    """The next size to try: half, or a smaller divisor where it is odd."""
+    return next(size for size in range(micro_batch // 2, 0, -1) if micro_batch % size == 0)
 
 
 class StopRequest:

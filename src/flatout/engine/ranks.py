@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,6 +18,8 @@ class Ranks:
     rank: int = 0
     local_rank: int = 0
     world: int = 1
+    # Over the hosts' own network, for what the hosts must agree on without asking their devices.
+    host_group: Any = None
 
     @property
     def first(self) -> bool:
@@ -42,12 +45,20 @@ class Ranks:
         if self.world == 1:
             return text
         box = [text]
-        dist.broadcast_object_list(box, src=0)
+        dist.broadcast_object_list(box, src=0, group=self.host_group)
         return box[0]
+
+    def any(self, flag: bool) -> bool:
+        """Whether it is so on any rank. The hosts wait for each other, the devices do not."""
+        if self.world == 1:
+            return flag
+        votes = torch.tensor([int(flag)])
+        dist.all_reduce(votes, group=self.host_group)
+        return bool(votes.item())
 
     def barrier(self) -> None:
         if self.world > 1:
-            dist.barrier()
+            dist.barrier(group=self.host_group)
 
 
 def from_environment() -> Ranks:
@@ -60,15 +71,15 @@ def from_environment() -> Ranks:
 
 
 @contextmanager
-def joined(ranks: Ranks, *, cuda: bool) -> Iterator[None]:
+def joined(ranks: Ranks, *, cuda: bool) -> Iterator[Ranks]:
     """Joins the process group for the time of the block; nothing to do for one rank."""
     if ranks.world == 1:
-        yield
+        yield ranks
         return
     if cuda:
         torch.cuda.set_device(ranks.local_rank)
     dist.init_process_group("nccl" if cuda else "gloo")
     try:
-        yield
+        yield replace(ranks, host_group=dist.new_group(backend="gloo") if cuda else None)
     finally:
         dist.destroy_process_group()

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from flatout.data.stream import Batch
+from flatout.engine.faults import OutOfMemory, is_out_of_memory
 from flatout.engine.prepare import attend_for
 from flatout.engine.ranks import Ranks
 from flatout.engine.resolve import Active
@@ -44,7 +45,6 @@ class StepFacts:
     lr: float
     skipped: bool
     loss_scale: float | None
-    stop_votes: int
 
 
 @dataclass(kw_only=True)
@@ -91,31 +91,33 @@ class Engine:
             self._clock = time.perf_counter()
         self.phases.begin_step(step)
 
-    def step(self, step: int, batches: list[Batch], *, stop: bool = False) -> None:
-        """Enqueues one optimizer step. `stop` is this rank's vote to end, counted over all ranks with the numbers."""
+    def step(self, step: int, batches: list[Batch]) -> None:
+        """Enqueues one optimizer step. Raises `OutOfMemory`, on all ranks, if any had too little; nothing changed then.
+
+        The step can be taken again with the same sequences in smaller micro-batches.
+        """
         torch.manual_seed(_step_seed(self.seed, step, self.ranks.rank))
-        phases, device = self.phases, self.active.device
-        # Targets, tokens, votes: summed over ranks before the first forward, because every loss is divided by it.
-        totals = torch.tensor(
-            [sum(b.num_target_tokens for b in batches), sum(b.tokens.numel() for b in batches), int(stop)],
-            dtype=torch.float64,
-        )
-        totals = self.ranks.sum_(totals.to(device, non_blocking=True))
-        denominator = totals[0].float()
+        device = self.active.device
+        # Targets and tokens, summed over ranks before the first forward, because every loss is divided by them.
+        counts = [sum(b.num_target_tokens for b in batches), sum(b.tokens.numel() for b in batches)]
+        totals = self.ranks.sum_(torch.tensor(counts, dtype=torch.float64).to(device, non_blocking=True))
+        shortage = ""
         loss = torch.zeros((), device=device)
-        for host_batch in batches:
-            phases.mark("data")
-            batch = host_batch.to(device)
-            phases.mark("forward")
-            part = self.loss(batch) / denominator
-            phases.mark("backward")
-            (part * self.scale if self.scaled else part).backward()
-            loss += part.detach()
-        phases.mark("reduce")
+        try:
+            self._accumulate(batches, loss, denominator=totals[0].float())
+        except (torch.OutOfMemoryError, RuntimeError) as error:
+            if not is_out_of_memory(error):
+                raise
+            shortage = str(error).splitlines()[0]
+        # Only the words are kept: the exception's frames hold the tensors that have to go.
+        if self.ranks.any(bool(shortage)):
+            self._abandon()
+            raise OutOfMemory(shortage or "another rank ran out of memory")
+        self.phases.mark("reduce")
         gradients = [p.grad for p in self.parameters if p.grad is not None]
         self.ranks.sum_gradients_(gradients)
         self.ranks.sum_(loss)
-        phases.mark("optimize")
+        self.phases.mark("optimize")
         lr = self.schedule(step)
         norm = self._update(gradients, loss, lr)
         numbers = torch.stack([loss.double(), norm.double(), self.scale.double(), *totals])
@@ -123,6 +125,24 @@ class Engine:
             host = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
             numbers = host.copy_(numbers, non_blocking=True)
         self._pending.append(_Pending(step=step, lr=lr, numbers=numbers))
+
+    def _accumulate(self, batches: list[Batch], loss: Tensor, *, denominator: Tensor) -> None:
+        """Forward and backward of every micro-batch; the loss is added up in place."""
+        for host_batch in batches:
+            self.phases.mark("data")
+            batch = host_batch.to(self.active.device)
+            self.phases.mark("forward")
+            part = self.loss(batch) / denominator
+            self.phases.mark("backward")
+            (part * self.scale if self.scaled else part).backward()
+            loss += part.detach()
+
+    def _abandon(self) -> None:
+        """Forgets the gradients of a step that will be taken again."""
+        self.optimizer.zero_grad(set_to_none=True)
+        if self.active.device.type == "cuda":
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()
 
     def end_step(self) -> None:
         """Closes a step: its evaluation, save and record, if any, are behind it."""
@@ -183,7 +203,7 @@ class Engine:
                 # Two steps old, so it is there; this also keeps the host from running away from the device.
                 pending.ready.synchronize()
             self._spans |= {timing.step: timing.spans for timing in self.phases.ready()}
-            loss, norm, scale, targets, tokens, votes = pending.numbers.tolist()
+            loss, norm, scale, targets, tokens = pending.numbers.tolist()
             due.append(
                 StepFacts(
                     step=pending.step,
@@ -196,7 +216,6 @@ class Engine:
                     lr=pending.lr,
                     skipped=not math.isfinite(norm + loss),
                     loss_scale=scale if self.scaled else None,
-                    stop_votes=int(votes),
                 )
             )
         return due

@@ -22,7 +22,7 @@ from flatout.data.corpus import Corpus, open_corpus
 from flatout.data.feed import Feed
 from flatout.data.stream import Batch, Stream
 from flatout.engine.checkpoint import Checkpoints, restore
-from flatout.engine.faults import require_space
+from flatout.engine.faults import OutOfMemory, explained, largest, require_space, smaller
 from flatout.engine.prepare import prepare
 from flatout.engine.ranks import Ranks, from_environment, joined
 from flatout.engine.resolve import Active, check_build, resolve
@@ -55,7 +55,7 @@ def run(
         # Where it runs.
         ranks, hardware = from_environment(), detect()
         check_build(hardware)
-        stack.enter_context(joined(ranks, cuda=hardware.gpu is not None))
+        ranks = stack.enter_context(joined(ranks, cuda=hardware.gpu is not None))
         folder = Path(ranks.agree(str(folder)))
 
         # What it learns from, and for how long.
@@ -80,6 +80,7 @@ def run(
                 sinks=sinks,
             )
         )
+        stack.enter_context(explained(plan.predicted.memory_gib))
         active = resolve(plan, local_rank=ranks.local_rank, deterministic=settings.train.deterministic)
         phases = Phases(device=active.device.type)
         engine = build_engine(settings, plan, active, ranks=ranks, phases=phases, total_steps=total_steps)
@@ -101,21 +102,7 @@ def run(
         )
         checkpoints = Checkpoints(session.run.checkpoints_dir, identity=identity, keep=settings.save.keep)
         start = resume_from(checkpoints, engine, ledger, session) if resume else 0
-        feed = stack.enter_context(
-            Feed(
-                partial(
-                    stream.micro_batches,
-                    rank=ranks.rank,
-                    world=ranks.world,
-                    micro_batch=plan.decisions.micro_batch or 1,
-                ),
-                start=start,
-                stop=total_steps,
-                workers=plan.decisions.workers or 0,
-                prefetch=plan.decisions.prefetch or 1,
-                pin=bool(plan.decisions.pin_memory),
-            )
-        )
+        feed = stack.enter_context(Batches(stream, plan, ranks, start=start, stop=total_steps))
         profile = Profile(settings.profile.steps, folder=session.run.profile_dir, cuda=active.device.type == "cuda")
         save = partial(save_state, settings, checkpoints, engine, ledger, session, ranks)
 
@@ -126,13 +113,13 @@ def run(
             fresh = step > start or start == 0
 
             # Once in a while: validate, and see whether that is enough.
-            if settings.eval.every and step % settings.eval.every == 0 and fresh:
+            if settings.eval.every and step % settings.eval.every == 0 and fresh and evaluated != step:
                 phases.mark("eval")
                 stopped_by = validate(settings, engine, ledger, session, validation, step=step)
                 evaluated = step
 
-            # Asked to stop: by a signal here, or on any other rank a step or two ago.
-            if (ranks.world == 1 and session.stop) or ledger.stop_votes:
+            # Asked to stop, here or on any other rank.
+            if ranks.any(bool(session.stop)):
                 stopped_by = session.stop.signal.name if session.stop.signal else "SIGTERM"
 
             # Once in a while, and before leaving early: save.
@@ -146,7 +133,12 @@ def run(
 
             profile.before(step)
             phases.mark("data")
-            engine.step(step, next(feed), stop=bool(session.stop))
+            try:
+                engine.step(step, next(feed))
+            except OutOfMemory as error:
+                before, after = feed.shrink(step, cause=error)
+                session.recorder.event("oom", step=step, micro_batch=before, now=after, error=str(error))
+                continue
 
             # Once: write down where the time went.
             if profile.ends(step):
@@ -157,7 +149,7 @@ def run(
             phases.mark("record")
             ledger.write(engine.finished())
             if plan.job.pins.workers is None and due(step, WAIT_STEPS):
-                feed_more(feed, ledger, session, step=step, limit=hardware.num_cpus or 1)
+                feed_more(feed.feed, ledger, session, step=step, limit=hardware.num_cpus or 1)
             engine.end_step()
             step += 1
 
@@ -168,6 +160,51 @@ def run(
             if saved != step and not save(step):
                 raise RunFailed(f"the run reached step {step}, but its last checkpoint could not be saved")
         return conclude(settings, ledger, session, step=step, stopped_by=stopped_by or "end")
+
+
+class Batches:
+    """The micro-batches of one step after the other; smaller ones from where the device ran out of memory."""
+
+    def __init__(self, stream: Stream, plan: Plan, ranks: Ranks, *, start: int, stop: int) -> None:
+        self.stream, self.plan, self.ranks, self.stop = stream, plan, ranks, stop
+        self.micro_batch = plan.decisions.micro_batch or 1
+        self.feed = self._open(start)
+
+    def __next__(self) -> list[Batch]:
+        return next(self.feed)
+
+    def shrink(self, step: int, *, cause: OutOfMemory) -> tuple[int, int]:
+        """Gives `step` again, and all after it, in smaller micro-batches; the batch of the step stays the same."""
+        before = self.micro_batch
+        if before == 1:
+            raise RunFailed(
+                f"step {step} found too little memory even with micro-batch 1 ({cause}). "
+                + largest(self.plan.predicted.memory_gib)
+            )
+        self.micro_batch = smaller(before)
+        self.feed.close()
+        self.feed = self._open(step)
+        return before, self.micro_batch
+
+    def __enter__(self) -> Batches:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.feed.close()
+
+    def _open(self, start: int) -> Feed:
+        make = partial(
+            self.stream.micro_batches, rank=self.ranks.rank, world=self.ranks.world, micro_batch=self.micro_batch
+        )
+        decisions = self.plan.decisions
+        return Feed(
+            make,
+            start=start,
+            stop=self.stop,
+            workers=decisions.workers or 0,
+            prefetch=decisions.prefetch or 1,
+            pin=bool(decisions.pin_memory),
+        )
 
 
 def due(step: int, every: int | None) -> bool:

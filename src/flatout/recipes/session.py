@@ -103,7 +103,6 @@ class Ledger:
         self.skips = SkipWatch(plan.decisions.precision or "fp32")
         self.tokens, self.seconds, self.saves = 0, 0.0, 0
         self.val_losses: list[float] = []
-        self.stop_votes = 0
         self._busy: list[float] = []
 
     def write(self, finished: Iterable[StepFacts]) -> None:
@@ -132,7 +131,6 @@ class Ledger:
             self.session.recorder.step(record)
             self.tokens += facts.tokens
             self.seconds += facts.seconds
-            self.stop_votes += facts.stop_votes
             self.speed.see(record)
             self.trend.see(facts.loss)
             if "gpu" in utilisation:

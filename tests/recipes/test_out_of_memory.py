@@ -1,0 +1,113 @@
+"""Too large a micro-batch is halved in the run: the step is taken again, exactly once, on all ranks."""
+
+import hashlib
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from flatout.config import dump, load, to_mapping
+from flatout.data.stream import Batch
+from flatout.engine.faults import is_out_of_memory, smaller
+from flatout.engine.step import Engine
+from flatout.errors import RunFailed
+from flatout.recipes import pretrain
+from flatout.record import Run
+
+
+def run(config: Path, folder: Path, *overrides: str) -> None:
+    settings = load(config, overrides=overrides).settings
+    pretrain.run(settings, folder=folder, config_text=dump(settings), config=to_mapping(settings))
+
+
+def weights_hash(folder: Path) -> str:
+    newest = max((folder / "checkpoints").glob("step-*"))
+    return hashlib.sha256((newest / "weights-rank00000.safetensors").read_bytes()).hexdigest()
+
+
+def fits_only(monkeypatch: pytest.MonkeyPatch, sequences: int, *, in_backward: bool) -> None:
+    """A device that has room for so many sequences at a time."""
+    plain = Engine.loss
+
+    def loss(self: Engine, batch: Batch) -> torch.Tensor:
+        value = plain(self, batch)
+        if batch.num_sequences > sequences:
+            if not in_backward:
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+            value.register_hook(_raise)
+        return value
+
+    monkeypatch.setattr(Engine, "loss", loss)
+
+
+def _raise(_gradient: torch.Tensor) -> None:
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+
+@pytest.mark.parametrize("in_backward", [False, True])
+def test_the_run_recovers_and_equals_one_started_smaller(
+    in_backward: bool, config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = ["eval.every=null", "data.packing=documents", "eval.tokens=64"]
+    run(config, tmp_path / "small", "plan.micro_batch=2", *settings)
+    fits_only(monkeypatch, 2, in_backward=in_backward)
+    run(config, tmp_path / "large", "plan.micro_batch=8", *settings)
+    shrunk = [(e.data["micro_batch"], e.data["now"]) for e in Run.open(tmp_path / "large").events() if e.kind == "oom"]
+    assert shrunk == [(8, 4), (4, 2)]
+    assert weights_hash(tmp_path / "large") == weights_hash(tmp_path / "small")
+    losses = [[r.loss for r in Run.open(tmp_path / name).steps()] for name in ("small", "large")]
+    assert losses[0] == losses[1]
+
+
+def test_at_one_sequence_the_message_names_what_takes_most(
+    config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fits_only(monkeypatch, 0, in_backward=False)
+    with pytest.raises(RunFailed, match=r"micro-batch 1.*Largest parts as predicted: \w+"):
+        run(config, tmp_path / "run", "eval.every=null")
+
+
+RANKS = """
+import sys
+import torch
+from flatout.cli import main
+from flatout.engine.step import Engine
+plain = Engine.loss
+def loss(self, batch):
+    if batch.num_sequences > 1 and self.ranks.rank == 1 and torch.is_grad_enabled():
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+    return plain(self, batch)
+Engine.loss = loss
+main()
+"""
+
+
+def test_one_rank_of_two_runs_out_and_both_agree(config: Path, tmp_path: Path) -> None:
+    script = tmp_path / "short_of_memory.py"
+    script.write_text(RANKS)
+    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
+    arguments = ["train", str(config), "train.steps=4", "eval.every=null", "data.packing=documents"]
+    for name, command in (
+        ("small", ["-m", "flatout", *arguments, "plan.micro_batch=1"]),
+        ("large", [str(script), *arguments, "plan.micro_batch=4"]),
+    ):
+        done = subprocess.run(
+            [*launch, *command, f"run={tmp_path / name}"], capture_output=True, text=True, cwd=tmp_path, timeout=120
+        )
+        assert done.returncode == 0, done.stderr
+    kinds = [e.kind for e in Run.open(tmp_path / "large").events()]
+    assert kinds.count("oom") == 2
+    assert weights_hash(tmp_path / "large") == weights_hash(tmp_path / "small")
+
+
+def test_a_real_host_allocator_failure_is_recognised() -> None:
+    with pytest.raises(RuntimeError) as caught:
+        torch.empty(2**50)
+    assert is_out_of_memory(caught.value)
+    assert not is_out_of_memory(RuntimeError("shapes do not match"))
+
+
+def test_the_next_smaller_size_divides() -> None:
+    assert [smaller(n) for n in (8, 6, 9, 7, 2)] == [4, 3, 3, 1, 1]
