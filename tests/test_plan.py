@@ -19,7 +19,18 @@ from flatout.config.settings import DataSettings, Decisions, ModelSettings, Plan
 from flatout.cost import ModelShape
 from flatout.errors import UsageError
 from flatout.hardware import Hardware, named, names
-from flatout.plan import FULL_TOKENS, MEMORY_BUDGET, Job, Plan, decide, job_of, shape_of, tokenizer_size
+from flatout.plan import (
+    COMPILE_S,
+    FULL_TOKENS,
+    MEMORY_BUDGET,
+    Job,
+    Plan,
+    compile_break_even,
+    decide,
+    job_of,
+    shape_of,
+    tokenizer_size,
+)
 
 EXAMPLE = gallery.find("pretrain-124m")
 SMALL = ModelShape(
@@ -507,3 +518,15 @@ def test_a_file_that_is_no_tokenizer_is_named(tmp_path: Path, content: str) -> N
 def test_a_folder_without_a_tokenizer_is_named(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"tokenizer\.json is missing"):
         tokenizer_size(str(tmp_path))
+
+
+def test_compiling_is_left_out_of_runs_too_short_to_pay() -> None:
+    even = compile_break_even(job(), precision="bf16")
+    assert even is not None
+    assert decide(job(steps=even - 1)).decisions.compile == "none"
+    assert f"from step {even} on" in decide(job(steps=even - 1)).reasons["compile"]
+    assert decide(job(steps=even)).decisions.compile == "default"
+    assert decide(job(steps=None)).decisions.compile == "default"
+    assert decide(job(steps=1, pins={"compile": "default"})).decisions.compile == "default"
+    twice = compile_break_even(job(), precision="bf16", compile_s=2 * COMPILE_S)
+    assert twice == pytest.approx(2 * even, abs=1)

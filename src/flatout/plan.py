@@ -35,6 +35,8 @@ MEMORY_BUDGET = {"safe": 0.75, "balanced": 0.85, "max": 0.92}
 FULL_TOKENS = {"gpu": 65536, "cpu": 4096}
 # With fewer tokens than this in a micro-batch, recomputing activations to fit more is worth its time.
 THIN_TOKENS = 2048
+# Seconds the first step takes longer with nothing compiled yet, as seen on an H200's host.
+COMPILE_S = 40.0
 LOSS_ROWS = {"gpu": 8192, "cpu": 1024}
 
 
@@ -108,7 +110,8 @@ class Plan:
 
     @property
     def rates(self) -> Rates:
-        return Rates(flops=self.flops, peak_flops=_peak(self.job, self.decisions), num_devices=self.job.num_ranks)
+        peak = _peak(self.job, precision=self.decisions.precision or "fp32", tf32=bool(self.decisions.tf32))
+        return Rates(flops=self.flops, peak_flops=peak, num_devices=self.job.num_ranks)
 
     def explain(self) -> list[tuple[str, Any, str]]:
         """Rows of (decision, value, reason) in the order they are declared."""
@@ -194,7 +197,7 @@ def decide(job: Job) -> Plan:
         return chosen[name]
 
     precision = settle("precision", *_precision(job))
-    compiled = settle("compile", *_compile(job)) != "none"
+    compiled = settle("compile", *_compile(job, precision=precision)) != "none"
     micro_batch, accumulation, recompute, why = _batch(job, precision=precision, compiled=compiled)
     chosen |= {"micro_batch": micro_batch, "accumulation": accumulation, "recompute": recompute}
     reasons |= why
@@ -232,12 +235,32 @@ def _precision(job: Job) -> tuple[str, str]:
     return "bf16", f"SM {sm[0]}.{sm[1]} has bf16 tensor cores; no loss scaling needed"
 
 
-def _compile(job: Job) -> tuple[str, str]:
+def _compile(job: Job, *, precision: str) -> tuple[str, str]:
     if job.device == "cpu":
         return "none", "eager kernels are near the limit of a CPU, and compiling takes minutes"
     if job.pins.preset == "safe":
         return "none", "preset safe runs eager"
-    return "default", "fuses norms, rotary positions, SwiGLU and the loss; one graph serves every block"
+    gain = "fuses norms, rotary positions, SwiGLU and the loss; one graph serves every block"
+    step = compile_break_even(job, precision=precision)
+    if step is None:
+        return "default", gain
+    if job.steps is not None and job.steps < step:
+        return "none", f"about {COMPILE_S:.0f} s of compiling would pay from step {step} on (estimated)"
+    return "default", f"{gain}; about {COMPILE_S:.0f} s of compiling pay from step {step} on (estimated)"
+
+
+def compile_break_even(job: Job, *, precision: str, compile_s: float = COMPILE_S) -> int | None:
+    """The step from which on compiling has paid, by the predicted saving; None where nothing can be predicted."""
+    tokens = job.rank_sequences * job.sequence_length
+    micro_tokens = min(tokens, FULL_TOKENS[job.device])
+    accumulation = max(1, tokens // micro_tokens)
+    eager, compiled = (
+        _step_s(job, precision=precision, micro_tokens=micro_tokens, accumulation=accumulation, compiled=compiled)
+        for compiled in (False, True)
+    )
+    if eager is None or compiled is None or eager <= compiled:
+        return None
+    return math.ceil(compile_s / (eager - compiled))
 
 
 def _attention(job: Job, *, precision: str) -> tuple[str, str]:
@@ -383,20 +406,16 @@ def _batch(job: Job, *, precision: str, compiled: bool) -> tuple[int, int, str, 
 def _predict(job: Job, decisions: Decisions, memory: Memory) -> Prediction:
     precision, recompute = decisions.precision or "fp32", decisions.recompute or "none"
     flops = flops_per_token(job.shape, sequence_length=job.sequence_length, recompute=recompute)
-    peak = _peak(job, decisions)
-    seconds = None
-    if peak and job.device == "gpu":
-        seconds = step_seconds(
-            job.shape,
-            micro_tokens=(decisions.micro_batch or 1) * job.sequence_length,
-            accumulation=decisions.accumulation or 1,
-            sequence_length=job.sequence_length,
-            flops=flops,
-            precision=precision,
-            peak_flops=peak,
-            bandwidth=job.hardware.bandwidth,
-            compiled=decisions.compile != "none",
-        )
+    peak = _peak(job, precision=precision, tf32=bool(decisions.tf32))
+    seconds = _step_s(
+        job,
+        precision=precision,
+        micro_tokens=(decisions.micro_batch or 1) * job.sequence_length,
+        accumulation=decisions.accumulation or 1,
+        compiled=decisions.compile != "none",
+        recompute=recompute,
+        tf32=bool(decisions.tf32),
+    )
     rates = Rates(flops=flops, peak_flops=peak, num_devices=job.num_ranks)
     shares = rates.shares(tokens=job.batch_tokens, seconds=seconds or 0.0)
     return Prediction(
@@ -411,10 +430,36 @@ def _predict(job: Job, decisions: Decisions, memory: Memory) -> Prediction:
     )
 
 
-def _peak(job: Job, decisions: Decisions) -> float | None:
+def _step_s(
+    job: Job,
+    *,
+    precision: str,
+    micro_tokens: int,
+    accumulation: int,
+    compiled: bool,
+    recompute: str = "none",
+    tf32: bool = True,
+) -> float | None:
+    """Predicted seconds of a step; None on a CPU, and where the device's peak is not known."""
+    peak = _peak(job, precision=precision, tf32=tf32)
+    if not peak or job.device == "cpu":
+        return None
+    return step_seconds(
+        job.shape,
+        micro_tokens=micro_tokens,
+        accumulation=accumulation,
+        sequence_length=job.sequence_length,
+        flops=flops_per_token(job.shape, sequence_length=job.sequence_length, recompute=recompute),
+        precision=precision,
+        peak_flops=peak,
+        bandwidth=job.hardware.bandwidth,
+        compiled=compiled,
+    )
+
+
+def _peak(job: Job, *, precision: str, tf32: bool) -> float | None:
     """The device's peak in the arithmetic the matmuls really use."""
-    dtype = "tf32" if decisions.precision == "fp32" and decisions.tf32 else decisions.precision or "fp32"
-    return job.hardware.peak_flops.get(dtype)
+    return job.hardware.peak_flops.get("tf32" if precision == "fp32" and tf32 else precision)
 
 
 def _up(value: int, multiple: int) -> int:

@@ -244,6 +244,9 @@ def notice(event: Event) -> str | None:
             return f"resumed at step {event.step} from {data['checkpoint']}"
         case "profile":
             return f"step {event.step}: trace and kernel table in {data['folder']}"
+        case "compile":
+            paid = f"paid back at step {data['break_even']} (estimated)" if data["break_even"] else "gain not known"
+            return f"step {event.step}: compiling took {data['seconds']:.1f} s, {paid}"
         case "oom":
             return (
                 f"step {event.step}: out of memory with micro-batch {data['micro_batch']}; the same step is taken "

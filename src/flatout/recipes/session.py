@@ -22,9 +22,9 @@ from flatout.engine.prepare import recompiles
 from flatout.engine.ranks import Ranks
 from flatout.engine.resolve import Active
 from flatout.engine.step import StepFacts
-from flatout.plan import Plan
+from flatout.plan import Plan, compile_break_even
 from flatout.probe import Monitor, describe
-from flatout.recipes.verdict import LossTrend, Outcome, Speedometer
+from flatout.recipes.verdict import BESIDE, WARM_STEPS, LossTrend, Outcome, Speedometer
 from flatout.record import Recorder, Run, Sink, StepRecord
 
 # Steps between collections of Python garbage when the plan takes them out of Python's hands.
@@ -104,6 +104,7 @@ class Ledger:
         self.tokens, self.seconds, self.saves = 0, 0.0, 0
         self.val_losses: list[float] = []
         self._busy: list[float] = []
+        self._early: list[float] = []
 
     def write(self, finished: Iterable[StepFacts]) -> None:
         for facts in finished:
@@ -129,6 +130,7 @@ class Ledger:
                 extra=extra,
             )
             self.session.recorder.step(record)
+            self._compile_payback(record)
             self.tokens += facts.tokens
             self.seconds += facts.seconds
             self.speed.see(record)
@@ -139,6 +141,17 @@ class Ledger:
                 gc.collect()
             if self.skips.see(step=facts.step, loss=facts.loss, grad_norm=facts.grad_norm):
                 self.session.recorder.event("skipped", step=facts.step, loss=facts.loss, grad_norm=facts.grad_norm)
+
+    def _compile_payback(self, record: StepRecord) -> None:
+        """Says once what compiling took, from the first steps, and from which step on it has paid."""
+        if self.active.compile == "none" or len(self._early) > WARM_STEPS:
+            return
+        beside = sum(span.seconds for span in record.spans if span.phase in BESIDE)
+        self._early.append(record.seconds - beside)
+        if len(self._early) > WARM_STEPS:
+            took = max(0.0, self._early[0] - self._early[-1])
+            paid = compile_break_even(self.plan.job, precision=self.plan.decisions.precision or "fp32", compile_s=took)
+            self.session.recorder.event("compile", step=record.step, seconds=took, break_even=paid)
 
     def outcome(self, *, steps: int, stopped_by: str) -> Outcome:
         memory = device_memory(self.active.device, self.session.monitor)
