@@ -5,14 +5,18 @@ from __future__ import annotations
 import json
 import sys
 import time
+from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 
 from flatout import __version__
 from flatout.errors import INTERRUPTED_EXIT, PREEMPTED_EXIT, EnvironmentLacks, FlatoutError, UsageError
+
+if TYPE_CHECKING:
+    from flatout.hardware import Hardware
 
 app = typer.Typer(
     name="flatout",
@@ -96,36 +100,42 @@ def examples(
 
 @app.command()
 def hardware(
-    measure: Annotated[bool, typer.Option(help="time matmuls per type and a copy on this device")] = False,
+    measure: Annotated[bool, typer.Option("--measure", help="time matmuls per type and a copy on this device")] = False,
+    selftest: Annotated[
+        bool, typer.Option("--selftest", help="run every optional path here against the plain one")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Say what this machine can do."""
     from flatout import hardware as facts
-    from flatout.terminal import hardware_table, table
+    from flatout.terminal import hardware_table, measured_table, selftest_table
 
     found = facts.detect()
-    if measure:
+    if measure or selftest:
         _require_torch()
     measured = facts.measure(found) if measure else None
+    checks = _selftest(found) if selftest else None
     if as_json:
-        _print_json(found.to_json() | ({"measured": measured.to_json()} if measured else {}))
+        known = found.to_json()
+        known |= {"measured": measured.to_json()} if measured else {}
+        known |= {"selftest": checks} if checks is not None else {}
+        _print_json(known)
         return
     out.print(hardware_table(found))
     if measured:
-        rows = table("Measured", "what", "datasheet", "measured", "share")
-        for dtype, flops in measured.flops.items():
-            peak = found.peak_flops.get(dtype)
-            share = f"{100 * flops / peak:.0f} %" if peak else "n/a"
-            rows.add_row(dtype, f"{peak / 1e12:.0f} TFLOP/s" if peak else "n/a", f"{flops / 1e12:.3g} TFLOP/s", share)
-        if measured.bandwidth:
-            sheet = found.bandwidth
-            share = f"{100 * measured.bandwidth / sheet:.0f} %" if sheet else "n/a"
-            rows.add_row(
-                "copy", f"{sheet / 1e9:.0f} GB/s" if sheet else "n/a", f"{measured.bandwidth / 1e9:.0f} GB/s", share
-            )
-        out.print("", rows)
-        for note in measured.notes:
-            out.print(note, style="dim")
+        out.print("", measured_table(found, measured), *measured.notes, sep="\n")
+    if checks is not None:
+        out.print("", selftest_table(checks), sep="\n")
+
+
+def _selftest(found: Hardware) -> list[dict[str, Any]]:
+    import torch
+
+    from flatout.engine.resolve import check_build
+    from flatout.engine.selftest import selftest
+
+    check_build(found)
+    return [asdict(check) for check in selftest(torch.device("cuda" if found.gpu else "cpu"))]
 
 
 @app.command()

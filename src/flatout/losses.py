@@ -13,25 +13,27 @@ from torch import Tensor
 
 IGNORED = -100
 
-# (logits_RV, targets_R) -> (summed loss, gradient of the logits, may reuse their memory)
+# (logits_RV, targets_R) -> (summed loss, gradient of the logits)
 RowLoss = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 def row_loss(logits_RV: Tensor, targets_R: Tensor) -> tuple[Tensor, Tensor]:
     """Cross-entropy summed over rows, and softmax - one-hot; ignored rows give zero in both."""
-    x = logits_RV.float()
     trained = (targets_R != IGNORED)[:, None]
     index = targets_R.clamp(min=0)[:, None]
-    log_norm = x.logsumexp(dim=-1, keepdim=True)
-    loss = torch.where(trained, log_norm - x.gather(-1, index), 0.0).sum()
     if torch.compiler.is_compiling():
         # One fused pass; a scatter would split it and write the fp32 logits out.
+        x = logits_RV.float()
+        log_norm = x.logsumexp(dim=-1, keepdim=True)
+        loss = torch.where(trained, log_norm - x.gather(-1, index), 0.0).sum()
         gradient = (x - log_norm).exp() - (torch.arange(x.shape[-1], device=x.device) == index).float()
         return loss, (gradient * trained).to(logits_RV.dtype)
-    # In place: one buffer of rows x vocabulary instead of five.
-    x.sub_(log_norm).exp_()
-    x.scatter_add_(-1, index, torch.full_like(log_norm, -1.0))
-    return loss, x.mul_(trained).to(logits_RV.dtype)
+    # In place: one fp32 buffer of rows x vocabulary instead of five.
+    log_p = logits_RV.log_softmax(dim=-1, dtype=torch.float32)
+    loss = torch.where(trained, -log_p.gather(-1, index), 0.0).sum()
+    gradient = log_p.exp_()
+    gradient.scatter_add_(-1, index, torch.full_like(index, -1.0, dtype=torch.float32))
+    return loss, gradient.mul_(trained).to(logits_RV.dtype)
 
 
 class _LinearCrossEntropy(torch.autograd.Function):

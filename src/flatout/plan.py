@@ -37,7 +37,7 @@ FULL_TOKENS = {"gpu": 65536, "cpu": 4096}
 THIN_TOKENS = 2048
 # Seconds the first step takes longer with nothing compiled yet, as seen on an H200's host.
 COMPILE_S = 40.0
-LOSS_ROWS = {"gpu": 8192, "cpu": 1024}
+LOSS_ROWS = {"gpu": 8192, "cpu": 2048}
 
 
 @dataclass(frozen=True, kw_only=True)

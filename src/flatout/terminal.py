@@ -20,7 +20,7 @@ from rich.text import Text
 
 from flatout.config.settings import Decisions
 from flatout.cost import Rates
-from flatout.hardware import Hardware
+from flatout.hardware import Hardware, Measured
 from flatout.record import Event, StepRecord
 
 # Steps the shown speed is averaged over.
@@ -95,6 +95,31 @@ def hardware_table(hardware: Hardware) -> Table:
             rows.add_row("source", escape(hardware.source))
     rows.add_row("CPU", f"{escape(hardware.cpu or 'unknown')}, {hardware.num_cpus or 'n/a'} cores")
     rows.add_row("RAM", number(hardware.ram_gib, unit=" GiB"))
+    return rows
+
+
+def measured_table(hardware: Hardware, measured: Measured) -> Table:
+    rows = table("Measured", "what", "datasheet", "measured", "share")
+    figures = [(dtype, hardware.peak_flops.get(dtype), flops) for dtype, flops in measured.flops.items()]
+    for name, sheet, found in figures:
+        rows.add_row(name, _tera(sheet, "FLOP/s"), _tera(found, "FLOP/s"), percent(found / sheet if sheet else None))
+    if measured.bandwidth:
+        sheet, found = hardware.bandwidth, measured.bandwidth
+        rows.add_row("copy", _tera(sheet, "B/s"), _tera(found, "B/s"), percent(found / sheet if sheet else None))
+    return rows
+
+
+def _tera(value: float | None, unit: str) -> str:
+    return number(None if value is None else value / 1e12, unit=f" T{unit}")
+
+
+def selftest_table(checks: list[dict[str, Any]]) -> Table:
+    rows = table("Self-test", "path", "against", "usable", "difference", "times as fast", "why not")
+    for check in checks:
+        usable = "[green]yes[/]" if check["usable"] else "[red]no[/]"
+        difference = "n/a" if check["difference"] is None else f"{check['difference']:.1e}"
+        speedup = number(check["speedup"])
+        rows.add_row(check["path"], check["against"], usable, difference, speedup, escape(check["reason"]))
     return rows
 
 

@@ -1,0 +1,271 @@
+"""Does every optional path work on this device, and is it worth it? `flatout hardware --selftest`.
+
+Each path runs forward and backward beside the plain one it replaces: same inputs, the difference as a share of the
+plain result, the time of both. A path that raises or differs too much is said to be unusable, with the reason.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from flatout.config.settings import Recompute, TrainSettings
+from flatout.cost import ModelShape
+from flatout.losses import linear_cross_entropy, row_loss
+from flatout.model import Attend, Block, Decoder, Masked, Rectangular, Varlen
+from flatout.optim import adamw
+
+# A larger difference than this, relative to the plain result, is an error and not rounding.
+TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 1e-2}
+REPEATS = 5
+
+Work = Callable[[], Sequence[Tensor]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Check:
+    path: str
+    against: str
+    usable: bool
+    difference: float | None = None
+    speedup: float | None = None
+    reason: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Trial:
+    path: str
+    against: str
+    fast: Work
+    plain: Work
+    tolerance: float
+
+
+def selftest(device: torch.device) -> list[Check]:
+    """All optional paths on this device, one after the other; takes seconds, or a minute where there is a compiler."""
+    checks = []
+    for trial in _trials(device):
+        try:
+            found, expected = trial.fast(), trial.plain()
+            difference = max(_difference(a, b) for a, b in zip(found, expected, strict=True))
+            speedup = _seconds(trial.plain, device) / _seconds(trial.fast, device)
+        except Exception as error:  # whatever a path raises on this device is the answer asked for
+            reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
+            checks.append(Check(path=trial.path, against=trial.against, usable=False, reason=reason[:160]))
+            continue
+        usable = difference <= trial.tolerance
+        reason = "" if usable else f"differs by more than {trial.tolerance:g}"
+        checks.append(
+            Check(
+                path=trial.path,
+                against=trial.against,
+                usable=usable,
+                difference=difference,
+                speedup=speedup,
+                reason=reason,
+            )
+        )
+    return checks
+
+
+def _trials(device: torch.device) -> Iterator[_Trial]:
+    on_gpu = device.type == "cuda"
+    length, batch = (1024, 4) if on_gpu else (128, 2)
+    dtype = torch.float32
+    if on_gpu:
+        dtype = torch.bfloat16 if torch.cuda.get_device_capability(device) >= (8, 0) else torch.float16
+    shape = ModelShape(
+        layers=1, hidden=768, heads=12, kv_heads=12, head_dim=64, intermediate=2048, vocab=8192, positions=length
+    )
+    rectangle, tokens = Rectangular(batch=batch), batch * length
+    limit = TOLERANCE[dtype]
+
+    for backend in (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION):
+        name = backend.name.removesuffix("_ATTENTION").lower()
+        if on_gpu or name == "flash":
+            yield _Trial(
+                path=f"attention: {name}",
+                against="math",
+                fast=_attention(shape, rectangle, tokens, dtype, device, backend),
+                plain=_attention(shape, rectangle, tokens, dtype, device, SDPBackend.MATH),
+                tolerance=limit,
+            )
+    if on_gpu:
+        ends = torch.arange(0, tokens + 1, length // 4, dtype=torch.int32, device=device)
+        yield _Trial(
+            path="packed documents: variable-length flash",
+            against="mask",
+            fast=_attention(shape, Varlen(cu_seqlens=ends, longest=length), tokens, dtype, device, None),
+            plain=_attention(shape, Masked.of(ends, batch=batch, length=length), tokens, dtype, device, None),
+            tolerance=limit,
+        )
+        yield _Trial(
+            path=f"precision: {str(dtype).removeprefix('torch.')}",
+            against="float32",
+            fast=_block(shape, batch, length, dtype, device),
+            plain=_block(shape, batch, length, torch.float32, device),
+            tolerance=limit,
+        )
+    yield _Trial(
+        path="loss: chunked linear cross-entropy",
+        against="all logits at once",
+        fast=_loss(shape, tokens, dtype, device, chunk=tokens // 2),
+        plain=_plain_loss(shape, tokens, dtype, device),
+        tolerance=limit,
+    )
+    yield _Trial(
+        path="optimizer: fused AdamW",
+        against="one operation at a time",
+        fast=_update(shape, device, fused=True),
+        plain=_update(shape, device, fused=False),
+        tolerance=TOLERANCE[torch.float32],
+    )
+    modes: tuple[Recompute, ...] = ("selective", "full")
+    for mode in modes:
+        yield _Trial(
+            path=f"recompute: {mode}",
+            against="none",
+            fast=_block(shape, batch, length, dtype, device, recompute=mode),
+            plain=_block(shape, batch, length, dtype, device),
+            tolerance=limit,
+        )
+    if on_gpu:
+        yield _Trial(
+            path="compile: one block",
+            against="eager",
+            fast=_block(shape, batch, length, dtype, device, compiled=True),
+            plain=_block(shape, batch, length, dtype, device),
+            tolerance=limit,
+        )
+
+
+def _attention(
+    shape: ModelShape,
+    attend: Attend,
+    tokens: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    backend: SDPBackend | None,
+) -> Work:
+    inputs = [
+        _random((tokens, shape.heads, shape.head_dim), seed=i, dtype=dtype, device=device).requires_grad_()
+        for i in range(3)
+    ]
+
+    def work() -> Sequence[Tensor]:
+        with _only(backend):
+            out = attend(*inputs)
+            return [out, *torch.autograd.grad(out.float().square().mean(), inputs)]
+
+    return work
+
+
+@contextmanager
+def _only(backend: SDPBackend | None) -> Iterator[None]:
+    if backend is None:
+        yield
+    else:
+        with sdpa_kernel(backend):
+            yield
+
+
+def _block(
+    shape: ModelShape,
+    batch: int,
+    length: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    recompute: Recompute = "none",
+    compiled: bool = False,
+) -> Work:
+    model = Decoder(shape, compute_dtype=dtype).to(device)
+    model.initialise(0)
+    block = model.blocks[0]
+    assert isinstance(block, Block)
+    block.recompute = recompute
+    if compiled:
+        block.compile(fullgraph=True, dynamic=False)
+    residual = _random((batch * length, shape.hidden), seed=3, dtype=dtype, device=device).requires_grad_()
+    positions = torch.arange(length, device=device).repeat(batch)
+    tokens = torch.zeros(batch * length, dtype=torch.long, device=device)
+
+    def work() -> Sequence[Tensor]:
+        _, cos, sin = model.enter(tokens, positions)
+        carried, delta = block(residual, None, cos, sin, Rectangular(batch=batch))
+        loss = (carried + delta).float().square().mean()
+        return [(carried + delta).detach(), *torch.autograd.grad(loss, [residual, *block.parameters()])]
+
+    return work
+
+
+def _head(shape: ModelShape, tokens: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    hidden = _random((tokens, shape.hidden), seed=4, dtype=dtype, device=device).requires_grad_()
+    weight = (0.02 * _random((shape.vocab, shape.hidden), seed=5, dtype=torch.float32, device=device)).requires_grad_()
+    targets = torch.randint(shape.vocab, (tokens,), generator=torch.Generator().manual_seed(6)).to(device)
+    return hidden, weight, targets
+
+
+def _loss(shape: ModelShape, tokens: int, dtype: torch.dtype, device: torch.device, *, chunk: int) -> Work:
+    hidden, weight, targets = _head(shape, tokens, dtype, device)
+
+    def work() -> Sequence[Tensor]:
+        loss = linear_cross_entropy(hidden, weight, targets, chunk=chunk, rows=row_loss) / tokens
+        return [loss, *torch.autograd.grad(loss, [hidden, weight])]
+
+    return work
+
+
+def _plain_loss(shape: ModelShape, tokens: int, dtype: torch.dtype, device: torch.device) -> Work:
+    hidden, weight, targets = _head(shape, tokens, dtype, device)
+
+    def work() -> Sequence[Tensor]:
+        loss = F.cross_entropy((hidden @ weight.to(dtype).t()).float(), targets)
+        return [loss, *torch.autograd.grad(loss, [hidden, weight])]
+
+    return work
+
+
+def _update(shape: ModelShape, device: torch.device, *, fused: bool) -> Work:
+    def work() -> Sequence[Tensor]:
+        model = Decoder(shape).to(device)
+        model.initialise(0)
+        optimizer = adamw(model, TrainSettings(lr=1e-3), fused=fused)
+        for i, parameter in enumerate(model.parameters()):
+            parameter.grad = _random(tuple(parameter.shape), seed=i, dtype=torch.float32, device=device)
+        for _ in range(3):
+            optimizer.step()
+        return [p.detach() for p in model.parameters()]
+
+    return work
+
+
+def _random(size: tuple[int, ...], *, seed: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.randn(size, generator=torch.Generator().manual_seed(seed)).to(device, dtype)
+
+
+def _difference(found: Tensor, expected: Tensor) -> float:
+    """As a share of the expected; a NaN is an infinite difference."""
+    a, b = found.detach().double(), expected.detach().double()
+    share = float((a - b).norm() / b.norm().clamp(min=1e-12))
+    return share if share == share else float("inf")
+
+
+def _seconds(work: Work, device: torch.device) -> float:
+    """Median of a few runs; waits for the device, measuring is all that happens here."""
+    taken = []
+    for _ in range(REPEATS):
+        start = time.perf_counter()
+        work()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        taken.append(time.perf_counter() - start)
+    return statistics.median(taken)
