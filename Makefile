@@ -3,13 +3,17 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test check format clean
+.PHONY: demo test bench-gpu check format clean
 
 demo: $(VENV)/.train
 	$(BIN)/flatout demo
 
 test: $(VENV)/.dev
 	$(BIN)/python -m pytest -n 2 --dist loadgroup $(PYTEST_ARGS)
+
+# One GPU; a peer is a script that prints one JSON line: see benchmarks/pretrain.py.
+bench-gpu: $(VENV)/.train
+	$(BIN)/python -m benchmarks.pretrain $(BENCH_ARGS)
 
 check: $(VENV)/.dev
 	$(BIN)/ruff format --check src tests benchmarks

@@ -21,7 +21,7 @@ from pathlib import Path
 from benchmarks.results import FOLDER, Call, git_commit, table, write
 from flatout.record import Run
 
-EXAMPLES = {"pretrain-124m": "examples/pretrain-124m.yaml"}
+EXAMPLES = {name: f"examples/{name}.yaml" for name in ("pretrain-124m", "pretrain-360m", "pretrain-1b")}
 UNITS = {"tokens_per_s": "tokens/s", "mfu": "share of 989 TFLOP/s, 6N + 12LHT", "peak_gib": "GiB"}
 QUIET = ["eval.every=null", "save.every=null", "save.weights_only=true"]
 
