@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# Wide enough that no table wraps, wherever the tests run.
+os.environ["COLUMNS"] = "200"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import shlex
 import sys
 import time
 from dataclasses import asdict
@@ -13,10 +15,11 @@ import typer
 from rich.console import Console
 
 from flatout import __version__
-from flatout.errors import INTERRUPTED_EXIT, PREEMPTED_EXIT, EnvironmentLacks, FlatoutError, UsageError
+from flatout.errors import INTERRUPTED_EXIT, PREEMPTED_EXIT, EnvironmentLacks, FlatoutError, RunFailed, UsageError
 
 if TYPE_CHECKING:
     from flatout.hardware import Hardware
+    from flatout.recipes.verdict import Outcome
 
 app = typer.Typer(
     name="flatout",
@@ -43,8 +46,13 @@ def main() -> None:
     try:
         app()
     except FlatoutError as error:
+        if os.environ.get("RANK", "0") != "0":
+            sys.exit(error.exit_code)  # the first rank says it
         err.print(f"[bold red]error:[/] {_escaped(str(error))}", highlight=False, soft_wrap=True)
         sys.exit(error.exit_code)
+    except (PermissionError, IsADirectoryError, NotADirectoryError) as error:
+        err.print(f"[bold red]error:[/] {_escaped(str(error.filename))}: {error.strerror}", highlight=False)
+        sys.exit(EnvironmentLacks.exit_code)
 
 
 def _version(wanted: bool) -> None:
@@ -70,7 +78,11 @@ def demo(
     _require_torch()
     from flatout import demo as verb
 
-    raise typer.Exit(verb.run(run or _new_folder("demo"), console=out))
+    folder = run or _new_folder("demo")
+    outcome = verb.run(folder, console=out)
+    _leave(outcome, folder)
+    if not outcome.val_losses[-1] < outcome.val_losses[0]:
+        raise RunFailed("the demo did not learn: its validation loss did not fall")
 
 
 @app.command()
@@ -200,11 +212,24 @@ def train(
         )
     except KeyboardInterrupt:
         raise typer.Exit(INTERRUPTED_EXIT) from None
+    _leave(outcome, folder)
+
+
+def _leave(outcome: Outcome, folder: Path) -> None:
+    """How a run that was asked to stop ends: whether its state is safe, how to go on, and the exit code."""
     if not outcome.stopped_by.startswith("SIG"):
         return
-    if sinks:
-        err.print(f"{outcome.stopped_by}: saved at step {outcome.steps}. Resume with", highlight=False)
-        err.print(f"  flatout train {folder}/config.yaml --run {folder} --resume", highlight=False, soft_wrap=True)
+    from flatout.engine.ranks import from_environment
+
+    ranks = from_environment()
+    if ranks.first:
+        safe = f"saved at step {outcome.steps}" if outcome.saved_step == outcome.steps else "nothing to save yet"
+        if ranks.world > 1:
+            begin = f"torchrun --nproc-per-node {ranks.world} -m flatout"
+            command = f"{begin} train {shlex.quote(f'{folder}/config.yaml')} {shlex.quote(f'run={folder}')} --resume"
+        else:
+            command = f"flatout train {shlex.quote(f'{folder}/config.yaml')} --run {shlex.quote(str(folder))} --resume"
+        err.print(f"{outcome.stopped_by}: {safe}. Resume with\n  {_escaped(command)}", highlight=False, soft_wrap=True)
     raise typer.Exit(INTERRUPTED_EXIT if outcome.stopped_by == "SIGINT" else PREEMPTED_EXIT)
 
 

@@ -118,6 +118,7 @@ class Flops:
     backward: float
     recomputed: float
     common: float
+    attention: float = 0.0  # of forward and backward, the part that is attention
 
     @property
     def done(self) -> float:
@@ -152,6 +153,7 @@ def flops_per_token(
         backward=(1 if frozen else 2) * linear + 2 * attention,
         recomputed=blocks + attention if recompute == "full" else 0.0,
         common=6 * shape.matmul_weights + 12 * shape.layers * shape.q_width * sequence_length,
+        attention=3 * attention,
     )
 
 
@@ -243,6 +245,7 @@ def training_memory(
     compiled: bool,
     loss_chunk: int,
     accumulation: int = 1,
+    num_ranks: int = 1,
 ) -> Memory:
     """Predicted peak for replicated weights and AdamW, weights and moments in fp32.
 
@@ -267,7 +270,8 @@ def training_memory(
         weights=4 * shape.num_parameters,
         # Casts to the compute type are kept for the backward pass, except where that recomputes them.
         weight_copies=0 if width == 4 else width * (2 * head + (blocks if recompute == "none" else 0)),
-        gradients=4 * (shape.num_parameters if accumulation > 1 else 0) + 4 * head,
+        # Several ranks lay their gradients end to end to sum them.
+        gradients=4 * shape.num_parameters * ((accumulation > 1) + (num_ranks > 1)) + 4 * head,
         optimizer=8 * shape.num_parameters,
         activations=micro_tokens * (kept + outside),
         temporary=max(loss, backward),
@@ -298,7 +302,6 @@ def step_seconds(
     *,
     micro_tokens: int,
     accumulation: int,
-    sequence_length: int,
     flops: Flops,
     precision: str,
     peak_flops: float,
@@ -309,7 +312,7 @@ def step_seconds(
 
     Matmuls at a share of the peak, attention at a smaller one, element-wise traffic at a share of the bandwidth.
     """
-    attention_flops = 3 * 4 * shape.layers * shape.q_width * (sequence_length + 1) / 2
+    attention_flops = flops.attention
     matmul = (flops.executed - attention_flops) / (MATMUL_SHARE * peak_flops)
     attention = attention_flops / (ATTENTION_SHARE[precision] * peak_flops)
     traffic = update = 0.0

@@ -10,6 +10,7 @@ from flatout import gallery
 from flatout.config import dump, load, to_mapping
 from flatout.engine.trained import open_trained
 from flatout.recipes import pretrain
+from flatout.recipes.verdict import Outcome
 from flatout.record import Run
 from flatout.sample import complete
 from flatout.terminal import View
@@ -17,7 +18,7 @@ from flatout.terminal import View
 PROMPT = "One morning"
 
 
-def run(folder: Path, *, console: Console) -> int:
+def run(folder: Path, *, console: Console) -> Outcome:
     settings = load(gallery.find("pretrain-demo").path).settings
     outcome = pretrain.run(
         settings,
@@ -26,10 +27,11 @@ def run(folder: Path, *, console: Console) -> int:
         config=to_mapping(settings),
         sinks=[View(console, every=settings.log.every)],
     )
+    if outcome.stopped_by.startswith("SIG"):
+        return outcome
     trained = open_trained(Run.open(folder))
     text = complete(trained.model, trained.tokenizer, PROMPT, max_new_tokens=120, temperature=0.7, seed=settings.seed)
     console.print("\n[bold]It writes[/]")
     console.print(text, markup=False, highlight=False)
     console.print(f"\nRun folder: {folder}", markup=False, highlight=False)
-    first, last = outcome.val_losses[0], outcome.val_losses[-1]
-    return 0 if last < first else 4
+    return outcome

@@ -9,12 +9,12 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from flatout import hub
-from flatout.config.settings import Decisions, PlanSettings, Settings
+from flatout.config.settings import DataSettings, Decisions, PlanSettings, Settings
 from flatout.cost import (
     GIB,
     Flops,
@@ -51,6 +51,8 @@ class Job:
     num_ranks: int
     steps: int | None = None
     packing: str = "concat"
+    # Positions a token attends to on average, where documents end inside sequences; None: half the sequence.
+    mean_context: float | None = None
     weights_only: bool = False
     # CPU only: measured speed of bf16 matmuls relative to fp32; None when nobody measured.
     cpu_bf16_ratio: float | None = None
@@ -59,6 +61,12 @@ class Job:
     @property
     def device(self) -> str:
         return "cpu" if self.hardware.gpu is None and self.hardware.sm is None else "gpu"
+
+    def flops(self, recompute: str) -> Flops:
+        """Operations per token of this job."""
+        return flops_per_token(
+            self.shape, sequence_length=self.sequence_length, mean_context=self.mean_context, recompute=recompute
+        )
 
     @property
     def rank_sequences(self) -> int:
@@ -104,18 +112,12 @@ class Plan:
 
     @property
     def flops(self) -> Flops:
-        return flops_per_token(
-            self.job.shape, sequence_length=self.job.sequence_length, recompute=self.decisions.recompute or "none"
-        )
+        return self.job.flops(self.decisions.recompute or "none")
 
     @property
     def rates(self) -> Rates:
         peak = _peak(self.job, precision=self.decisions.precision or "fp32", tf32=bool(self.decisions.tf32))
         return Rates(flops=self.flops, peak_flops=peak, num_devices=self.job.num_ranks)
-
-    def explain(self) -> list[tuple[str, Any, str]]:
-        """Rows of (decision, value, reason) in the order they are declared."""
-        return [(f.name, getattr(self.decisions, f.name), self.reasons[f.name]) for f in fields(Decisions)]
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -151,7 +153,7 @@ def shape_of(settings: Settings) -> ModelShape:
             kv_heads=model.kv_heads or model.heads,
             head_dim=model.head_dim or model.hidden // model.heads,
             intermediate=model.intermediate or _up(model.hidden * 8 // 3, 128),
-            vocab=model.vocab or _up(tokenizer_size(settings.data.tokenizer), 64),
+            vocab=model.vocab or _up(vocabulary(settings.data), 64),
             positions=model.positions or length,
             tied=model.tied,
             qk_norm=model.qk_norm,
@@ -162,9 +164,19 @@ def shape_of(settings: Settings) -> ModelShape:
     if length > shape.positions:
         raise UsageError(
             f"data.sequence_length {length} is longer than the model's {shape.positions} positions: "
-            "shorten the sequences or raise model.positions"
+            "shorten the sequences" + ("" if model.name else ", or raise model.positions")
         )
     return shape
+
+
+def vocabulary(data: DataSettings) -> int:
+    """Number of ids the data uses: its tokenizer's, or what the manifest of prepared shards says."""
+    for folder in (Path(data.path or "") / "train", Path(data.path or "")):
+        if data.source == "tokens" and (manifest := folder / "manifest.json").is_file():
+            size = hub.read_json(manifest).get("tokenizer", {}).get("vocab_size")
+            if isinstance(size, int):
+                return size
+    return tokenizer_size(data.tokenizer)
 
 
 def tokenizer_size(spec: str) -> int:
@@ -287,11 +299,10 @@ def _tf32(job: Job) -> tuple[bool, str]:
 
 
 def _loss_chunk(job: Job, micro_tokens: int) -> tuple[int, str]:
-    rows = min(LOSS_ROWS[job.device], micro_tokens)
-    while micro_tokens % rows:
-        rows -= 1
+    chunks = math.ceil(micro_tokens / LOSS_ROWS[job.device])
+    rows = math.ceil(micro_tokens / chunks)
     saved = (micro_tokens - rows) * job.shape.vocab * 2 / GIB
-    return rows, f"{micro_tokens // rows} chunks a micro-batch; holds {saved:.1f} GiB fewer logits than all at once"
+    return rows, f"{chunks} chunks a micro-batch; holds {saved:.1f} GiB fewer logits than all at once"
 
 
 def _workers(job: Job) -> tuple[int, str]:
@@ -336,6 +347,7 @@ def _memory(job: Job, *, micro_batch: int, recompute: str, precision: str, compi
         compiled=compiled,
         loss_chunk=job.pins.loss_chunk or rows,
         accumulation=max(1, job.rank_sequences // micro_batch),
+        num_ranks=job.num_ranks,
     )
 
 
@@ -405,7 +417,7 @@ def _batch(job: Job, *, precision: str, compiled: bool) -> tuple[int, int, str, 
 
 def _predict(job: Job, decisions: Decisions, memory: Memory) -> Prediction:
     precision, recompute = decisions.precision or "fp32", decisions.recompute or "none"
-    flops = flops_per_token(job.shape, sequence_length=job.sequence_length, recompute=recompute)
+    flops = job.flops(recompute)
     peak = _peak(job, precision=precision, tf32=bool(decisions.tf32))
     seconds = _step_s(
         job,
@@ -448,8 +460,7 @@ def _step_s(
         job.shape,
         micro_tokens=micro_tokens,
         accumulation=accumulation,
-        sequence_length=job.sequence_length,
-        flops=flops_per_token(job.shape, sequence_length=job.sequence_length, recompute=recompute),
+        flops=job.flops(recompute),
         precision=precision,
         peak_flops=peak,
         bandwidth=job.hardware.bandwidth,
@@ -472,6 +483,7 @@ def job_of(
     hardware: Hardware,
     num_ranks: int,
     total_steps: int | None = None,
+    mean_context: float | None = None,
     cpu_bf16_ratio: float | None = None,
 ) -> Job:
     """The job a configuration describes, on this hardware."""
@@ -486,6 +498,7 @@ def job_of(
         num_ranks=num_ranks,
         steps=total_steps,
         packing=settings.data.packing,
+        mean_context=mean_context,
         weights_only=settings.save.weights_only,
         cpu_bf16_ratio=cpu_bf16_ratio,
         pins=settings.plan,

@@ -86,8 +86,7 @@ def test_a_broken_rule_is_the_one_mistake(changes: dict[str, Any], mistake: str)
     [
         {"train.steps": None, "train.epochs": 0.5},
         {"model.hidden": 66, "model.head_dim": 16},
-        {"model.name": "some/model", "model.heads": None},
-        {"model.name": "some/model", "model.kv_heads": 3, "model.heads": None},
+        {"model.name": "some/model", "model.layers": None, "model.hidden": None, "model.heads": None},
         {"model.positions": 128},
         {"data.source": "text", "data.path": "corpus"},
         {"train.warmup_steps": 9},

@@ -22,8 +22,9 @@ def real_data() -> Path:
 
 
 @pytest.fixture
-def make_shards(tmp_path: Path) -> Callable[..., Shards]:
+def make_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Shards]:
     """Shards of documents with given lengths; token i of the corpus is i modulo 251, ends aside."""
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)  # thousands of small files that need not last
 
     def make(lengths: list[int], *, shard_tokens: int = 1 << 24, name: str = "shards") -> Shards:
         writer = ShardWriter(tmp_path / name, tokenizer=FACTS, source={"key": "k"}, shard_tokens=shard_tokens)

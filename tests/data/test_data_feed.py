@@ -8,6 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from flatout.data import feed as module
 from flatout.data.feed import Feed, Staging
 from flatout.data.stream import Batch
 from flatout.errors import EnvironmentLacks, RunFailed
@@ -40,7 +41,6 @@ def delayed(step: int) -> list[Batch]:
 def test_steps_come_in_order_whatever_the_workers_do(workers: int, prefetch: int) -> None:
     with Feed(delayed, start=5, stop=45, workers=workers, prefetch=prefetch, pin=False) as feed:
         assert steps(feed) == list(range(5, 45))
-        assert feed.wait_s >= 0
 
 
 def test_workers_stay_within_the_prefetch() -> None:
@@ -59,6 +59,56 @@ def test_workers_stay_within_the_prefetch() -> None:
                 assert max(asked) <= taken + 4
         wait_until(lambda: len(asked) == 14)
     assert sorted(asked) == list(range(14))
+
+
+@pytest.mark.parametrize("added", [0, 3])
+def test_every_worker_has_a_step_to_work_on(added: int) -> None:
+    together = threading.Barrier(4, timeout=10)
+
+    def make(step: int) -> list[Batch]:
+        together.wait()  # breaks unless four steps are in the making at once
+        return [batch(step)]
+
+    with Feed(make, start=0, stop=12, workers=4 - added, prefetch=1, pin=False) as feed:
+        for _ in range(added):
+            feed.add_worker()
+        assert feed.num_workers == 4
+        assert steps(feed) == list(range(12))
+
+
+def test_a_worker_can_be_added_where_there_was_none() -> None:
+    caller = threading.get_ident()
+    made: list[tuple[int, bool]] = []
+
+    def make(step: int) -> list[Batch]:
+        made.append((step, threading.get_ident() == caller))
+        return [batch(step)]
+
+    with Feed(make, start=0, stop=8, workers=0, prefetch=2, pin=False) as feed:
+        for _ in range(3):
+            next(feed)
+        feed.add_worker()
+        assert steps(feed) == list(range(3, 8))
+    assert made == [(step, step < 3) for step in range(8)]
+
+
+def test_staged_steps_stay_untouched_while_workers_are_added(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(module, "Staging", lambda num_slots, *, pin: Staging(num_slots, pin=False))
+    prefetch = 2
+    held: list[tuple[int, Batch]] = []
+    addresses: list[int] = []
+    with Feed(delayed, start=0, stop=90, workers=1, prefetch=prefetch, pin=True) as feed:
+        for step, [staged] in enumerate(feed):
+            if step % 10 == 9:
+                feed.add_worker()
+            held = [*held, (step, staged)][-(prefetch + 2) :]
+            addresses.append(staged.tokens.data_ptr())
+            time.sleep(0.002)  # let the workers run ahead as far as they may
+            for number, earlier in held:
+                assert earlier.tokens.tolist() == [number] * 8
+    assert len(addresses) == 90
+    assert len(set(addresses)) <= 2 * 9 + prefetch + 2  # nine workers ahead, and as many that came out of turn
 
 
 def wait_until(done: Callable[[], bool]) -> None:
@@ -120,6 +170,19 @@ def test_staging_reuses_its_memory_after_a_round(segments: bool) -> None:
         addresses.append(tuple(got.tokens.data_ptr() for got in staged))
     assert addresses[:3] == addresses[3:6] == addresses[6:]
     assert len({pointer for slot in addresses for pointer in slot}) == 6
+
+
+def test_staging_grows_without_touching_what_is_held() -> None:
+    staging = Staging(3, pin=False)
+    held: list[tuple[int, Batch]] = []
+    for step in range(20):
+        if step == 7:
+            staging.num_slots = 5
+        held.append((step, staging.stage(step, [batch(step)])[0]))
+        num_kept = 3 if step < 7 else min(5, step - 3)  # step 6 took the place of step 3
+        for number, earlier in held[-num_kept:]:
+            assert earlier.tokens.tolist() == [number] * 8
+    assert len({earlier.tokens.data_ptr() for _, earlier in held}) == 5
 
 
 def test_staging_follows_a_change_of_shape() -> None:

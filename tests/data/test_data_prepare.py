@@ -8,7 +8,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,10 @@ import pytest
 
 from flatout.config.settings import DataSettings
 from flatout.data import prepare as module
+from flatout.data import sources
 from flatout.data.embedded import documents
-from flatout.data.prepare import Prepared, describe, prepare, start_background
-from flatout.data.shards import Shards, read_manifest, writer_is_alive
+from flatout.data.prepare import Background, Prepared, Task, describe, prepare, start_background
+from flatout.data.shards import Shards, read_manifest, writer_is_alive, writer_log
 from flatout.data.stream import Stream
 from flatout.errors import RunFailed, UsageError
 
@@ -87,6 +89,50 @@ def test_of_an_only_document_the_tail_is_held_out(tmp_path: Path, cached: Any) -
     prepared = prepare(cached(source="text", path=str(tmp_path / "a.txt"), valid_share=0.1), seed=0)
     assert texts(prepared.train, prepared) == ["0123456789" * 9]
     assert texts(prepared.valid, prepared) == ["0123456789"]
+
+
+@pytest.mark.parametrize("others", [[], ["a second one", "a third one"]])
+def test_a_first_document_larger_than_a_shard_is_held_out_in_part(
+    tmp_path: Path, cached: Any, monkeypatch: pytest.MonkeyPatch, others: list[str]
+) -> None:
+    monkeypatch.setattr(module, "SHARD_TOKENS", 20_000)
+    monkeypatch.setattr(module, "ENCODE_CHARACTERS", 5_000)
+    monkeypatch.setattr(sources, "CHUNK_BYTES", 1_000)
+    monkeypatch.setattr(sources, "PIECE_BYTES", 3_000)
+    text = " ".join(map(str, range(30_000)))
+    (tmp_path / "a.txt").write_text("<|endoftext|>".join([text, *others]))
+    settings = cached(source="text", path=str(tmp_path / "a.txt"), valid_share=0.1)
+    prepared = prepare(settings, seed=0, to=tmp_path / "whole")
+    train, valid = texts(prepared.train, prepared), texts(prepared.valid, prepared)
+    if others:
+        assert train.pop() + train.pop() == "a third one" + "a second one"
+    assert "".join(part for pair in zip(train, valid, strict=True) for part in pair) == text
+    assert sum(map(len, valid)) == pytest.approx(0.1 * len(text), abs=len(valid))
+    manifest = read_manifest(prepared.train)
+    assert manifest is not None
+    assert max(shard.tokens for shard in manifest.shards) < 3 * 20_000  # it was never held as a whole
+
+    def stop(num_bytes: int, num_tokens: int) -> None:
+        if num_tokens > 90_000:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        prepare(settings, seed=0, to=tmp_path / "torn", progress=stop)
+    torn = read_manifest(tmp_path / "torn" / "train")
+    assert torn is not None
+    assert torn.consumed > 0
+    prepare(settings, seed=0, to=tmp_path / "torn")
+    assert content(tmp_path / "torn") == content(tmp_path / "whole")
+
+
+def test_a_folder_that_cannot_be_written_is_said_by_the_name_it_was_given_under(tmp_path: Path, cached: Any) -> None:
+    (tmp_path / "file").touch()
+    for to in (tmp_path / "file", tmp_path / "file" / "below"):
+        with pytest.raises(UsageError, match=r"file.* --to needs a folder") as caught:
+            prepare(cached(embedded_mb=0.01), seed=0, to=to)
+        assert "data.cache" not in str(caught.value)
+    with pytest.raises(UsageError, match=r"file.* data\.cache needs a folder"):
+        prepare(DataSettings(embedded_mb=0.01, cache=str(tmp_path / "file")), seed=0)
 
 
 def test_own_validation_data_takes_nothing_from_training(rows: Path, tmp_path: Path, cached: Any) -> None:
@@ -232,14 +278,19 @@ def test_background_writes_what_the_foreground_would(rows: Path, cached: Any) ->
     assert split.train.num_tokens >= 20_000
     split.train.wait_for(10**9)
     assert split.train.complete
-    assert background.process is not None
-    assert background.process.wait(timeout=30) == 0
+    assert writer_of(background).wait(timeout=30) == 0
     foreground = prepare(settings, seed=0)
     assert texts(background.prepared.train, background.prepared) == texts(foreground.train, foreground)
     assert texts(background.prepared.valid, background.prepared) == texts(foreground.valid, foreground)
     again = start_background(settings, seed=0, shard_tokens=20_000)
-    assert again.process is None
+    assert again.writer is None
     assert again.prepared.reused
+
+
+def writer_of(background: Background) -> subprocess.Popen[str]:
+    assert background.writer is not None
+    assert background.writer.process is not None
+    return background.writer.process
 
 
 class Pipe:
@@ -270,17 +321,15 @@ def test_a_killed_writer_is_noticed_and_a_new_one_goes_on(pipe: Pipe, tmp_path: 
     giver = pipe.give(len(pipe.content) // 2, then="f.flush(); time.sleep(60)")
     background = start_background(settings, seed=0, shard_tokens=20_000)
     root = background.prepared.train.parent
-    assert background.process is not None
     assert writer_is_alive(root)
     shards = Shards.open(background.prepared.train)
     stream = Stream(shards, sequence_length=64, batch_sequences=8, seed=0, packing="documents", shuffle=True)
     before = [stream.step_arrays(step).tokens for step in range(60)]
 
-    background.process.send_signal(signal.SIGKILL)
-    background.process.wait()
+    writer_of(background).send_signal(signal.SIGKILL)
+    writer_of(background).wait()
     giver.kill()
     giver.wait()
-    (root / "train" / "tokens-00099.bin.tmp").write_bytes(b"half a shard")
     with pytest.raises(RunFailed, match=r"stopped at \d+ tokens, .* as a killed process does"):
         shards.wait_for(10**9)
 
@@ -288,8 +337,7 @@ def test_a_killed_writer_is_noticed_and_a_new_one_goes_on(pipe: Pipe, tmp_path: 
     restarted = start_background(settings, seed=0, shard_tokens=20_000)
     shards.wait_for(10**9)  # a reader that was there before sees the rest, too
     assert giver.wait() == 0
-    assert restarted.process is not None
-    assert restarted.process.wait(timeout=30) == 0
+    assert writer_of(restarted).wait(timeout=30) == 0
     resumed = restarted.prepared.open().train
     assert resumed.num_tokens == shards.num_tokens
     stream = Stream(resumed, sequence_length=64, batch_sequences=8, seed=0, packing="documents", shuffle=True)
@@ -299,22 +347,72 @@ def test_a_killed_writer_is_noticed_and_a_new_one_goes_on(pipe: Pipe, tmp_path: 
     (tmp_path / "whole.jsonl").write_bytes(pipe.content)
     whole = cached(source="jsonl", path=str(tmp_path / "whole.jsonl"), valid_share=0.1)
     uninterrupted = start_background(whole, seed=0, shard_tokens=20_000)
-    assert uninterrupted.process is not None
-    assert uninterrupted.process.wait(timeout=30) == 0
+    assert writer_of(uninterrupted).wait(timeout=30) == 0
     assert content(root) == content(uninterrupted.prepared.train.parent)
 
 
-def test_a_second_run_shares_the_writer(pipe: Pipe, cached: Any) -> None:
+def test_a_second_run_shares_the_writer_and_outlives_it(pipe: Pipe, cached: Any) -> None:
     settings = cached(source="jsonl", path=str(pipe.path))
     giver = pipe.give(len(pipe.content) // 2, then="f.flush(); time.sleep(60)")
     first = start_background(settings, seed=0, shard_tokens=20_000)
     second = start_background(settings, seed=0, shard_tokens=20_000)
-    assert first.process is not None
-    assert second.process is None
+    assert second.writer is not None
+    assert second.writer.process is None
+    shards = second.prepared.open().train
+    root = first.prepared.train.parent
+    assert writer_of(first).poll() is None
     first.close()
     giver.kill()
     giver.wait()
-    assert not writer_is_alive(first.prepared.train.parent)
+    assert not writer_is_alive(root)
+
+    giver = pipe.give(len(pipe.content), then="f.close()")
+    with ThreadPoolExecutor(4) as workers:  # as those of a feed, all of which miss the same shards
+        list(workers.map(shards.wait_for, [10**9] * 4))
+    assert shards.complete
+    assert giver.wait() == 0
+    assert writer_of(second).wait(timeout=30) == 0
+    found = describe(root)
+    assert found["train"]["documents"] + found["valid"]["documents"] == 20_000
+
+
+@pytest.fixture
+def stuck(pipe: Pipe, cached: Any) -> Iterator[Background]:
+    """A stream whose writer was killed after its first shards."""
+    giver = pipe.give(len(pipe.content) // 2, then="f.flush(); time.sleep(60)")
+    background = start_background(cached(source="jsonl", path=str(pipe.path)), seed=0, shard_tokens=20_000)
+    writer_of(background).kill()
+    writer_of(background).wait()
+    giver.kill()
+    giver.wait()
+    yield background
+    background.close()
+
+
+@pytest.mark.parametrize(("code", "starts"), [(3, 3), (4, 3), (2, 1)])
+def test_a_writer_that_fails_again_and_again_is_given_up(
+    stuck: Background, monkeypatch: pytest.MonkeyPatch, code: int, starts: int
+) -> None:
+    started: list[subprocess.Popen[str]] = []
+
+    def spawn(task: Task) -> subprocess.Popen[str]:
+        with writer_log(task.root).open("w") as log:
+            failing = f"import sys; print('no luck, time {len(started) + 1}'); sys.exit({code})"
+            started.append(subprocess.Popen([sys.executable, "-c", failing], stdout=log, text=True))
+        return started[-1]
+
+    monkeypatch.setattr(module, "_spawn", spawn)
+    with pytest.raises(RunFailed, match=rf"stopped at \d+ tokens, .*: no luck, time {starts}\n"):
+        stuck.prepared.open().train.wait_for(10**9)
+    assert [process.wait() for process in started] == [code] * starts
+
+
+def test_a_closed_run_starts_no_writer(stuck: Background) -> None:
+    shards = stuck.prepared.open().train
+    stuck.close()
+    with pytest.raises(RunFailed, match="stopped at"):
+        shards.wait_for(10**9)
+    assert not writer_is_alive(stuck.prepared.train.parent)
 
 
 def test_an_orphaned_writer_ends(pipe: Pipe, tmp_path: Path) -> None:
@@ -363,6 +461,9 @@ def test_a_real_dataset_route(tmp_path: Path, cached: Any) -> None:
     (folder / "train.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in CORPUS))
     background = start_background(cached(source="hf", name=str(folder)), seed=0, shard_tokens=50_000)
     split = background.prepared.open()
+    fingerprint = split.train.fingerprint
     split.train.wait_for(10**9)
     assert split.train.complete
+    again = start_background(cached(source="hf", name=str(folder)), seed=0, shard_tokens=50_000)
+    assert again.prepared.open().train.fingerprint == fingerprint
     assert describe(background.prepared.train.parent)["train"]["bad_rows"]["rows"] == len(CORPUS)

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import errno
 import json
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -11,8 +13,9 @@ from data_facts import FACTS
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from flatout.data.shards import Shards, ShardWriter, read_manifest
-from flatout.errors import RunFailed, UsageError
+from flatout.data import shards as module
+from flatout.data.shards import Shards, ShardWriter, TokenizerFacts, read_manifest
+from flatout.errors import EnvironmentLacks, RunFailed, UsageError
 
 LENGTHS = [5, 9, 2, 30, 4, 4, 17, 3, 26]
 Make = Callable[..., Shards]
@@ -39,7 +42,7 @@ def test_windows_cross_files(make_shards: Make, shard_tokens: int) -> None:
         shards.window(99, 2)
 
 
-@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     lengths=st.lists(st.integers(1, 20), min_size=1, max_size=40),
     shard_tokens=st.integers(1, 60),
@@ -52,6 +55,35 @@ def test_the_fullest_window_is_found(make_shards: Make, lengths: list[int], shar
         for begin in range(0, shards.num_tokens, length)
     ]
     assert shards.max_segments(length) == max(segments)
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    lengths=st.lists(st.integers(1, 20), min_size=1, max_size=40),
+    shard_tokens=st.integers(1, 60),
+    length=st.integers(1, 30),
+)
+def test_mean_context_is_what_counting_gives(
+    make_shards: Make, lengths: list[int], shard_tokens: int, length: int
+) -> None:
+    shards = make_shards(lengths, shard_tokens=shard_tokens, name=str(abs(hash((*lengths, shard_tokens)))))
+    seen = []
+    for begin in range(0, shards.num_tokens - length, length):  # the token after the last window is its target
+        starts = {0, *shards.document_starts(begin, length).tolist()}
+        for i in range(length):
+            seen.append(i - max(start for start in starts if start <= i) + 1)
+    if seen:
+        assert shards.mean_context(length) == pytest.approx(sum(seen) / len(seen))
+    else:
+        with pytest.raises(UsageError, match=f"one sequence needs {length + 1}"):
+            shards.mean_context(length)
+
+
+def test_mean_context_is_of_the_first_windows(make_shards: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    shards = make_shards([2] * 20 + [100])
+    monkeypatch.setattr(module, "MEASURED_WINDOWS", 4)
+    assert shards.mean_context(10) == 1.5
+    assert shards.part(40, 140).mean_context(10) == 5.5
 
 
 def test_large_vocabularies_take_four_bytes(tmp_path: Path) -> None:
@@ -172,6 +204,75 @@ def test_raw_files_of_another_kind_are_refused(tmp_path: Path) -> None:
             Shards.raw([tmp_path / name], eos_id=None)
 
 
+def test_raw_files_are_known_by_their_content(tmp_path: Path) -> None:
+    def fingerprint(folder: Path) -> str:
+        return Shards.raw(sorted(folder.iterdir()), eos_id=256).fingerprint
+
+    there = tmp_path / "there"
+    there.mkdir()
+    tokens = expected(LENGTHS)
+    tokens.astype("<u2").tofile(there / "a.bin")
+    np.save(there / "b.npy", tokens)
+    with (there / "c.bin").open("wb") as huge:
+        huge.truncate(1 << 34)  # sparse: nothing is stored, and little of it read
+    before = fingerprint(there)
+    moved = there.rename(tmp_path / "moved")
+    assert fingerprint(moved) == before
+    seen = {before}
+    for name in ("a.bin", "b.npy"):
+        flip(moved / name)
+        seen.add(fingerprint(moved))
+    for position in (0, (1 << 34) - 1):
+        with (moved / "c.bin").open("r+b") as huge:
+            huge.seek(position)
+            huge.write(b"x")
+        seen.add(fingerprint(moved))
+    with (moved / "c.bin").open("r+b") as huge:
+        huge.truncate(1 << 33)
+    assert len({*seen, fingerprint(moved)}) == 6
+
+
+def test_any_change_of_a_file_of_four_megabytes_is_noticed(tmp_path: Path) -> None:
+    path = tmp_path / "a.bin"
+    path.write_bytes(bytes(4 << 20))
+    before = Shards.raw([path], eos_id=256).fingerprint
+    for position in range(0, 4 << 20, 99_991):
+        with path.open("r+b") as file:
+            file.seek(position)
+            file.write(b"x")
+        now = Shards.raw([path], eos_id=256).fingerprint
+        assert now != before
+        before = now
+
+
+def test_a_stream_is_known_by_where_it_comes_from(tmp_path: Path) -> None:
+    def fingerprints(name: str, key: str, tokenizer: TokenizerFacts) -> list[str]:
+        """While it is written, after it is, and of one that was open all the time."""
+        writer = ShardWriter(tmp_path / name, tokenizer=tokenizer, source={"key": key}, streaming=True)
+        writer.append(np.arange(9))
+        writer.flush()
+        growing = Shards.open(tmp_path / name)
+        found = [growing.fingerprint]
+        writer.append(np.arange(4))
+        writer.finish()
+        growing.wait_for(15)
+        assert growing.complete
+        return [*found, Shards.open(tmp_path / name).fingerprint, growing.fingerprint]
+
+    same = fingerprints("same", "k", FACTS)
+    assert len(set(same)) == 1
+    assert same == fingerprints("moved", "k", FACTS)
+    assert same[0] not in fingerprints("other", "o", FACTS)
+    assert same[0] not in fingerprints("retold", "k", replace(FACTS, fingerprint="0" * 64))
+
+
+def test_another_part_is_another_fingerprint(make_shards: Make) -> None:
+    shards = make_shards(LENGTHS)
+    assert shards.part(0, 90).fingerprint != shards.part(0, 80).fingerprint != shards.fingerprint
+    assert shards.fingerprint == make_shards(LENGTHS, name="again").fingerprint
+    assert shards.fingerprint != make_shards(LENGTHS[::-1], name="other").fingerprint
+
+
 def test_a_part_is_a_sequence_of_its_own(make_shards: Make) -> None:
     shards = make_shards(LENGTHS, shard_tokens=30)
     tail = shards.part(41, 100)
@@ -210,6 +311,47 @@ def test_a_new_shard_is_verified_too(tmp_path: Path) -> None:
     flip(tmp_path / "tokens-00001.bin")
     with pytest.raises(UsageError, match=r"tokens-00001\.bin has changed"):
         shards.refresh()
+
+
+def test_a_shard_is_on_disk_before_the_manifest_counts_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: list[tuple[str, list[str]]] = []
+    fsync = os.fsync
+
+    def spy(descriptor: int) -> None:
+        path = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
+        synced.append((path.name, sorted(file.name for file in path.iterdir()) if path.is_dir() else []))
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", spy)
+    folder = tmp_path / "train"
+    writer = ShardWriter(folder, tokenizer=FACTS, source={"key": "k"})
+    writer.append(np.arange(9))
+    writer.flush()
+    tokens, documents, manifest = "tokens-00000.bin", "documents-00000.bin", "manifest.json"
+    assert [files for name, files in synced if name == "train"] == [
+        [tokens],
+        [documents, tokens],
+        [documents, manifest, tokens],
+    ]
+
+
+def test_a_full_disk_is_what_the_environment_lacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    writer = ShardWriter(tmp_path, tokenizer=FACTS, source={"key": "k"})
+    writer.append(np.arange(9))
+
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(EnvironmentLacks, match=r"no space left to write .*tokens-00000\.bin \(20 bytes\); free some"):
+        writer.flush()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_a_killed_writer_left_half_is_removed(tmp_path: Path) -> None:
+    (tmp_path / ".tokens-00000.bin.123.tmp").write_bytes(b"half a shard")
+    ShardWriter(tmp_path, tokenizer=FACTS, source={"key": "k"})
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_writer_goes_on_where_it_was(tmp_path: Path) -> None:

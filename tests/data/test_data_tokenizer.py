@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from flatout import hub
 from flatout.data.embedded import documents
 from flatout.data.tokenizer import ByteTokenizer, Tokenizer, encode_arrays, load_tokenizer
 from flatout.errors import UsageError
@@ -119,11 +120,15 @@ def test_another_eos_is_another_fingerprint(bpe: Tokenizer, tmp_path: Path) -> N
         ("bpe:256", "SIZE is a number from 257"),
         ("./nowhere", "does not exist"),
         ("/nowhere/tokenizer.json", "does not exist"),
-        ("a/b/c", "neither byte"),
+        ("a/b/c", "does not exist"),
+        ("~/nowhere", "does not exist"),
+        ("models/tokenizer.model", "does not exist"),
+        ("bytes", "neither byte, bpe:SIZE"),
         ("bpe:300", "trained on text"),
     ],
 )
-def test_a_wrong_name_is_explained(spec: str, says: str, tmp_path: Path) -> None:
+def test_a_wrong_name_is_explained(spec: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hub, "folder", lambda name, *, weights: pytest.fail(f"{name} went to the hub"))
     with pytest.raises(UsageError, match=says):
         load_tokenizer(spec, documents=None, cache=tmp_path / "cache")
 
@@ -148,6 +153,31 @@ def test_damaged_files_are_explained(bpe: Tokenizer, tmp_path: Path) -> None:
         load_tokenizer(str(tmp_path), documents=None, cache=tmp_path)
 
 
+@pytest.mark.parametrize("name", ["somebody/some-model", "Qwen/Qwen2.5-0.5B", "microsoft/phi-1.5", "a/b.v2-Chat"])
+def test_names_on_the_hub_go_to_the_one_downloader(
+    bpe: Tokenizer, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[str, bool]] = []
+
+    def folder(name: str, *, weights: bool) -> Path:
+        asked.append((name, weights))
+        return tmp_path
+
+    monkeypatch.setattr(hub, "folder", folder)
+    bpe.save(tmp_path)
+    assert load_tokenizer(name, documents=None, cache=tmp_path / "cache").fingerprint == bpe.fingerprint
+    assert asked == [(name, False)]
+
+
+def test_a_name_the_hub_refuses_is_explained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def folder(name: str, *, weights: bool) -> Path:
+        raise UsageError(f"the hub refused {name!r}")
+
+    monkeypatch.setattr(hub, "folder", folder)
+    with pytest.raises(UsageError, match=r"data\.tokenizer: the hub refused 'some/body'; check the name, or log in"):
+        load_tokenizer("some/body", documents=None, cache=tmp_path)
+
+
 def test_a_name_that_cannot_be_downloaded_is_what_the_environment_lacks(tmp_path: Path) -> None:
     code = (
         "from pathlib import Path; from flatout.data.tokenizer import load_tokenizer\n"
@@ -157,8 +187,8 @@ def test_a_name_that_cannot_be_downloaded_is_what_the_environment_lacks(tmp_path
     )
     environment = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path), "PATH": ""}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
-    assert "somebody/some-model" in done.stdout
-    assert "name that folder" in done.stdout
+    assert done.stdout.startswith("data.tokenizer: model 'somebody/some-model'")
+    assert "give a folder" in done.stdout
 
 
 def test_real_tokenizers_round_trip(real_data: Path, tmp_path: Path) -> None:

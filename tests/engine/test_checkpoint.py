@@ -10,9 +10,11 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
 import torch
 from torch import nn
 
+from flatout.engine import checkpoint
 from flatout.engine.checkpoint import Checkpoints, restore
 
 
@@ -37,12 +39,12 @@ def save(folder: Path, *steps: int, keep: int = 2, identity: str = "run") -> Che
 
 def test_what_is_saved_comes_back_to_the_bit(tmp_path: Path) -> None:
     save(tmp_path, 7)
-    checkpoint, problems = Checkpoints(tmp_path, identity="run", keep=2).latest()
-    assert checkpoint is not None
-    assert (checkpoint.step, checkpoint.state, checkpoint.resumable, problems) == (7, {"tokens": 70}, True, [])
+    found, problems = Checkpoints(tmp_path, identity="run", keep=2).latest()
+    assert found is not None
+    assert (found.step, found.state, found.resumable, problems) == (7, {"tokens": 70}, True, [])
     model, optimizer = build(99)
     expected_model, expected_optimizer = build(7)
-    restore(checkpoint, model=model, optimizer=optimizer)
+    restore(found, model=model, optimizer=optimizer)
     for one, other in zip(model.parameters(), expected_model.parameters(), strict=True):
         assert torch.equal(one, other)
         for name, value in expected_optimizer.state[other].items():
@@ -98,27 +100,44 @@ def test_every_mutation_is_found_and_the_older_one_taken(tmp_path: Path) -> None
         folder = tmp_path / "trial"
         shutil.copytree(original, folder)
         what = mutate(folder / "step-00000002", rng)
-        checkpoint, problems = Checkpoints(folder, identity="run", keep=2).latest()
-        assert checkpoint is not None, f"{trial}: {what}"
-        assert checkpoint.step == 1, f"{trial}: {what} was not noticed"
+        found, problems = Checkpoints(folder, identity="run", keep=2).latest()
+        assert found is not None, f"{trial}: {what}"
+        assert found.step == 1, f"{trial}: {what} was not noticed"
         assert len(problems) == 1
         assert problems[0].startswith("step-00000002: ")
         shutil.rmtree(folder)
 
 
+def test_a_byte_that_changes_on_its_way_to_the_disk_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The hashes are of what was in memory, so a disk that lies is caught before anything is replaced by it."""
+    save(tmp_path, 1)
+    plain = checkpoint.save_file
+
+    def lying(tensors: dict[str, torch.Tensor], path: Path) -> None:
+        plain(tensors, path)
+        content = bytearray(path.read_bytes())
+        content[-1] ^= 1
+        path.write_bytes(content)
+
+    monkeypatch.setattr(checkpoint, "save_file", lying)
+    with pytest.raises(OSError, match="read back differently"):
+        save(tmp_path, 2)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["latest", "step-00000001"]
+
+
 def test_another_runs_checkpoint_is_refused(tmp_path: Path) -> None:
     save(tmp_path, 5)
-    checkpoint, problems = Checkpoints(tmp_path, identity="other", keep=2).latest()
-    assert checkpoint is None
+    found, problems = Checkpoints(tmp_path, identity="other", keep=2).latest()
+    assert found is None
     assert "another run" in problems[0]
 
 
 def test_a_copied_manifest_of_another_step_is_refused(tmp_path: Path) -> None:
     save(tmp_path, 1, 2)
     shutil.copytree(tmp_path / "step-00000002", tmp_path / "step-00000009")
-    checkpoint, problems = Checkpoints(tmp_path, identity="run", keep=2).latest()
-    assert checkpoint is not None
-    assert checkpoint.step == 2
+    found, problems = Checkpoints(tmp_path, identity="run", keep=2).latest()
+    assert found is not None
+    assert found.step == 2
     assert "of step 2" in problems[0]
 
 
@@ -127,6 +146,7 @@ import sys
 from pathlib import Path
 import torch
 from torch import nn
+from flatout.engine import checkpoint
 from flatout.engine.checkpoint import Checkpoints
 folder = Path(sys.argv[1])
 model = nn.Linear(600, 600)
@@ -157,11 +177,11 @@ def test_killed_at_any_moment_a_whole_checkpoint_stands(tmp_path: Path) -> None:
         lines = process.stdout.read().split()
         process.wait()
         reported = max([reported, *map(int, lines)])
-        checkpoint, problems = Checkpoints(tmp_path, identity="run", keep=2).latest()
+        found, problems = Checkpoints(tmp_path, identity="run", keep=2).latest()
         assert problems == []
         if reported:
-            assert checkpoint is not None
-            assert checkpoint.step >= reported
+            assert found is not None
+            assert found.step >= reported
     assert reported > 3
     model, optimizer = build()
     step = 1 + max(int(p.name[5:]) for p in tmp_path.glob("step-????????"))
@@ -174,6 +194,7 @@ import resource, sys
 from pathlib import Path
 import torch
 from torch import nn
+from flatout.engine import checkpoint
 from flatout.engine.checkpoint import Checkpoints
 model = nn.Linear(600, 600)
 checkpoints = Checkpoints(Path(sys.argv[1]), identity="run", keep=2)
@@ -198,4 +219,4 @@ def test_the_manifest_is_plain_json_with_hashes(tmp_path: Path) -> None:
     save(tmp_path, 1)
     manifest = json.loads((tmp_path / "step-00000001" / "manifest.json").read_text())
     assert set(manifest["files"]) == {"weights-rank00000.safetensors", "optimizer-rank00000.safetensors"}
-    assert manifest["tensors"]["weights-rank00000.safetensors"]["weight"]["shape"] == [8, 16]
+    assert manifest["files"]["weights-rank00000.safetensors"]["tensors"]["weight"]["shape"] == [8, 16]

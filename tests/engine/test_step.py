@@ -24,6 +24,7 @@ ACTIVE = Active(
     device=torch.device("cpu"),
     dtype=torch.float32,
     attention="flash",
+    repeat_kv=False,
     varlen=False,
     compile="none",
     fused_optimizer=True,

@@ -182,6 +182,75 @@ def test_target_stops_the_run_and_patience_too(flatout: Call, config: Path, tmp_
     assert len(trajectory(run)) == 4
 
 
+def test_a_save_that_fails_is_never_called_a_save(
+    config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from flatout.config import dump, load, to_mapping
+    from flatout.engine.checkpoint import Checkpoints
+    from flatout.errors import RunFailed
+    from flatout.recipes import pretrain
+
+    def full(*_args: object, **_kwargs: object) -> Path:
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(Checkpoints, "save", full)
+    settings = load(config, overrides=["save.every=6"]).settings
+    with pytest.raises(RunFailed, match="could not be saved"):
+        pretrain.run(settings, folder=tmp_path / "run", config_text=dump(settings), config=to_mapping(settings))
+    run = Run.open(tmp_path / "run")
+    assert len(list(run.steps())) == 12, "training went on"
+    kinds = [event.kind for event in run.events()]
+    assert (kinds.count("save-failed"), kinds.count("save")) == (3, 0), "twice on its cadence, once more at the end"
+
+
+def test_a_trace_that_the_run_cuts_short_is_written_all_the_same(flatout: Call, config: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    done = flatout(
+        "train", config, "train.steps=null", "train.tokens=3000", "profile.steps=[2, 100]", "--run", run
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "aten::" in (run / "profile" / "kernels.txt").read_text()
+
+
+def test_a_run_is_judged_as_a_whole_after_a_resume(flatout: Call, config: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    assert flatout("train", config, "train.steps=19", "--run", run).returncode == 0
+    done = flatout("train", config, "train.steps=20", "criteria.loss_falling=true", "--run", run, "--resume")
+    assert done.returncode == 0, done.stderr
+    assert "not met" not in done.stdout
+    assert events(run, "end")[-1]["verdicts"][0]["met"] is True  # type: ignore[index]
+
+
+def test_the_validation_set_is_the_same_whatever_the_plan(flatout: Call, config: Path, tmp_path: Path) -> None:
+    losses = []
+    for size in (1, 8):
+        run = tmp_path / str(size)
+        done = flatout("train", config, f"plan.micro_batch={size}", "eval.tokens=5000", "train.steps=3", "--run", run)
+        assert done.returncode == 0, done.stderr
+        losses.append(float(str(events(run, "eval")[0]["val_loss"])))
+    assert losses[0] == pytest.approx(losses[1], abs=1e-5)
+
+
+def test_a_resumed_run_keeps_its_plan_and_says_what_is_pinned_anew(flatout: Call, config: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    assert flatout("train", config, "plan.micro_batch=2", "--run", run).returncode == 0
+    done = flatout("train", config, "train.steps=14", "plan.precision=bf16", "--run", run, "--resume")
+    assert done.returncode == 0, done.stderr
+    assert "began with plan.precision fp32 and goes on with bf16" in done.stdout
+    planned = [dict(event.data) for event in Run.open(run).events() if event.kind == "plan"]
+    assert [plan["decisions"]["micro_batch"] for plan in planned] == [2, 2]
+
+
+def test_a_reached_target_stays_reached(flatout: Call, config: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    settings = ["train.steps=60", "target.val_loss=5.5", "eval.every=2"]
+    assert flatout("train", config, *settings, "--run", run).returncode == 0
+    steps = len(trajectory(run))
+    assert flatout("train", config, *settings, "--run", run, "--resume").returncode == 0
+    assert len(trajectory(run)) == steps < 60
+    assert len(events(run, "target")) == 1
+
+
 def test_weights_only_is_smaller_and_cannot_be_resumed(flatout: Call, config: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     assert flatout("train", config, "save.weights_only=true", "--run", run).returncode == 0

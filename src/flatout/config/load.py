@@ -274,6 +274,11 @@ class _Gathered:
     def _add(self, key: str, value: yaml.Node | str, *, place: _Place) -> None:
         """One key with its value: a YAML node, or text from the environment or the command line."""
         if key in SHORTHANDS and isinstance(value, (str, yaml.ScalarNode)):
+            # It stands for the whole section: what weaker sources said of it does not count any more.
+            weaker = [name for name, given in self.given.items() if given.place.source != place.source]
+            for name in weaker:
+                if name.startswith(f"{key}."):
+                    del self.given[name]
             key = SHORTHANDS[key]
         if key in _sections():
             names = [name for name in _leaves() if name.startswith(f"{key}.")]

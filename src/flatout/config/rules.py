@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from flatout.config.settings import DataSettings, ModelSettings, Settings
 
@@ -49,6 +49,16 @@ def _model(model: ModelSettings) -> Iterator[Breach]:
             keys=(*missing, "model.name"),
             text="missing; give model.name, or all of model.layers, model.hidden and model.heads",
         )
+
+    if model.name is not None:
+        default = ModelSettings()
+        for field in fields(model):
+            if field.name not in ("name", "weights") and getattr(model, field.name) != getattr(default, field.name):
+                value = getattr(model, field.name)
+                yield Breach(
+                    keys=(f"model.{field.name}", "model.name"),
+                    text=f"{value} beside model.name, whose config.json gives the shape; leave one out",
+                )
 
     head_dim = model.head_dim
     if model.hidden is not None and model.heads is not None and head_dim is None:
@@ -114,10 +124,16 @@ def _stops(settings: Settings) -> Iterator[Breach]:
                 yield Breach(keys=(key, "eval.every"), text="needs evaluations during the run; give eval.every")
     if settings.profile.steps is not None:
         first, last = settings.profile.steps
+        steps = settings.train.steps
         if not 0 <= first <= last:
             yield Breach(
                 keys=("profile.steps",),
                 text=f"[{first}, {last}] must be the first and the last step, in this order, from 0 up",
+            )
+        elif steps is not None and last >= steps:
+            yield Breach(
+                keys=("profile.steps", "train.steps"),
+                text=f"[{first}, {last}] must end before train.steps ({steps}); steps count from 0",
             )
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -26,12 +24,8 @@ class Corpus:
 
     @property
     def fingerprint(self) -> str:
-        """One hash of what is trained on. Of a stream that is still being written: of where it comes from."""
-        manifest = self.train.manifest
-        facts: Any = [self.train.name, self.train.num_tokens]
-        if manifest is not None:
-            facts = [shard.tokens_sha256 for shard in manifest.shards] if manifest.complete else manifest.source["key"]
-        return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
+        """One hash of what is trained on, see `Shards.fingerprint`: a checkpoint goes on with the same data only."""
+        return self.train.fingerprint
 
     def check_vocab(self, vocab: int) -> None:
         """Refuses data with ids the model has no row for."""

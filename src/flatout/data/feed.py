@@ -1,14 +1,12 @@
 """Has the batches of the coming steps ready before they are asked for, in order, in pinned memory.
 
 The workers are threads, not processes: slicing a memory map and copying arrays release the interpreter's
-lock, threads need no pickling, and none of them can be killed apart from the trainer. Used by every recipe;
-`wait_s` is the data time in its step records.
+lock, threads need no pickling, and none of them can be killed apart from the trainer. Used by every recipe.
 """
 
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from types import TracebackType
@@ -25,10 +23,10 @@ JOIN_S = 2.0
 class Feed(Iterator[list[Batch]]):
     """Iterates over the batches of steps `start` to `stop` (`None`: without end).
 
-    `make(step)` is called by `workers` threads (0: in the caller) in any order, at most `prefetch` steps ahead;
-    what it raises is raised by `next` at that step. With `pin`, batches lie in staging buffers that are used
-    again: those of a step stay untouched until `prefetch + 2` further steps were taken, so its copies to the
-    device must be over by then.
+    `make(step)` is called by `workers` threads (0: in the caller) in any order, at most `prefetch` steps ahead, or
+    one step for every worker where those are more; what it raises is raised by `next` at that step. With `pin`,
+    batches lie in staging buffers that are used again: those of a step stay untouched until `prefetch + 2` further
+    steps were taken, so its copies to the device must be over by then.
     """
 
     def __init__(
@@ -43,11 +41,10 @@ class Feed(Iterator[list[Batch]]):
     ) -> None:
         if pin and not torch.cuda.is_available():
             raise EnvironmentLacks("pinned memory needs a CUDA device; set plan.pin_memory: false")
-        self.wait_s = 0.0  # what the last `next` waited
         self._make = make
         self._stop = stop
-        self._prefetch = prefetch
-        # Workers fill up to `prefetch` slots ahead of the consumer, and leave `prefetch + 2` behind it alone.
+        self._ahead = prefetch
+        # Workers fill up to `_ahead` slots ahead of the consumer, and leave `prefetch + 2` behind it alone.
         self._staging = Staging(2 * prefetch + 2, pin=True) if pin else None
         self._taken = start  # the next step to hand out
         self._claimed = start  # the next step to compute
@@ -63,10 +60,16 @@ class Feed(Iterator[list[Batch]]):
         return len(self._threads)
 
     def add_worker(self) -> None:
-        """One more thread, for when the consumer was kept waiting."""
+        """One more thread, for when the consumer was kept waiting; with a step to work on, whatever the prefetch."""
         name = f"flatout-feed-{len(self._threads)}"
         thread = threading.Thread(target=self._work, name=name, daemon=True)
-        self._threads.append(thread)
+        with self._changed:
+            self._threads.append(thread)
+            if len(self._threads) > self._ahead:
+                self._ahead += 1
+                if self._staging is not None:
+                    self._staging.num_slots += 1
+                self._changed.notify_all()
         thread.start()
 
     def __next__(self) -> list[Batch]:
@@ -74,9 +77,7 @@ class Feed(Iterator[list[Batch]]):
             raise ValueError("the feed is closed")
         if self._stop is not None and self._taken >= self._stop:
             raise StopIteration
-        began = time.perf_counter()
         result = self._await() if self._threads else self._stage(self._taken)
-        self.wait_s = time.perf_counter() - began
         self._hand_over()
         if isinstance(result, BaseException):
             self.close()
@@ -107,12 +108,13 @@ class Feed(Iterator[list[Batch]]):
     def _hand_over(self) -> None:
         with self._changed:
             self._taken += 1
+            self._claimed = max(self._claimed, self._taken)  # without workers the caller has made the step itself
             self._changed.notify_all()
 
     def _work(self) -> None:
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._closed or self._claimed < self._taken + self._prefetch)
+                self._changed.wait_for(lambda: self._closed or self._claimed < self._taken + self._ahead)
                 step = self._claimed
                 if self._closed or (self._stop is not None and step >= self._stop):
                     return
@@ -132,20 +134,27 @@ class Feed(Iterator[list[Batch]]):
 
 
 class Staging:
-    """A ring of pre-allocated slots, each with the tensors of one step; allocated by the first steps."""
+    """Slots with the tensors of one step each, allocated by the first steps and then used again.
+
+    A slot is filled again `num_slots` steps later; that number may grow at any time.
+    """
 
     def __init__(self, num_slots: int, *, pin: bool) -> None:
-        self._slots: list[list[Batch]] = [[] for _ in range(num_slots)]
+        self.num_slots = num_slots
         self._pin = pin
+        self._slots: dict[int, list[Batch]] = {}  # by the step they hold
+        self._lock = threading.Lock()
 
     def stage(self, step: int, batches: Sequence[Batch]) -> list[Batch]:
-        """Copy the batches of a step into its slot; the slot is filled again `num_slots` steps later."""
-        number = step % len(self._slots)
-        held = self._slots[number]
+        """Copy the batches of a step into a slot that is free by then."""
+        with self._lock:
+            oldest = min(self._slots, default=step)
+            held = self._slots.pop(oldest) if oldest <= step - self.num_slots else []
         if [_shapes(batch) for batch in held] != [_shapes(batch) for batch in batches]:
             held = [self._like(batch) for batch in batches]
         staged = [self._fill(buffer, batch) for buffer, batch in zip(held, batches, strict=True)]
-        self._slots[number] = staged
+        with self._lock:
+            self._slots[step] = staged
         return list(staged)
 
     def _like(self, batch: Batch) -> Batch:

@@ -14,6 +14,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
@@ -60,6 +61,7 @@ ENCODE_DOCUMENTS = 4096
 LOCK_ATTEMPTS = 20
 LOCK_RETRY_S = 0.05
 NICENESS = 10
+STARTS = 3  # of the writer, by one run, without a new shard in between
 DEFAULT_TOKENIZER = DataSettings().tokenizer
 
 Progress = Callable[[int, int], None]  # bytes of text read, tokens written
@@ -78,27 +80,32 @@ class Prepared:
     tokenizer: Tokenizer
     reused: bool
     hold_out: float = 0.0  # `source: tokens` without validation data: this share of the tokens, from the end
+    restart: Callable[[], bool] | None = None  # has the writer of a stream at work again, see `Shards.open`
 
     def open(self, *, verify: bool = True) -> Split:
-        train = _open(self.train, eos_id=self.tokenizer.eos_id, verify=verify)
+        train = self._open(self.train, verify=verify)
         if not self.hold_out:
-            return Split(train=train, valid=_open(self.valid, eos_id=self.tokenizer.eos_id, verify=verify))
+            return Split(train=train, valid=self._open(self.valid, verify=verify))
         cut = train.num_tokens - round(train.num_tokens * self.hold_out)
         return Split(train=train.part(0, cut), valid=train.part(cut, train.num_tokens))
+
+    def _open(self, path: Path, *, verify: bool) -> Shards:
+        if (path / MANIFEST).is_file():
+            return Shards.open(path, verify=verify, restart=self.restart)
+        return Shards.raw(find_files(str(path), key="path", suffixes=SUFFIXES["tokens"]), eos_id=self.tokenizer.eos_id)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Background:
-    """Data that may still be in the writing, and the process that writes it (`None`: another run's, or none)."""
+    """Data that may still be in the writing, and what keeps it so (`None`: nothing is left to write)."""
 
     prepared: Prepared
-    process: subprocess.Popen[str] | None
+    writer: Writer | None
 
     def close(self) -> None:
-        """Stop the writer; a later run continues its work."""
-        if self.process is not None:
-            self.process.terminate()
-            self.process.wait()
+        """Stop the writer if it is this run's; a later run continues its work, as does one that still reads."""
+        if self.writer is not None:
+            self.writer.close()
 
 
 def prepare(settings: DataSettings, *, seed: int, to: Path | None = None, progress: Progress | None = None) -> Prepared:
@@ -108,7 +115,9 @@ def prepare(settings: DataSettings, *, seed: int, to: Path | None = None, progre
             raise UsageError(f"`source: tokens` is prepared already, nothing is written to {to}; name text to prepare")
         return _given_tokens(settings)
     task = _task(settings, seed=seed, to=to, streaming=False, shard_tokens=SHARD_TOKENS)
-    with writer_lock(task.root, wait=True):  # another process may be preparing the same: then wait, and reuse
+    chosen_by = "data.cache" if to is None else "--to"
+    # Another process may be preparing the same: then wait, and reuse.
+    with writer_lock(task.root, wait=True, chosen_by=chosen_by):
         reused = _is_complete(task)
         if not reused:
             _write(task, progress=progress)
@@ -118,23 +127,24 @@ def prepare(settings: DataSettings, *, seed: int, to: Path | None = None, progre
 def start_background(settings: DataSettings, *, seed: int, shard_tokens: int = SHARD_TOKENS) -> Background:
     """Return as soon as the first shards stand, while a process of its own writes the rest into the cache."""
     if settings.source == "tokens":
-        return Background(prepared=_given_tokens(settings), process=None)
+        return Background(prepared=_given_tokens(settings), writer=None)
     task = _task(settings, seed=seed, to=None, streaming=True, shard_tokens=shard_tokens)
     if _is_complete(task):
-        return Background(prepared=_prepared(task, reused=True), process=None)
-    # Every rank of a run may come here: the first writer takes the lock, a second one leaves again.
-    process = None if writer_is_alive(task.root) else _spawn(task)
+        return Background(prepared=_prepared(task, reused=True), writer=None)
+    writer = Writer(task)
     while True:
-        running = process is not None and process.poll() is None
+        running = writer.is_running
         alive = writer_is_alive(task.root)  # shards of an interrupted run stand before the new writer is at work
         if _is_complete(task) or (alive and _has_begun(task)):
             break
         if not (running or alive):
-            code = process.returncode if process is not None else None
-            kind = {2: UsageError, 3: EnvironmentLacks}.get(code or 4, RunFailed)
-            raise kind(f"the data could not be prepared: {writer_last_words(task.root)}")
+            # It ends well, and early, where another run's writer was at work, which may be gone by now.
+            code = writer.process.returncode if writer.process is not None else 0
+            if code or not writer.restart():
+                kind = {2: UsageError, 3: EnvironmentLacks}.get(code, RunFailed)
+                raise kind(f"the data could not be prepared: {writer_last_words(task.root)}")
         time.sleep(POLL_S)
-    return Background(prepared=_prepared(task, reused=False), process=process)
+    return Background(prepared=_prepared(task, reused=False, restart=writer.restart), writer=writer)
 
 
 def describe(folder: Path) -> dict[str, Any]:
@@ -215,7 +225,7 @@ def _has_begun(task: Task) -> bool:
     return all(m is not None and m.source["key"] == task.key and m.shards for m in manifests)
 
 
-def _prepared(task: Task, *, reused: bool) -> Prepared:
+def _prepared(task: Task, *, reused: bool, restart: Callable[[], bool] | None = None) -> Prepared:
     kept = task.root / "tokenizer"
     spec = task.settings.tokenizer
     return Prepared(
@@ -223,6 +233,7 @@ def _prepared(task: Task, *, reused: bool) -> Prepared:
         valid=task.root / "valid",
         tokenizer=load_tokenizer(spec, documents=None, cache=kept),
         reused=reused,
+        restart=restart,
     )
 
 
@@ -247,7 +258,8 @@ def _write(task: Task, *, progress: Progress | None) -> None:
     """Tokenize everything into `train` and `valid`, going on after the last shard of an interrupted try.
 
     A document is held out by a hash of its number, so a stream needs no second pass. The first one always is and
-    the second never, so that either side has one; of an only document the last tokens are held out.
+    the second never, so that either side has one. Of an only document the last tokens are held out, and of a first
+    one that is larger than a shard those of every stretch of that size, so that it need not fit into memory.
     """
     settings, seed = task.settings, task.seed
     tokenizer = _tokenizer_of(task)
@@ -262,17 +274,22 @@ def _write(task: Task, *, progress: Progress | None) -> None:
     documents = read_documents(settings, which="train", seed=seed, tally=tally)
     consumed = train.manifest.consumed
     number = sum(piece.ends for piece in islice(documents, consumed))
-    first: list[NDArray[Any]] = []  # the first document, until it is known not to be the only one
+    first: list[NDArray[Any]] = []  # the first document, until it is known to be large, or not the only one
     for piece, tokens in _encode(documents, tokenizer=tokenizer, progress=progress):
         consumed += 1
         if valid is None:
             train.append(tokens, ends=piece.ends)
         elif number == 0:
             first.append(tokens)
-        else:
-            if first:
-                valid.append(np.concatenate(first))
+            if sum(map(len, first)) >= task.shard_tokens:
+                _cut(first, train=train, valid=valid, share=settings.valid_share)
                 first = []
+        else:
+            if first and train.num_tokens:  # the rest of a large one
+                _cut(first, train=train, valid=valid, share=settings.valid_share)
+            elif first:
+                valid.append(np.concatenate(first))
+            first = []
             side = valid if _held_out(number, seed=seed, share=settings.valid_share) else train
             side.append(tokens, ends=piece.ends)
         number += piece.ends
@@ -283,12 +300,18 @@ def _write(task: Task, *, progress: Progress | None) -> None:
             train.flush(consumed=consumed, beside=len(valid.manifest.shards) if valid else 0)
     if valid is not None:
         if first:
-            whole = np.concatenate(first)
-            cut = len(whole) - max(1, round(len(whole) * settings.valid_share))
-            train.append(whole[:cut])
-            valid.append(whole[cut:])
+            _cut(first, train=train, valid=valid, share=settings.valid_share)
         valid.finish()
     train.finish(consumed=consumed, beside=len(valid.manifest.shards) if valid else 0, bad_rows=_bad_rows(tally))
+
+
+def _cut(stretch: list[NDArray[Any]], *, train: ShardWriter, valid: ShardWriter, share: float) -> None:
+    """Hold out the last tokens of one stretch of text; either part ends there, as the other does not follow it."""
+    tokens = np.concatenate(stretch)
+    begin = max(len(tokens) - max(1, round(len(tokens) * share)), 0)
+    for side, part in ((train, tokens[:begin]), (valid, tokens[begin:])):
+        if len(part):
+            side.append(part)
 
 
 def _tokenizer_of(task: Task) -> Tokenizer:
@@ -403,13 +426,49 @@ def _given_tokens(settings: DataSettings) -> Prepared:
     return prepared
 
 
-def _open(path: Path, *, eos_id: int, verify: bool) -> Shards:
-    if (path / MANIFEST).is_file():
-        return Shards.open(path, verify=verify)
-    return Shards.raw(find_files(str(path), key="path", suffixes=SUFFIXES["tokens"]), eos_id=eos_id)
-
-
 # -- the background process --------------------------------------------------------------------------------
+
+
+class Writer:
+    """The process that writes a stream, started where none is at work; it ends with the run that started it.
+
+    Every rank of every run that reads the same data has one of these. The first process takes the lock, a second
+    one leaves again; when the one at work ends with its run, the others start the next.
+    """
+
+    def __init__(self, task: Task) -> None:
+        self.process: subprocess.Popen[str] | None = None
+        self._task = task
+        self._starts_left = STARTS
+        self._num_tokens = 0  # that stood at the last start
+        self._closed = False
+        self._lock = threading.Lock()  # the threads of a feed wait for the same shards
+
+    @property
+    def is_running(self) -> bool:
+        return self.process is not None and self.process.poll() is None
+
+    def restart(self) -> bool:
+        """Have a writer at work; False where that was tried in vain too often, or the data itself is refused."""
+        with self._lock:
+            if self.is_running or writer_is_alive(self._task.root):
+                return True
+            refused = self.process is not None and self.process.returncode == UsageError.exit_code
+            standing = read_manifest(self._task.root / "train")
+            if standing is not None and standing.tokens > self._num_tokens:
+                self._num_tokens, self._starts_left = standing.tokens, STARTS
+            if self._closed or refused or not self._starts_left:
+                return False
+            self._starts_left -= 1
+            self.process = _spawn(self._task)
+            return True
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed = True
+            if self.process is not None:
+                self.process.terminate()
+                self.process.wait()
 
 
 def _spawn(task: Task) -> subprocess.Popen[str]:

@@ -19,7 +19,7 @@ import json
 import os
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -31,6 +31,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flatout.errors import EnvironmentLacks, RunFailed, UsageError
+from flatout.record.lines import write_atomic
 
 FORMAT = 1
 MANIFEST = "manifest.json"
@@ -39,6 +40,9 @@ SHARD_TOKENS = 1 << 24
 POLL_S = 0.2
 SCAN_TOKENS = 1 << 22
 MAPPED_FILES = 256
+MEASURED_WINDOWS = 4096
+SAMPLED_BLOCKS = 64
+BLOCK_BYTES = 1 << 16
 LOG_TAIL_BYTES = 2000
 
 
@@ -144,6 +148,8 @@ class ShardWriter:
         `keep_shards` drops the later ones: the two splits are written together, and one may have got ahead.
         """
         folder.mkdir(parents=True, exist_ok=True)
+        for torn in folder.glob(".*.tmp"):  # of a writer that was killed
+            torn.unlink()
         self.folder = folder
         self._pending: list[NDArray[Any]] = []
         self._pending_ends: list[int] = []
@@ -196,17 +202,17 @@ class ShardWriter:
         if self.pending_tokens:
             index = len(manifest.shards)
             tokens = np.concatenate(self._pending)
-            ends = np.array(self._pending_ends, "<i8")
+            token_bytes, end_bytes = tokens.tobytes(), np.array(self._pending_ends, "<i8").tobytes()
             shard = ShardFacts(
                 tokens=len(tokens),
-                documents=len(ends),
-                tokens_bytes=tokens.nbytes,
-                documents_bytes=ends.nbytes,
-                tokens_sha256=hashlib.sha256(tokens.data).hexdigest(),
-                documents_sha256=hashlib.sha256(ends.data).hexdigest(),
+                documents=len(self._pending_ends),
+                tokens_bytes=len(token_bytes),
+                documents_bytes=len(end_bytes),
+                tokens_sha256=hashlib.sha256(token_bytes).hexdigest(),
+                documents_sha256=hashlib.sha256(end_bytes).hexdigest(),
             )
-            write_atomically(self.folder / token_file(index), tokens.data)
-            write_atomically(self.folder / document_file(index), ends.data)
+            _write(self.folder / token_file(index), token_bytes)
+            _write(self.folder / document_file(index), end_bytes)
             manifest = replace(
                 manifest,
                 tokens=manifest.tokens + shard.tokens,
@@ -223,7 +229,7 @@ class ShardWriter:
         self._write_manifest(replace(self.manifest, complete=True, bad_rows=bad_rows or {}))
 
     def _write_manifest(self, manifest: Manifest) -> None:
-        write_atomically(self.folder / MANIFEST, json.dumps(asdict(manifest), indent=1).encode())
+        _write(self.folder / MANIFEST, json.dumps(asdict(manifest), indent=1).encode())
         self.manifest = manifest
 
 
@@ -232,33 +238,31 @@ def _continues(standing: Manifest, fresh: Manifest) -> bool:
     return all(getattr(standing, name) == getattr(fresh, name) for name in same)
 
 
-def write_atomically(path: Path, content: bytes | memoryview) -> None:
-    """The file is either the old one or the whole new one, whenever the process dies."""
-    temporary = path.with_name(f"{path.name}.tmp")
+def _write(path: Path, content: bytes) -> None:
     try:
-        with temporary.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
+        write_atomic(path, content)
     except OSError as error:
-        temporary.unlink(missing_ok=True)
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise EnvironmentLacks(
-                f"no space left to write {path} ({memoryview(content).nbytes} bytes); free some, or set data.cache "
-                "to another disk"
+                f"no space left to write {path} ({len(content)} bytes); free some, or name a folder on another disk "
+                "(data.cache, or --to of `flatout data prepare`)"
             ) from error
         raise
 
 
 @contextmanager
-def writer_lock(root: Path, *, wait: bool) -> Iterator[bool]:
-    """Hold the right to write below `root`; without `wait`, say whether it was free. Ends with the process."""
+def writer_lock(root: Path, *, wait: bool, chosen_by: str = "data.cache") -> Iterator[bool]:
+    """Hold the right to write below `root`; without `wait`, say whether it was free. Ends with the process.
+
+    `chosen_by` is the setting or option that named the folder, for the message.
+    """
     try:
         root.mkdir(parents=True, exist_ok=True)
         file = (root / "lock").open("a")
+    except (FileExistsError, NotADirectoryError) as error:
+        raise UsageError(f"{root} is, or lies below, a file; {chosen_by} needs a folder, or a new name") from error
     except OSError as error:
-        raise EnvironmentLacks(f"{root} cannot be written ({error}); set data.cache to a folder of yours") from error
+        raise EnvironmentLacks(f"{root} cannot be written ({error}); set {chosen_by} to a folder of yours") from error
     with file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -266,7 +270,7 @@ def writer_lock(root: Path, *, wait: bool) -> Iterator[bool]:
         except BlockingIOError:
             held = False
         except OSError as error:
-            raise EnvironmentLacks(f"{root} cannot be locked ({error}); set data.cache to a local disk") from error
+            raise EnvironmentLacks(f"{root} cannot be locked ({error}); set {chosen_by} to a local disk") from error
         yield held
 
 
@@ -304,6 +308,7 @@ class Shards:
         self.manifest = manifest
         self.eos_id = eos_id
         self._verify = False
+        self._restart: Callable[[], bool] | None = None
         self._begin = 0  # of the part seen through this object, see `part`
         self._end: int | None = None
         self._found_ends: dict[Path, NDArray[np.int64]] = {}
@@ -313,15 +318,18 @@ class Shards:
         self._set(pieces)
 
     @classmethod
-    def open(cls, folder: Path, *, verify: bool = True) -> Shards:
-        """A prepared folder. Sizes are always checked; `verify` also checks every file's sha256."""
+    def open(cls, folder: Path, *, verify: bool = True, restart: Callable[[], bool] | None = None) -> Shards:
+        """A prepared folder. Sizes are always checked; `verify` also checks every file's sha256.
+
+        Of an incomplete one, `restart` has its writer at work again, or says that it cannot.
+        """
         manifest = read_manifest(folder)
         if manifest is None:
             raise UsageError(f"{folder} holds no {MANIFEST}; write one with `flatout data prepare`")
         if not manifest.complete and not manifest.streaming:
             raise UsageError(f"{folder} is incomplete, its preparation was stopped; run the same preparation again")
         shards = cls([], name=str(folder), manifest=manifest, eos_id=manifest.tokenizer.eos_id)
-        shards._verify = verify
+        shards._verify, shards._restart = verify, restart
         shards._take(manifest, folder=folder)
         return shards
 
@@ -350,6 +358,22 @@ class Shards:
     def num_tokens(self) -> int:
         """Tokens that stand now; more may come while not `complete`."""
         return (_end_of(self._pieces) if self._end is None else self._end) - self._begin
+
+    @property
+    def fingerprint(self) -> str:
+        """One hash of what is in it: the same wherever it lies, and however much of a stream stands already.
+
+        A stream is known by where it comes from and its tokenizer, raw files by their sizes and samples of their
+        bytes: a change that touches no sample goes unnoticed, and hundreds of gigabytes take a moment.
+        """
+        content: list[Any]
+        if self.manifest is None:
+            content = [self.eos_id, *(_sampled_sha256(piece.path) for piece in self._pieces)]
+        elif self.manifest.streaming:
+            content = [self.manifest.source["key"], self.manifest.tokenizer.fingerprint]
+        else:
+            content = [shard.tokens_sha256 for shard in self.manifest.shards]
+        return hashlib.sha256(json.dumps([content, self._begin, self._end]).encode()).hexdigest()
 
     @property
     def complete(self) -> bool:
@@ -400,6 +424,18 @@ class Shards:
             most, last, carried = max(most, int(counts.max())), int(windows[-1]), int(counts[-1])
         return most + 1
 
+    def mean_context(self, length: int) -> float:
+        """How many positions a token attends to on average, itself included, in windows of `length` without
+        attention across documents. Of the first windows only, which is enough to reckon with and soon counted."""
+        num_windows = min((self.num_tokens - 1) // length, MEASURED_WINDOWS)
+        if num_windows < 1:
+            raise UsageError(f"{self.name} has {self.num_tokens} tokens, one sequence needs {length + 1}")
+        end = num_windows * length
+        begins = np.union1d(np.arange(0, end, length), self.document_starts(0, end))
+        sizes = np.diff(begins, append=end)
+        # Token i of a segment, counted from 1, sees i positions.
+        return float((sizes * (sizes + 1) // 2).sum() / end)
+
     def check_vocab(self, vocab: int) -> None:
         """Refuse tokens a model with `vocab` ids has no row for, before they reach it."""
         facts = self.tokenizer
@@ -444,13 +480,16 @@ class Shards:
             self._take(manifest, folder=folder)
 
     def wait_for(self, num_tokens: int) -> None:
-        """Return when so many tokens stand, or when there will be no more."""
+        """Return when so many tokens stand, or when there will be no more.
+
+        The writer may have been another run's, and gone with it: then it is restarted where that can be done.
+        """
         while self.num_tokens < num_tokens and not self.complete:
             alive = writer_is_alive(Path(self.name).parent)
             self.refresh()  # after the look at the writer: it may have finished in between
             if self.num_tokens >= num_tokens or self.complete:
                 return
-            if not alive:
+            if not alive and (self._restart is None or not self._restart()):
                 raise RunFailed(
                     f"the writer of {self.name} stopped at {self.num_tokens} tokens, {num_tokens} are needed next: "
                     f"{writer_last_words(Path(self.name).parent)}\nRun again: it goes on where it was."
@@ -553,3 +592,15 @@ def _check_files(folder: Path, manifest: Manifest, indices: Sequence[int], *, ve
 def _sha256(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _sampled_sha256(path: Path) -> str:
+    """Of the size and of blocks spread evenly over the file, its first and last among them; all of a small one."""
+    size = path.stat().st_size
+    digest = hashlib.sha256(str(size).encode())
+    last = max(size - BLOCK_BYTES, 0)
+    with path.open("rb") as file:
+        for begin in sorted({last * i // (SAMPLED_BLOCKS - 1) for i in range(SAMPLED_BLOCKS)}):
+            file.seek(begin)
+            digest.update(file.read(BLOCK_BYTES))
+    return digest.hexdigest()

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +17,9 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from flatout import hub
 from flatout.errors import EnvironmentLacks, UsageError
+from flatout.record.lines import write_atomic
 
 EOS = "<|endoftext|>"
 WELL_KNOWN_EOS = (EOS, "</s>", "<|im_end|>")
@@ -59,7 +60,7 @@ def load_tokenizer(spec: str, *, documents: Callable[[], Iterable[str]] | None, 
         return _from_files(_read_folder(path), name=spec)
     if path.is_file():
         return _from_files({**_read_folder(path.parent), "tokenizer.json": _read_text(path)}, name=spec)
-    if spec.startswith(("/", ".", "~")) or spec.endswith(".json"):
+    if _is_path(spec):
         raise UsageError(f"data.tokenizer: {spec} does not exist; give a folder with tokenizer.json, or such a file")
     return _from_files(_download(spec), name=spec)
 
@@ -202,30 +203,24 @@ def _read_folder(folder: Path) -> dict[str, str]:
     return {name: _read_text(folder / name) for name in FILES if (folder / name).is_file()}
 
 
+def _is_path(spec: str) -> bool:
+    """Whether it can only mean a file or folder: a name on the hub is OWNER/NAME, and may end like `Qwen2.5-0.5B`."""
+    ending = Path(spec).suffix.removeprefix(".")
+    return spec.startswith((".", "/", "~")) or spec.count("/") > 1 or (ending.isalpha() and ending.islower())
+
+
 def _download(name: str) -> dict[str, str]:
-    if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name):
-        raise UsageError(f"data.tokenizer: {name!r} is neither byte, bpe:SIZE, a path, nor a Hugging Face name")
-    try:
-        import huggingface_hub
-        from huggingface_hub import errors
-    except ImportError as error:
-        raise EnvironmentLacks(
-            f"data.tokenizer: {name} needs huggingface_hub to download: pip install 'flatout[hf]'"
-        ) from error
-    try:
-        folder = huggingface_hub.snapshot_download(name, allow_patterns=list(FILES))
-    except errors.RepositoryNotFoundError as error:
+    if "/" not in name:
         raise UsageError(
-            f"data.tokenizer: {name} is neither a path here nor a repository on Hugging Face that you may read; "
-            "check the name, or log in with `hf auth login`"
-        ) from error
-    except (OSError, errors.LocalEntryNotFoundError) as error:
-        reason = str(error).partition("\n")[0]
-        raise EnvironmentLacks(
-            f"data.tokenizer: {name} is not a path here and cannot be downloaded ({reason}); connect to "
-            "huggingface.co, or copy its tokenizer.json to this machine and name that folder"
-        ) from error
-    return _read_folder(Path(folder))
+            f"data.tokenizer: {name!r} is neither byte, bpe:SIZE, a path here, nor a Hugging Face name (OWNER/NAME)"
+        )
+    try:
+        folder = hub.folder(name, weights=False)
+    except UsageError as error:
+        raise UsageError(f"data.tokenizer: {error}; check the name, or log in with `hf auth login`") from error
+    except EnvironmentLacks as error:
+        raise EnvironmentLacks(f"data.tokenizer: {error}") from error
+    return _read_folder(folder)
 
 
 def _tokenizers() -> Any:
@@ -263,9 +258,7 @@ def _write_files(folder: Path, files: Mapping[str, str]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     # tokenizer.json last: it is the file whose presence says that the folder is whole.
     for name in sorted(files, key=lambda name: name == "tokenizer.json"):
-        temporary = folder / f"{name}.tmp"
-        temporary.write_text(files[name], encoding="utf-8")
-        temporary.replace(folder / name)
+        write_atomic(folder / name, files[name].encode())
 
 
 def _fingerprint(tokenizer_json: str, eos_id: int) -> str:

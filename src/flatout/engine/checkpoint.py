@@ -1,9 +1,9 @@
 """Checkpoints that are whole or not there: safetensors and a JSON manifest with hashes, committed by a rename.
 
-Protocol of a save: write into `step-N.tmp-ID/`, fsync every file and the folder, write the manifest, read the files
-back against it, rename the folder, fsync its parent, swap the pointer `latest`, and only then purge old ones, never
-below two verified. A reader checks every hash before a single parameter changes, and falls back to the next older
-checkpoint when one does not hold.
+Protocol of a save: write into `step-N.tmp-ID/`, fsync every file and the folder, write the manifest with hashes taken
+in memory, read the files back against it, rename the folder, fsync its parent, swap the pointer `latest`, and only
+then purge old ones, never below two verified. A reader checks every hash before a single parameter changes, and falls
+back to the next older checkpoint when one does not hold.
 """
 
 from __future__ import annotations
@@ -20,17 +20,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 FORMAT = 1
 _NAME = re.compile(r"step-(\d{8})")
 _MOMENTS = ("exp_avg", "exp_avg_sq", "step")
-
-
-class BadCheckpoint(Exception):
-    """A checkpoint that must not be loaded, and why."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,9 +63,8 @@ class Checkpoints:
             tensors = {"weights-rank00000.safetensors": weights}
             if optimizer is not None:
                 tensors["optimizer-rank00000.safetensors"] = _moments(model, optimizer)
-            for name, group in tensors.items():
-                _write_tensors(group, partial / name)
-            self._write_manifest(partial, step=step, tensors=tensors, state=state)
+            facts = {name: _write_tensors(group, partial / name) for name, group in tensors.items()}
+            self._write_manifest(partial, step=step, files=facts, state=state)
             _fsync(partial)
             if problem := self.problem(partial):
                 raise OSError(f"read back differently than written: {problem}")
@@ -118,12 +113,12 @@ class Checkpoints:
                     return f"{name} has {stat.st_size} bytes, not {facts['bytes']}"
                 mark = (stat.st_size, stat.st_mtime_ns)
                 if self._seen.get(path) != mark:
-                    if _hash(path) != facts["sha256"]:
-                        return f"{name} does not match its SHA-256"
+                    if different := _different(path, facts["tensors"]):
+                        return f"{name} does not match its SHA-256 ({different})"
                     self._seen[path] = mark
         except FileNotFoundError as error:
             return f"{Path(str(error.filename)).name} is missing"
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
             return f"unreadable: {type(error).__name__}: {error}"
         return None
 
@@ -134,7 +129,7 @@ class Checkpoints:
         return sorted((p for p in self.folder.iterdir() if _NAME.fullmatch(p.name)), reverse=True)
 
     def _write_manifest(
-        self, folder: Path, *, step: int, tensors: Mapping[str, Mapping[str, Tensor]], state: Mapping[str, Any]
+        self, folder: Path, *, step: int, files: Mapping[str, Mapping[str, Any]], state: Mapping[str, Any]
     ) -> None:
         body = {
             "format": FORMAT,
@@ -143,17 +138,7 @@ class Checkpoints:
             "state": dict(state),
             "world": 1,
             "torch": str(torch.__version__),
-            "files": {
-                name: {"bytes": (folder / name).stat().st_size, "sha256": _hash(folder / name)} for name in tensors
-            },
-            # Global shape and the offset of each part: one rank's replicated tensors are the simplest case.
-            "tensors": {
-                file: {
-                    name: {"shape": list(t.shape), "dtype": str(t.dtype), "offset": [0] * t.ndim}
-                    for name, t in group.items()
-                }
-                for file, group in tensors.items()
-            },
+            "files": files,
         }
         path = folder / "manifest.json"
         path.write_text(json.dumps(body | {"checksum": _digest(body)}))
@@ -197,12 +182,34 @@ def restore(checkpoint: Checkpoint, *, model: nn.Module, optimizer: torch.optim.
                 optimizer.state[parameter][moment] = value.to(parameter.device)
 
 
-def _write_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
+def _write_tensors(tensors: Mapping[str, Tensor], path: Path) -> dict[str, Any]:
+    """Writes one file and gives what its manifest says of it, hashed from memory and not from the disk."""
+    copies = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     try:
-        save_file({name: tensor.cpu().contiguous() for name, tensor in tensors.items()}, path)
+        save_file(copies, path)
     except SafetensorError as error:
         raise OSError(f"{path.name}: {error}") from error  # how safetensors says that the disk is full
     _fsync(path)
+    return {"bytes": path.stat().st_size, "tensors": {name: _facts(tensor) for name, tensor in copies.items()}}
+
+
+def _facts(tensor: Tensor) -> dict[str, Any]:
+    """Global shape and the offset of this part: one rank's replicated tensors are the simplest case."""
+    content: Any = tensor.reshape(-1).view(torch.uint8).numpy()
+    return {
+        "shape": list(tensor.shape),
+        "offset": [0] * tensor.ndim,
+        "dtype": str(tensor.dtype),
+        "sha256": hashlib.sha256(content).hexdigest(),
+    }
+
+
+def _different(path: Path, expected: Mapping[str, Any]) -> str | None:
+    """The first tensor that is not what the manifest says; None if all are."""
+    with safe_open(path, framework="pt") as file:
+        if set(file.keys()) != set(expected):
+            return "other tensors"
+        return next((name for name in file.keys() if _facts(file.get_tensor(name)) != expected[name]), None)  # noqa: SIM118
 
 
 def _moments(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
@@ -217,11 +224,6 @@ def _named_moments(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterat
 
 def _digest(body: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
-
-
-def _hash(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _fsync(path: Path) -> None:

@@ -12,7 +12,7 @@ from types import FrameType
 
 import torch
 
-from flatout.errors import INTERRUPTED_EXIT, PREEMPTED_EXIT, EnvironmentLacks, RunFailed
+from flatout.errors import EnvironmentLacks, RunFailed
 
 # Skipped updates in a row that end a run. fp16 skips while its loss scale settles; otherwise it is a fault.
 MAX_SKIPS = {"fp16": 20, "bf16": 3, "fp32": 3}
@@ -61,10 +61,6 @@ class StopRequest:
     def __bool__(self) -> bool:
         return self.signal is not None
 
-    @property
-    def exit_code(self) -> int:
-        return INTERRUPTED_EXIT if self.signal == signal.SIGINT else PREEMPTED_EXIT
-
     def _handle(self, number: int, _frame: FrameType | None) -> None:
         if number == signal.SIGINT and self.signal == signal.SIGINT:
             raise KeyboardInterrupt  # the second Ctrl-C does not wait for the save
@@ -108,8 +104,11 @@ class SkipWatch:
 
 def require_space(folder: Path, *, needed_bytes: int, what: str) -> None:
     """Refuses before the first step when the disk cannot hold what the run will write."""
-    existing = next(p for p in (folder, *folder.absolute().parents) if p.exists())
-    free = shutil.disk_usage(existing).free
+    try:
+        existing = next(p for p in (folder, *folder.absolute().parents) if p.exists())
+        free = shutil.disk_usage(existing).free
+    except OSError as error:
+        raise EnvironmentLacks(f"{folder} cannot be looked at: {error.strerror}. Choose another --run folder") from None
     if free < needed_bytes:
         raise EnvironmentLacks(
             f"{what} need {needed_bytes / 2**30:.2f} GiB in {folder}, and only {free / 2**30:.2f} GiB are free: make "

@@ -32,11 +32,11 @@ def prepare(model: Decoder, *, active: Active, recompute: Recompute) -> RowLoss:
     return compiled
 
 
-def attend_for(batch: Batch, *, varlen: bool) -> Attend:
+def attend_for(batch: Batch, *, active: Active) -> Attend:
     """The attention that fits a batch's layout."""
     if batch.cu_seqlens is None:
-        return Rectangular(batch=batch.num_sequences)
-    if varlen:
+        return Rectangular(batch=batch.num_sequences, repeat_kv=active.repeat_kv)
+    if active.varlen:
         return Varlen(cu_seqlens=batch.cu_seqlens, longest=batch.sequence_length)
     return Masked.of(batch.cu_seqlens, batch=batch.num_sequences, length=batch.sequence_length)
 

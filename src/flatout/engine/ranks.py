@@ -12,6 +12,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from flatout.errors import FlatoutError, UsageError
+
+VARIABLES = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
+
+
+class FirstRankFailed(FlatoutError):
+    """This rank leaves because the first one has said why."""
+
+    def __init__(self, exit_code: int) -> None:
+        super().__init__("the first rank failed")
+        self.exit_code = exit_code
+
 
 @dataclass(frozen=True, kw_only=True)
 class Ranks:
@@ -48,6 +60,20 @@ class Ranks:
         dist.broadcast_object_list(box, src=0, group=self.host_group)
         return box[0]
 
+    @contextmanager
+    def first_leads(self) -> Iterator[None]:
+        """What the first rank does alone; if it fails there, the others leave quietly with the same exit code."""
+        code = 0
+        try:
+            yield
+        except FlatoutError as error:
+            code = error.exit_code
+            raise
+        finally:
+            told = int(self.agree(str(code)))
+            if told and not self.first:
+                raise FirstRankFailed(told)
+
     def any(self, flag: bool) -> bool:
         """Whether it is so on any rank. The hosts wait for each other, the devices do not."""
         if self.world == 1:
@@ -63,16 +89,26 @@ class Ranks:
 
 def from_environment() -> Ranks:
     """Reads torchrun's variables without joining anything."""
-    return Ranks(
-        rank=int(os.environ.get("RANK", "0")),
-        local_rank=int(os.environ.get("LOCAL_RANK", "0")),
-        world=int(os.environ.get("WORLD_SIZE", "1")),
-    )
+    try:
+        rank, local, world = (int(os.environ.get(name, value)) for name, value in VARIABLES.items())
+    except ValueError as error:
+        raise UsageError(f"RANK, LOCAL_RANK and WORLD_SIZE must be numbers, as torchrun sets them: {error}") from None
+    if world > 1 and ("RANK" not in os.environ or "MASTER_ADDR" not in os.environ):
+        raise UsageError(
+            f"WORLD_SIZE is {world}, but RANK or MASTER_ADDR is not set: start several ranks with torchrun, or unset it"
+        )
+    return Ranks(rank=rank, local_rank=local, world=world)
 
 
 @contextmanager
-def joined(ranks: Ranks, *, cuda: bool) -> Iterator[Ranks]:
+def joined(ranks: Ranks, *, num_gpus: int) -> Iterator[Ranks]:
     """Joins the process group for the time of the block; nothing to do for one rank."""
+    cuda = num_gpus > 0
+    if cuda and ranks.local_rank >= num_gpus:
+        raise UsageError(
+            f"rank {ranks.rank} wants GPU {ranks.local_rank}, and this machine shows {num_gpus}: "
+            f"torchrun --nproc-per-node {num_gpus}"
+        )
     if ranks.world == 1:
         yield ranks
         return

@@ -13,11 +13,12 @@ import torch
 from flatout.cost import ModelShape
 from flatout.errors import EnvironmentLacks
 from flatout.hardware import Hardware, unsupported_build
+from flatout.model import Rectangular
 from flatout.plan import Plan
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-# torch's own numbering of its attention backends
-BACKENDS = {0: "math", 1: "flash", 2: "efficient", 3: "cudnn"}
+# Attention backends in the order they are tried after the one the plan wished for.
+PREFERENCE = {"cuda": ("flash", "cudnn", "efficient", "math"), "cpu": ("flash", "math")}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,6 +28,7 @@ class Active:
     device: torch.device
     dtype: torch.dtype
     attention: str
+    repeat_kv: bool
     varlen: bool
     compile: str
     fused_optimizer: bool
@@ -77,19 +79,20 @@ def resolve(plan: Plan, *, local_rank: int, deterministic: bool) -> Active:
     facts["precision"] = f"{wish.precision}, weights and optimizer in fp32" + (
         ", dynamic loss scaling" if dtype == torch.float16 else ""
     )
-    attention, facts["attention"] = _attention(wish.attention or "math", plan.job.shape, dtype, device)
-    varlen = plan.job.packing == "documents" and on_gpu and dtype != torch.float32 and attention != "math"
+    attention, repeat_kv, facts["attention"] = _attention(wish.attention or "math", plan.job.shape, dtype, device)
+    varlen = False
     if plan.job.packing == "documents":
-        how = (
-            "variable-length flash kernel" if varlen else f"document mask ({'no kernel in fp32' if on_gpu else 'CPU'})"
-        )
-        facts["attention"] = how
+        sm = plan.job.hardware.sm
+        varlen = on_gpu and dtype != torch.float32 and sm is not None and sm >= (8, 0)
+        why = "on a CPU" if not on_gpu else "in fp32" if dtype == torch.float32 else "below SM 8.0"
+        facts["attention"] = "variable-length flash kernel" if varlen else f"document mask: no such kernel {why}"
     compiler, facts["compile"] = _compiler(wish.compile or "none", on_gpu=on_gpu)
     facts["optimizer"] = "AdamW, fused" if wish.fused_optimizer else "AdamW, one operation at a time"
     return Active(
         device=device,
         dtype=dtype,
         attention=attention,
+        repeat_kv=repeat_kv,
         varlen=varlen,
         compile=compiler,
         fused_optimizer=bool(wish.fused_optimizer),
@@ -97,20 +100,44 @@ def resolve(plan: Plan, *, local_rank: int, deterministic: bool) -> Active:
     )
 
 
-def _attention(wish: str, shape: ModelShape, dtype: torch.dtype, device: torch.device) -> tuple[str, str]:
-    """Leaves only the wished backend and plain math on, and asks torch's dispatcher which one it then takes."""
+def _attention(wish: str, shape: ModelShape, dtype: torch.dtype, device: torch.device) -> tuple[str, bool, str]:
+    """The first backend, beginning with the wished one, that takes a forward and a backward pass as training does.
+
+    Only it and plain math stay switched on. Also says whether keys and values must be repeated for it, and why.
+    """
+    refused: list[str] = []
+    for name in (wish, *(other for other in PREFERENCE[device.type] if other != wish)):
+        for repeat_kv in (False, True) if shape.heads != shape.kv_heads else (False,):
+            problem = None if name == "math" else _try_attention(name, shape, dtype, device, repeat_kv=repeat_kv)
+            if problem is None:
+                _enable(name, math=True)
+                groups = ", keys and values repeated for it" if repeat_kv else ""
+                before = f" ({'; '.join(refused)})" if refused else ""
+                return name, repeat_kv, f"{name}{groups}: takes {dtype} heads of {shape.head_dim} here{before}"
+        refused.append(f"{name} refused: {problem}")
+    raise AssertionError("math takes everything")
+
+
+def _try_attention(
+    name: str, shape: ModelShape, dtype: torch.dtype, device: torch.device, *, repeat_kv: bool
+) -> str | None:
+    """Why this backend cannot be trained with; None if it can."""
+    _enable(name, math=False)
+    sizes = ((128, heads, shape.head_dim) for heads in (shape.heads, shape.kv_heads, shape.kv_heads))
+    inputs = [torch.zeros(size, device=device, dtype=dtype, requires_grad=True) for size in sizes]
+    try:
+        Rectangular(batch=1, repeat_kv=repeat_kv)(*inputs).sum().backward()
+    except RuntimeError as error:
+        return str(error).strip().splitlines()[0][:100]
+    return None
+
+
+def _enable(name: str, *, math: bool) -> None:
     cuda = torch.backends.cuda
-    cuda.enable_cudnn_sdp(wish == "cudnn")
-    cuda.enable_flash_sdp(wish == "flash")
-    cuda.enable_mem_efficient_sdp(wish == "efficient")
-    cuda.enable_math_sdp(True)
-    q = torch.zeros(1, shape.heads, 128, shape.head_dim, device=device, dtype=dtype)
-    k = torch.zeros(1, shape.kv_heads, 128, shape.head_dim, device=device, dtype=dtype)
-    chosen = torch._fused_sdp_choice(q, k, k, is_causal=True, enable_gqa=shape.heads != shape.kv_heads)
-    found = BACKENDS.get(int(chosen), "math")
-    if found == wish:
-        return found, f"{found}, as torch's dispatcher chose"
-    return found, f"{found}: torch's dispatcher refused {wish} for {dtype} heads of {shape.head_dim} on this device"
+    cuda.enable_cudnn_sdp(name == "cudnn")
+    cuda.enable_flash_sdp(name == "flash")
+    cuda.enable_mem_efficient_sdp(name == "efficient")
+    cuda.enable_math_sdp(math or name == "math")
 
 
 def _compiler(wish: str, *, on_gpu: bool) -> tuple[str, str]:

@@ -36,6 +36,7 @@ class StepFacts:
     """A finished step, read late."""
 
     step: int
+    time: float  # unix seconds at its end
     seconds: float
     spans: tuple[Span, ...]
     tokens: int
@@ -52,6 +53,7 @@ class _Pending:
     step: int
     lr: float
     numbers: Tensor
+    time: float = 0.0
     seconds: float = 0.0
     ready: torch.cuda.Event | None = None
 
@@ -149,13 +151,14 @@ class Engine:
         self.phases.end_step()
         pending, now = self._pending[-1], time.perf_counter()
         pending.seconds, self._clock = now - (self._clock or now), now
+        pending.time = time.time()
         if self.active.device.type == "cuda":
             pending.ready = torch.cuda.Event()
             pending.ready.record()
 
     def loss(self, batch: Batch) -> Tensor:
         """Cross-entropy summed over the batch's target tokens, on the device."""
-        attend = attend_for(batch, varlen=self.active.varlen)
+        attend = attend_for(batch, active=self.active)
 
         def head(hidden_NC: Tensor, weight_VC: Tensor) -> Tensor:
             return linear_cross_entropy(hidden_NC, weight_VC, batch.targets, chunk=self.loss_chunk, rows=self.rows)
@@ -207,6 +210,7 @@ class Engine:
             due.append(
                 StepFacts(
                     step=pending.step,
+                    time=pending.time,
                     seconds=pending.seconds,
                     spans=self._spans.pop(pending.step, ()),
                     tokens=int(tokens),

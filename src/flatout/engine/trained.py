@@ -25,5 +25,7 @@ def open_trained(run: Run) -> Trained:
         raise UsageError(f"{run.path} has no whole checkpoint" + (": " + "; ".join(problems) if problems else " yet"))
     model = Decoder(ModelShape(**run.plan["job"]["shape"]))
     restore(checkpoint, model=model, optimizer=None)
+    if not run.tokenizer_dir.is_dir():
+        raise UsageError(f"{run.path} has no tokenizer folder: it was removed, or the run was killed while it began")
     tokenizer = load_tokenizer(str(run.tokenizer_dir), documents=None, cache=run.tokenizer_dir)
     return Trained(model=model, tokenizer=tokenizer, step=checkpoint.step)

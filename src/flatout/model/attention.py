@@ -23,17 +23,31 @@ def _sequences(x_NHD: Tensor, batch: int) -> Tensor:
     return x_NHD.view(batch, -1, *x_NHD.shape[1:]).transpose(1, 2)
 
 
+def grouped(q_NHD: Tensor, k_NGD: Tensor, v_NGD: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys and values repeated to one per query head, for kernels that know no groups."""
+    groups = q_NHD.shape[1] // k_NGD.shape[1]
+    if groups == 1:
+        return k_NGD, v_NGD
+    return k_NGD.repeat_interleave(groups, dim=1), v_NGD.repeat_interleave(groups, dim=1)
+
+
 def _flat(x_BHTD: Tensor) -> Tensor:
     return x_BHTD.transpose(1, 2).flatten(0, 1)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rectangular:
-    """Sequences of one length, each attending to its own past: plain concatenated data."""
+    """Sequences of one length, each attending to its own past: plain concatenated data.
+
+    `repeat_kv` is for backends without grouped heads.
+    """
 
     batch: int
+    repeat_kv: bool = False
 
     def __call__(self, q_NHD: Tensor, k_NGD: Tensor, v_NGD: Tensor) -> Tensor:
+        if self.repeat_kv:
+            k_NGD, v_NGD = grouped(q_NHD, k_NGD, v_NGD)
         out = F.scaled_dot_product_attention(
             _sequences(q_NHD, self.batch),
             _sequences(k_NGD, self.batch),
@@ -84,10 +98,8 @@ class Varlen:
     def __call__(self, q_NHD: Tensor, k_NGD: Tensor, v_NGD: Tensor) -> Tensor:
         from torch.nn.attention.varlen import varlen_attn
 
-        # torch 2.11's kernel has no grouped heads; repeating them is what it would do in registers.
-        if (groups := q_NHD.shape[1] // k_NGD.shape[1]) > 1:
-            k_NGD = k_NGD.repeat_interleave(groups, dim=1)
-            v_NGD = v_NGD.repeat_interleave(groups, dim=1)
+        # torch 2.11's kernel has no grouped heads.
+        k_NGD, v_NGD = grouped(q_NHD, k_NGD, v_NGD)
         ends, longest = self.cu_seqlens, self.longest
         out = varlen_attn(q_NHD, k_NGD, v_NGD, ends, ends, longest, longest, window_size=(-1, 0))
         assert isinstance(out, Tensor)

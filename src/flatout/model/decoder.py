@@ -40,7 +40,8 @@ _KEPT = {
 
 
 def _keep_expensive(_context: Any, operation: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if operation in _KEPT else CheckpointPolicy.PREFER_RECOMPUTE
+    keep = operation in _KEPT or str(operation).startswith("torch_attn._varlen_attn")
+    return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def selective_contexts() -> Any:

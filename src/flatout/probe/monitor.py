@@ -32,13 +32,21 @@ _THROTTLE_REASONS = {
 
 
 class Monitor:
-    """Samples every `interval_s`; each sample also goes to `on_sample`, in the monitor's thread."""
+    """Samples every `interval_s`; each sample also goes to `on_sample`, in the monitor's thread.
+
+    `gpu` is the CUDA number of the one device to watch; by default all that are visible.
+    """
 
     def __init__(
-        self, *, interval_s: float = 1.0, on_sample: Callable[[Mapping[str, Any]], None] | None = None
+        self,
+        *,
+        interval_s: float = 1.0,
+        on_sample: Callable[[Mapping[str, Any]], None] | None = None,
+        gpu: int | None = None,
     ) -> None:
         self._interval_s = interval_s
         self._on_sample = on_sample
+        self._gpu = gpu
         self._latest: Mapping[str, Any] = {}
         self._peak: dict[str, float] = {}
         self._process = psutil.Process()
@@ -54,7 +62,7 @@ class Monitor:
         try:
             pynvml.nvmlInit()
             self._has_nvml = True
-            self._gpus = visible_gpus()
+            self._gpus = [(n, handle) for n, handle in visible_gpus() if self._gpu in (None, n)]
         except pynvml.NVMLError as error:
             log.debug("no NVML, so no GPU numbers: %s", error)
         self._stopping.clear()

@@ -8,21 +8,18 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict
-from functools import partial
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from flatout import hub
-from flatout.config.settings import Settings
+from flatout.config.settings import Decisions, PlanSettings, Settings
 from flatout.cost import checkpoint_bytes
 from flatout.data.corpus import Corpus, open_corpus
-from flatout.data.feed import Feed
-from flatout.data.stream import Batch, Stream
-from flatout.engine.checkpoint import Checkpoints, restore
-from flatout.engine.faults import OutOfMemory, explained, largest, require_space, smaller
+from flatout.data.stream import Stream
+from flatout.engine.faults import OutOfMemory, explained, require_space
 from flatout.engine.prepare import prepare
 from flatout.engine.ranks import Ranks, from_environment, joined
 from flatout.engine.resolve import Active, check_build, resolve
@@ -31,12 +28,15 @@ from flatout.errors import RunFailed, UsageError
 from flatout.hardware import Hardware, bf16_ratio, detect
 from flatout.model import Decoder, weights
 from flatout.optim import adamw, schedule
-from flatout.plan import Plan, decide, job_of
+from flatout.plan import Job, Plan, decide, job_of
 from flatout.probe import Phases
+from flatout.recipes.batches import Batches
 from flatout.recipes.profiling import Profile
-from flatout.recipes.session import Ledger, Session, identity_of, open_session
+from flatout.recipes.saving import Saving
+from flatout.recipes.session import Ledger, Session, open_session
+from flatout.recipes.validation import Validation, validation_batches
 from flatout.recipes.verdict import Outcome, judge
-from flatout.record import Sink
+from flatout.record import Run, Sink
 
 # Share of step time spent waiting for data above which a loader worker is added, and how often that is looked at.
 WAIT_SHARE, WAIT_STEPS = 0.02, 20
@@ -53,9 +53,9 @@ def run(
 ) -> Outcome:
     with ExitStack() as stack:
         # Where it runs.
-        ranks, hardware = from_environment(), detect()
+        hardware = detect()
         check_build(hardware)
-        ranks = stack.enter_context(joined(ranks, cuda=hardware.gpu is not None))
+        ranks = stack.enter_context(joined(from_environment(), num_gpus=hardware.num_gpus))
         folder = Path(ranks.agree(str(folder)))
 
         # What it learns from, and for how long.
@@ -64,7 +64,9 @@ def run(
         total_steps = steps_of(settings, stream)
 
         # How it runs.
-        plan = plan_for(settings, hardware=hardware, num_ranks=ranks.world, total_steps=total_steps)
+        plan = plan_for(
+            settings, hardware=hardware, ranks=ranks, total_steps=total_steps, begun=folder if resume else None
+        )
         corpus.check_vocab(plan.job.shape.vocab)
         checkpoint_size = checkpoint_bytes(plan.job.shape, weights_only=settings.save.weights_only)
         require_space(folder, needed_bytes=(settings.save.keep + 1) * checkpoint_size, what="checkpoints")
@@ -84,49 +86,35 @@ def run(
         active = resolve(plan, local_rank=ranks.local_rank, deterministic=settings.train.deterministic)
         phases = Phases(device=active.device.type)
         engine = build_engine(settings, plan, active, ranks=ranks, phases=phases, total_steps=total_steps)
-        ledger = Ledger(session, plan=plan, active=active, total_steps=total_steps)
-        validation = validation_batches(settings, corpus, plan, ranks)
-        if ranks.first and not resume:
-            corpus.tokenizer.save(session.run.tokenizer_dir)
+        ledger = Ledger(session, plan=plan, active=active)
         introduce(session, plan, active, hardware=hardware, ranks=ranks, corpus=corpus, total_steps=total_steps)
 
         # What it starts from.
-        identity = identity_of(
-            shape=plan.job.shape.to_json(),
-            seed=settings.seed,
-            data=corpus.fingerprint,
-            sequence_length=settings.data.sequence_length,
-            batch_tokens=settings.train.batch_tokens,
-            packing=settings.data.packing,
-            shuffle=settings.data.shuffle,
-        )
-        checkpoints = Checkpoints(session.run.checkpoints_dir, identity=identity, keep=settings.save.keep)
-        start = resume_from(checkpoints, engine, ledger, session) if resume else 0
-        feed = stack.enter_context(Batches(stream, plan, ranks, start=start, stop=total_steps))
-        profile = Profile(settings.profile.steps, folder=session.run.profile_dir, cuda=active.device.type == "cuda")
-        save = partial(save_state, settings, checkpoints, engine, ledger, session, ranks)
+        saving = Saving(settings, engine, ledger, session, ranks, data=corpus.fingerprint)
+        start = saving.resume() if resume else 0
+        batches = stack.enter_context(Batches(stream, plan, ranks, start=start, stop=total_steps))
+        held_out = validation_batches(settings, corpus, ranks, micro_batch=batches.micro_batch)
+        validation = Validation(settings, engine, ledger, session, held_out)
+        profile = stack.enter_context(Profile(settings.profile.steps if ranks.first else None, session=session))
 
-        step, stopped_by, evaluated, saved = start, "", -1, start
-        while True:
+        step, stopped_by = start, "target" if validation.reached() else ""
+        while not stopped_by:
             # The state after `step` steps. What is done with it counts towards the step that follows.
             engine.begin_step(step)
-            fresh = step > start or start == 0
 
             # Once in a while: validate, and see whether that is enough.
-            if settings.eval.every and step % settings.eval.every == 0 and fresh and evaluated != step:
+            if every(settings.eval.every, step) and validation.step != step and (step > start or start == 0):
                 phases.mark("eval")
-                stopped_by = validate(settings, engine, ledger, session, validation, step=step)
-                evaluated = step
+                stopped_by = validation.measure(step)
 
             # Asked to stop, here or on any other rank.
             if ranks.any(bool(session.stop)):
                 stopped_by = session.stop.signal.name if session.stop.signal else "SIGTERM"
 
             # Once in a while, and before leaving early: save.
-            if step > saved and (due(step, settings.save.every) or stopped_by.startswith("SIG")):
+            if step > (saving.step or start) and (every(settings.save.every, step) or stopped_by.startswith("SIG")):
                 phases.mark("save")
-                save(step)
-                saved = step
+                saving.save(step)
 
             if stopped_by or step >= total_steps:
                 break
@@ -134,88 +122,41 @@ def run(
             profile.before(step)
             phases.mark("data")
             try:
-                engine.step(step, next(feed))
+                engine.step(step, next(batches))
             except OutOfMemory as error:
-                before, after = feed.shrink(step, cause=error)
+                before, after = batches.shrink(step, cause=error)
                 session.recorder.event("oom", step=step, micro_batch=before, now=after, error=str(error))
                 continue
 
             # Once: write down where the time went.
             if profile.ends(step):
                 phases.mark("profile")
-                profile.write()
-                session.recorder.event("profile", step=step, folder=str(session.run.profile_dir))
+                profile.write(step)
 
             phases.mark("record")
             ledger.write(engine.finished())
-            if plan.job.pins.workers is None and due(step, WAIT_STEPS):
-                feed_more(feed.feed, ledger, session, step=step, limit=hardware.num_cpus or 1)
+            if plan.job.pins.workers is None and every(WAIT_STEPS, step):
+                feed_more(batches, ledger, session, step=step, limit=(hardware.num_cpus or 1) // ranks.world)
             engine.end_step()
             step += 1
 
         ledger.write(engine.finished(all=True))
-        if not stopped_by.startswith("SIG"):
-            if evaluated != step:
-                stopped_by = validate(settings, engine, ledger, session, validation, step=step) or stopped_by
-            if saved != step and not save(step):
-                raise RunFailed(f"the run reached step {step}, but its last checkpoint could not be saved")
-        return conclude(settings, ledger, session, step=step, stopped_by=stopped_by or "end")
+        if not stopped_by.startswith("SIG") and validation.step != step and step > start:
+            stopped_by = validation.measure(step) or stopped_by
+        if saving.step != step and step > start and not saving.save(step):
+            raise RunFailed(f"the run stopped at step {step}, and its state could not be saved: the disk is full")
+        return conclude(settings, ledger, session, step=step, stopped_by=stopped_by or "end", saved=saving.step)
 
 
-class Batches:
-    """The micro-batches of one step after the other; smaller ones from where the device ran out of memory."""
-
-    def __init__(self, stream: Stream, plan: Plan, ranks: Ranks, *, start: int, stop: int) -> None:
-        self.stream, self.plan, self.ranks, self.stop = stream, plan, ranks, stop
-        self.micro_batch = plan.decisions.micro_batch or 1
-        self.feed = self._open(start)
-
-    def __next__(self) -> list[Batch]:
-        return next(self.feed)
-
-    def shrink(self, step: int, *, cause: OutOfMemory) -> tuple[int, int]:
-        """Gives `step` again, and all after it, in smaller micro-batches; the batch of the step stays the same."""
-        before = self.micro_batch
-        if before == 1:
-            raise RunFailed(
-                f"step {step} found too little memory even with micro-batch 1 ({cause}). "
-                + largest(self.plan.predicted.memory_gib)
-            )
-        self.micro_batch = smaller(before)
-        self.feed.close()
-        self.feed = self._open(step)
-        return before, self.micro_batch
-
-    def __enter__(self) -> Batches:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.feed.close()
-
-    def _open(self, start: int) -> Feed:
-        make = partial(
-            self.stream.micro_batches, rank=self.ranks.rank, world=self.ranks.world, micro_batch=self.micro_batch
-        )
-        decisions = self.plan.decisions
-        return Feed(
-            make,
-            start=start,
-            stop=self.stop,
-            workers=decisions.workers or 0,
-            prefetch=decisions.prefetch or 1,
-            pin=bool(decisions.pin_memory),
-        )
-
-
-def due(step: int, every: int | None) -> bool:
-    return every is not None and step > 0 and step % every == 0
+def every(steps: int | None, step: int) -> bool:
+    return steps is not None and step % steps == 0
 
 
 def dry_run(settings: Settings) -> Plan:
     """All that can be checked and decided without reading the data: this torch, this hardware, the plan."""
-    ranks, hardware = from_environment(), detect()
+    hardware = detect()
     check_build(hardware)
-    return plan_for(settings, hardware=hardware, num_ranks=ranks.world, total_steps=None)
+    return plan_for(settings, hardware=hardware, ranks=from_environment())
 
 
 def training_stream(settings: Settings, corpus: Corpus) -> Stream:
@@ -245,12 +186,46 @@ def steps_of(settings: Settings, stream: Stream) -> int:
     return max(1, math.ceil(train.epochs * stream.steps_per_epoch))
 
 
-def plan_for(settings: Settings, *, hardware: Hardware, num_ranks: int, total_steps: int | None) -> Plan:
-    """The plan of this configuration on the hardware that is here."""
-    ratio = bf16_ratio() if hardware.gpu is None and settings.plan.precision is None else None
-    return decide(
-        job_of(settings, hardware=hardware, num_ranks=num_ranks, total_steps=total_steps, cpu_bf16_ratio=ratio)
+def plan_for(
+    settings: Settings,
+    *,
+    hardware: Hardware,
+    ranks: Ranks,
+    total_steps: int | None = None,
+    mean_context: float | None = None,
+    begun: Path | None = None,
+) -> Plan:
+    """The plan of this configuration on the hardware that is here, the same on all ranks.
+
+    A run that was begun in the folder `begun` keeps what it was begun with, as far as the machine is the same.
+    """
+    ratio = ""
+    if hardware.gpu is None and settings.plan.precision is None and ranks.first:
+        ratio = f"{bf16_ratio():.3g}"
+    ratio = ranks.agree(ratio)
+    job = job_of(
+        settings,
+        hardware=hardware,
+        num_ranks=ranks.world,
+        total_steps=total_steps,
+        mean_context=mean_context,
+        cpu_bf16_ratio=float(ratio) if ratio else None,
     )
+    return decide(job if begun is None else replace(job, pins=kept_pins(job, Run.open(begun).plan)))
+
+
+def kept_pins(job: Job, begun: Mapping[str, Any]) -> PlanSettings:
+    """The decisions of an earlier attempt as pins, except where the configuration pins something else.
+
+    On another machine or number of ranks only what changes the numbers is kept.
+    """
+    same = begun["job"]["hardware"] == job.hardware.name and begun["job"]["num_ranks"] == job.num_ranks
+    names = [field.name for field in fields(Decisions)] if same else ["precision"]
+    # Given one of the two that make up the batch, the other follows.
+    if job.pins.micro_batch or job.pins.accumulation:
+        names = [name for name in names if name not in ("micro_batch", "accumulation")]
+    kept = {name: begun["decisions"].get(name) for name in names if getattr(job.pins, name) is None}
+    return replace(job.pins, **kept)
 
 
 def build_engine(
@@ -279,25 +254,6 @@ def build_engine(
     )
 
 
-def validation_batches(settings: Settings, corpus: Corpus, plan: Plan, ranks: Ranks) -> list[Batch]:
-    """This rank's part of the fixed validation set: the first windows of the held-out data, always the same."""
-    length = settings.data.sequence_length
-    windows = min((corpus.valid.num_tokens - 1) // length, settings.eval.tokens // length)
-    per_rank = max(1, windows // ranks.world)
-    # Whole micro-batches where there are enough windows: the shapes are then those of training.
-    micro_batch = min(plan.decisions.micro_batch or 1, per_rank)
-    per_rank -= per_rank % micro_batch
-    stream = Stream(
-        corpus.valid,
-        sequence_length=length,
-        batch_sequences=per_rank * ranks.world,
-        seed=settings.seed,
-        packing=settings.data.packing,
-        shuffle=False,
-    )
-    return stream.micro_batches(0, rank=ranks.rank, world=ranks.world, micro_batch=micro_batch)
-
-
 def introduce(
     session: Session,
     plan: Plan,
@@ -310,6 +266,13 @@ def introduce(
 ) -> None:
     """Says once, at the start, what was planned and what is really active."""
     record = session.recorder
+    if ranks.first and not session.run.tokenizer_dir.is_dir():
+        corpus.tokenizer.save(session.run.tokenizer_dir)
+    begun = session.run.plan["decisions"]
+    for name, value in asdict(plan.decisions).items():
+        if name in begun and begun[name] != value:
+            text = f"this run began with plan.{name} {begun[name]} and goes on with {value}: not bit for bit the same"
+            record.event("notice", text=text)
     record.event("hardware", **hardware.to_json())
     record.event("data", **corpus.describe())
     record.event("plan", **plan.to_json())
@@ -323,102 +286,19 @@ def introduce(
     record.event("start", folder=str(session.run.path), total_steps=total_steps)
 
 
-def resume_from(checkpoints: Checkpoints, engine: Engine, ledger: Ledger, session: Session) -> int:
-    """Puts the newest whole checkpoint back and gives its step; 0 if the run never saved one."""
-    checkpoint, problems = checkpoints.latest()
-    for problem in problems:
-        session.recorder.event("bad-checkpoint", text=problem)
-    if checkpoint is None:
-        if problems:
-            raise RunFailed("no checkpoint of this run can be trusted: " + "; ".join(problems))
-        session.recorder.event("notice", text="the run had saved nothing yet: it starts from the beginning")
-        return 0
-    if not checkpoint.resumable:
-        raise UsageError(f"{checkpoint.folder} holds weights only (save.weights_only): it cannot be resumed")
-    restore(checkpoint, model=engine.model, optimizer=engine.optimizer)
-    state = checkpoint.state
-    engine.scale.fill_(state["loss_scale"])
-    engine.scale_streak.fill_(state["loss_scale_streak"])
-    ledger.tokens, ledger.seconds, ledger.saves = state["tokens"], state["seconds"], state["saves"]
-    ledger.val_losses = list(state["val_losses"])
-    session.recorder.event("resume", step=checkpoint.step, checkpoint=checkpoint.folder.name)
-    return checkpoint.step
-
-
-def save_state(
-    settings: Settings,
-    checkpoints: Checkpoints,
-    engine: Engine,
-    ledger: Ledger,
-    session: Session,
-    ranks: Ranks,
-    step: int,
-) -> bool:
-    """Saves on the first rank while the others wait. A full disk is reported and survived."""
-    ledger.write(engine.finished(all=True))
-    saved = True
-    if ranks.first:
-        state = {
-            "tokens": ledger.tokens,
-            "seconds": ledger.seconds,
-            "saves": ledger.saves + 1,
-            "val_losses": ledger.val_losses,
-            "loss_scale": engine.scale.item(),
-            "loss_scale_streak": engine.scale_streak.item(),
-        }
-        optimizer = None if settings.save.weights_only else engine.optimizer
-        try:
-            path = checkpoints.save(step, model=engine.model, optimizer=optimizer, state=state)
-        except OSError as error:
-            session.recorder.event("save-failed", step=step, error=str(error))
-            saved = False
-        else:
-            ledger.saves += 1
-            session.recorder.event("save", step=step, checkpoint=path.name)
-    ranks.barrier()
-    return saved
-
-
-def validate(
-    settings: Settings, engine: Engine, ledger: Ledger, session: Session, batches: list[Batch], *, step: int
-) -> str:
-    """Measures the validation loss; says why to stop, `target` or `patience`, or nothing."""
-    loss = engine.evaluate(batches)
-    ledger.val_losses.append(loss)
-    session.recorder.event("eval", step=step, val_loss=loss)
-    target, patience = settings.target.val_loss, settings.eval.patience
-    if target is not None and loss <= target:
-        ledger.write(engine.finished(all=True))
-        session.recorder.event(
-            "target",
-            step=step,
-            val_loss=loss,
-            seconds=ledger.seconds,
-            tokens=ledger.tokens,
-            gpu_hours=ledger.seconds / 3600 * ledger.plan.job.num_ranks,
-        )
-        return "target"
-    if patience is not None:
-        best = min(ledger.val_losses)
-        recent = ledger.val_losses[-patience:]
-        older = ledger.val_losses[:-patience]
-        if older and min(recent) > min(older) - settings.eval.min_delta:
-            session.recorder.event("patience", step=step, best=best, patience=patience)
-            return "patience"
-    return ""
-
-
-def feed_more(feed: Feed, ledger: Ledger, session: Session, *, step: int, limit: int) -> None:
-    """Adds a loader worker when the device was kept waiting for data."""
-    share = ledger.speed.read().data_share
+def feed_more(batches: Batches, ledger: Ledger, session: Session, *, step: int, limit: int) -> None:
+    """Adds a loader worker when the device was kept waiting for data since the last look."""
+    share, feed = ledger.data_share_since_last(), batches.feed
     if share is not None and share > WAIT_SHARE and 0 < feed.num_workers < limit:
         feed.add_worker()
         session.recorder.event("workers", step=step, workers=feed.num_workers, data_share=share)
 
 
-def conclude(settings: Settings, ledger: Ledger, session: Session, *, step: int, stopped_by: str) -> Outcome:
+def conclude(
+    settings: Settings, ledger: Ledger, session: Session, *, step: int, stopped_by: str, saved: int | None
+) -> Outcome:
     """The last word of a run: what it came to, and whether that met its criteria."""
-    outcome = ledger.outcome(steps=step, stopped_by=stopped_by)
+    outcome = ledger.outcome(steps=step, stopped_by=stopped_by, saved_step=saved)
     verdicts = judge(settings.criteria, outcome)
     session.recorder.event("end", step=step, outcome=outcome.to_json(), verdicts=[asdict(v) for v in verdicts])
     return outcome

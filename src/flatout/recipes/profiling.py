@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from flatout.recipes.session import Session
+
 
 class Profile:
-    """Traces the steps from `first` to `last`, both included; None traces nothing."""
+    """Traces the steps from the first to the last given, both included; None traces nothing.
 
-    def __init__(self, steps: tuple[int, int] | None, *, folder: Path, cuda: bool) -> None:
-        self.steps, self.folder, self.cuda = steps, folder, cuda
+    A run that ends inside the window writes what it has: an open trace must not outlive it.
+    """
+
+    def __init__(self, steps: tuple[int, int] | None, *, session: Session) -> None:
+        self.steps, self.session = steps, session
         self._profile: profile | None = None
 
     def before(self, step: int) -> None:
-        if self.steps and step == self.steps[0]:
-            activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self.cuda else [])]
+        """Starts with the first step of the window, also where a resumed run comes in later."""
+        if self._profile is None and self.steps and self.steps[0] <= step <= self.steps[1]:
+            activities = [ProfilerActivity.CPU]
+            if torch.cuda.is_available():
+                activities.append(ProfilerActivity.CUDA)
             self._profile = profile(activities=activities)
             self._profile.start()
 
@@ -25,14 +31,24 @@ class Profile:
         """Whether this was the last step of the trace."""
         return self._profile is not None and self.steps is not None and step >= self.steps[1]
 
-    def write(self) -> None:
-        assert self._profile is not None
-        if self.cuda:
+    def write(self, step: int | None = None) -> None:
+        if self._profile is None:
+            return
+        traced, self._profile = self._profile, None
+        cuda = torch.cuda.is_available()
+        if cuda:
             torch.cuda.synchronize()  # the traced steps have to end inside the trace
-        self._profile.stop()
-        self.folder.mkdir(parents=True, exist_ok=True)
-        self._profile.export_chrome_trace(str(self.folder / "trace.json.gz"))
-        key = "self_device_time_total" if self.cuda else "self_cpu_time_total"
-        table = self._profile.key_averages().table(sort_by=key, row_limit=60, max_name_column_width=80)
-        (self.folder / "kernels.txt").write_text(table)
-        self._profile = None
+        traced.stop()
+        folder = self.session.run.profile_dir
+        folder.mkdir(parents=True, exist_ok=True)
+        traced.export_chrome_trace(str(folder / "trace.json.gz"))
+        key = "self_device_time_total" if cuda else "self_cpu_time_total"
+        table = traced.key_averages().table(sort_by=key, row_limit=60, max_name_column_width=80)
+        (folder / "kernels.txt").write_text(table)
+        self.session.recorder.event("profile", step=step, folder=str(folder))
+
+    def __enter__(self) -> Profile:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.write()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import hashlib
 import json
-import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -53,27 +52,26 @@ def open_session(
 ) -> Iterator[Session]:
     """Makes or opens the run folder, locks it, starts recording and watching; undoes it all at the end."""
     with ExitStack() as stack:
-        attempt = ""
-        if ranks.first:
-            if resume:
-                run = Run.open(folder)
-            else:
-                run = Run.create(
-                    folder,
-                    config_text=config_text,
-                    config=config,
-                    plan=plan.to_json(),
-                    hardware=plan.job.hardware.to_json(),
-                    environment=describe(),
-                )
-            stack.enter_context(run.lock())
-            recorder = stack.enter_context(run.recorder(sinks=[*sinks, *_trackers(settings, run, plan, config)]))
-            attempt = str(recorder.attempt)
-        attempt = ranks.agree(attempt)
+        with ranks.first_leads():
+            if ranks.first:
+                if resume:
+                    run = Run.open(folder)
+                else:
+                    run = Run.create(
+                        folder,
+                        config_text=config_text,
+                        config=config,
+                        plan=plan.to_json(),
+                        hardware=plan.job.hardware.to_json(),
+                        environment=describe(),
+                    )
+                stack.enter_context(run.lock())
+                recorder = stack.enter_context(run.recorder(sinks=[*sinks, *_trackers(settings, run, plan, config)]))
+        attempt = ranks.agree(str(recorder.attempt) if ranks.first else "")
         if not ranks.first:
             run = Run.open(folder)
             recorder = stack.enter_context(run.recorder(rank=ranks.rank, attempt=int(attempt)))
-        monitor = stack.enter_context(Monitor(on_sample=recorder.sample))
+        monitor = stack.enter_context(Monitor(on_sample=recorder.sample, gpu=ranks.local_rank))
         stop = stack.enter_context(stop_on_signals())
         if plan.decisions.manual_gc:
             gc.collect()
@@ -96,15 +94,16 @@ def _trackers(settings: Settings, run: Run, plan: Plan, config: Mapping[str, Any
 class Ledger:
     """Writes finished steps to the record and keeps the sums a run is judged by."""
 
-    def __init__(self, session: Session, *, plan: Plan, active: Active, total_steps: int) -> None:
+    def __init__(self, session: Session, *, plan: Plan, active: Active) -> None:
         self.session, self.plan, self.active = session, plan, active
         self.speed = Speedometer(plan.rates)
-        self.trend = LossTrend(total_steps)
+        self.trend = LossTrend()
         self.skips = SkipWatch(plan.decisions.precision or "fp32")
         self.tokens, self.seconds, self.saves = 0, 0.0, 0
         self.val_losses: list[float] = []
         self._busy: list[float] = []
         self._early: list[float] = []
+        self._looked = (0.0, 0.0)
 
     def write(self, finished: Iterable[StepFacts]) -> None:
         for facts in finished:
@@ -119,7 +118,7 @@ class Ledger:
             record = StepRecord(
                 attempt=self.session.recorder.attempt,
                 step=facts.step,
-                time=time.time(),
+                time=facts.time,
                 seconds=facts.seconds,
                 tokens=facts.tokens,
                 padded_tokens=facts.tokens,
@@ -153,7 +152,19 @@ class Ledger:
             paid = compile_break_even(self.plan.job, precision=self.plan.decisions.precision or "fp32", compile_s=took)
             self.session.recorder.event("compile", step=record.step, seconds=took, break_even=paid)
 
-    def outcome(self, *, steps: int, stopped_by: str) -> Outcome:
+    def remember(self, steps: Iterable[StepRecord], *, before_step: int) -> None:
+        """Takes in what earlier attempts recorded, so that the run is judged as a whole."""
+        for record in steps:
+            if record.step < before_step and record.loss is not None:
+                self.trend.see(record.loss)
+
+    def data_share_since_last(self) -> float | None:
+        """Share of the time spent waiting for data since this was last asked."""
+        data, seconds = self.speed.data - self._looked[0], self.speed.seconds - self._looked[1]
+        self._looked = (self.speed.data, self.speed.seconds)
+        return data / seconds if seconds > 0 else None
+
+    def outcome(self, *, steps: int, stopped_by: str, saved_step: int | None) -> Outcome:
         memory = device_memory(self.active.device, self.session.monitor)
         peak, total = memory.get("peak_gib"), memory.get("total_gib")
         first, last = self.trend.ends()
@@ -169,6 +180,7 @@ class Ledger:
             memory_share=peak / total if peak is not None and total else None,
             utilisation=sum(self._busy) / len(self._busy) if self._busy else None,
             saves=self.saves,
+            saved_step=saved_step,
             stopped_by=stopped_by,
         )
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Collection
+from array import array
 from dataclasses import asdict, dataclass, fields
 from statistics import fmean
 from typing import Any
@@ -83,6 +82,7 @@ class Outcome:
     memory_share: float | None = None
     utilisation: float | None = None
     saves: int = 0
+    saved_step: int | None = None
     stopped_by: str = "end"
 
     def to_json(self) -> dict[str, Any]:
@@ -145,21 +145,17 @@ def _trend(name: str, wanted: bool, first: float | None, last: float | None) -> 
 
 
 class LossTrend:
-    """Mean loss of the first and the last tenth of a run; holds a fifth of its losses at most."""
+    """Mean loss of the first and the last tenth of the steps a run has taken."""
 
-    def __init__(self, total_steps: int) -> None:
-        self.tenth = max(1, total_steps // 10)
-        self.first: list[float] = []
-        self.last: deque[float] = deque(maxlen=self.tenth)
+    def __init__(self) -> None:
+        self.losses = array("d")
 
     def see(self, loss: float) -> None:
-        if len(self.first) < self.tenth:
-            self.first.append(loss)
-        self.last.append(loss)
+        self.losses.append(loss)
 
     def ends(self) -> tuple[float | None, float | None]:
-        return _mean(self.first), _mean(self.last)
-
-
-def _mean(values: Collection[float]) -> float | None:
-    return fmean(values) if values else None
+        """None where there are too few steps for two ends."""
+        if len(self.losses) < 2:
+            return None, None
+        tenth = max(1, len(self.losses) // 10)
+        return fmean(self.losses[:tenth]), fmean(self.losses[-tenth:])

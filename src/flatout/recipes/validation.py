@@ -1,0 +1,90 @@
+"""The validation loss during a run: on a fixed set, and what it means for going on."""
+
+from __future__ import annotations
+
+import math
+
+from flatout.config.settings import Settings
+from flatout.data.corpus import Corpus
+from flatout.data.stream import Batch, Stream
+from flatout.engine.ranks import Ranks
+from flatout.engine.step import Engine
+from flatout.recipes.session import Ledger, Session
+
+# Windows are taken in whole groups of this many, where there are as many, so that they split evenly.
+GROUP = 64
+
+
+def validation_batches(settings: Settings, corpus: Corpus, ranks: Ranks, *, micro_batch: int) -> list[Batch]:
+    """This rank's part of the first windows of the held-out data.
+
+    Which windows those are follows from the data and the configuration alone: the loss can be compared between
+    machines, numbers of ranks and micro-batches.
+    """
+    length = settings.data.sequence_length
+    windows = max(1, min((corpus.valid.num_tokens - 1) // length, settings.eval.tokens // length))
+    windows -= windows % GROUP if windows > GROUP else 0
+    size = next(n for n in range(min(micro_batch, windows), 0, -1) if windows % n == 0)
+    stream = Stream(
+        corpus.valid,
+        sequence_length=length,
+        batch_sequences=size,
+        seed=settings.seed,
+        packing=settings.data.packing,
+        shuffle=False,
+    )
+    mine = range(ranks.rank, windows // size, ranks.world)
+    return [batch for group in mine for batch in stream.micro_batches(group, micro_batch=size)]
+
+
+class Validation:
+    """Measures, remembers, and says when it is enough."""
+
+    def __init__(
+        self, settings: Settings, engine: Engine, ledger: Ledger, session: Session, batches: list[Batch]
+    ) -> None:
+        self.target, self.patience = settings.target.val_loss, settings.eval.patience
+        self.min_delta = settings.eval.min_delta
+        self.engine, self.ledger, self.session, self.batches = engine, ledger, session, batches
+        self.step: int | None = None
+
+    def measure(self, step: int) -> str:
+        """The validation loss after `step` steps; why to stop, `target` or `patience`, or nothing."""
+        self.step = step
+        loss = self.engine.evaluate(self.batches)
+        self.ledger.val_losses.append(loss)
+        self.session.recorder.event("eval", step=step, val_loss=loss)
+        if self.reached():
+            # The evaluation waited for the device, so the time so far is all there.
+            self.ledger.write(self.engine.finished(all=True))
+            seconds = self.ledger.seconds
+            self.session.recorder.event(
+                "target",
+                step=step,
+                val_loss=loss,
+                seconds=seconds,
+                tokens=self.ledger.tokens,
+                gpu_hours=seconds / 3600 * self.ledger.plan.job.num_ranks,
+            )
+            return "target"
+        if self.patience is not None and since_best(self.ledger.val_losses, self.min_delta) >= self.patience:
+            best = min(self.ledger.val_losses)
+            self.session.recorder.event("patience", step=step, best=best, patience=self.patience)
+            return "patience"
+        return ""
+
+    def reached(self) -> bool:
+        """Whether the last measured loss is the one that was asked for."""
+        losses = self.ledger.val_losses
+        return self.target is not None and bool(losses) and losses[-1] <= self.target
+
+
+def since_best(losses: list[float], min_delta: float) -> int:
+    """Evaluations since the last one that was better than all before by more than `min_delta`; NaN never is."""
+    best, since = math.inf, 0
+    for loss in losses:
+        if loss < best - min_delta or (best == math.inf and math.isfinite(loss)):
+            best, since = loss, 0
+        else:
+            since += 1
+    return since
