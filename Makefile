@@ -14,6 +14,7 @@ test: $(VENV)/.dev
 # One GPU; a peer is a script that prints one JSON line: see benchmarks/pretrain.py.
 bench-gpu: $(VENV)/.train
 	$(BIN)/python -m benchmarks.pretrain $(BENCH_ARGS)
+	$(BIN)/python -m benchmarks.memory
 
 check: $(VENV)/.dev
 	$(BIN)/ruff format --check src tests benchmarks

@@ -239,7 +239,6 @@ def seconds(**changes: Any) -> float:
     values: dict[str, Any] = {
         "micro_tokens": 65536,
         "accumulation": 1,
-        "sequence_length": 1024,
         "flops": flops_per_token(SMALL, sequence_length=1024),
         "precision": "bf16",
         "peak_flops": 989e12,
