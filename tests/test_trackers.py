@@ -10,8 +10,11 @@ from pathlib import Path
 import pytest
 
 from flatout import trackers
+from flatout.cost import Flops, Rates
 from flatout.errors import EnvironmentLacks
 from flatout.record import Event, Run, Span, StepRecord
+
+RATES = Rates(flops=Flops(forward=0.625, backward=1.25, recomputed=0.0, common=2.5), peak_flops=1000.0)
 
 
 def step(number: int, **changes) -> StepRecord:
@@ -25,7 +28,7 @@ def step(number: int, **changes) -> StepRecord:
         "loss": 2.0 + number,
         "spans": (Span(phase="forward", seconds=0.25), Span(phase="forward", seconds=0.125, role="critic")),
         "memory": {"peak_gib": 1.5, "reserved_gib": 2.0},
-        "extra": {"lr": 0.5, "grad_norm": 0.25, "mfu_common": 0.5, "mfu_done": 0.375, "skipped": False},
+        "extra": {"lr": 0.5, "grad_norm": 0.25, "skipped": False},
     }
     return StepRecord(**{**values, **changes})
 
@@ -35,7 +38,7 @@ def evaluation(number: int, loss: float) -> Event:
 
 
 def test_scalars_of_a_step():
-    assert trackers.step_scalars(step(3)) == {
+    assert trackers.step_scalars(step(3), rates=RATES) == {
         "training/global_step": 3,
         "training/loss": 5.0,
         "training/lr": 0.5,
@@ -51,7 +54,7 @@ def test_scalars_of_a_step():
 
 def test_what_is_unknown_is_left_out():
     bare = step(3, loss=None, seconds=0.0, spans=(), memory={}, extra={"lr": None})
-    assert trackers.step_scalars(bare) == {"training/global_step": 3}
+    assert trackers.step_scalars(bare, rates=RATES) == {"training/global_step": 3}
     assert trackers.event_scalars(Event(attempt=1, time=0.0, kind="save", step=3)) == {}
     assert trackers.event_scalars(Event(attempt=1, time=0.0, kind="eval", step=3)) == {}
 
@@ -65,14 +68,14 @@ def test_tensorboard_files_read_back(tmp_path: Path):
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    sink = trackers.tensorboard(tmp_path / "tb")
+    sink = trackers.tensorboard(tmp_path / "tb", rates=RATES)
     for number in range(5):
         sink.step(step(number))
     sink.event(evaluation(4, 1.25))
     sink.close()
     found = EventAccumulator(str(tmp_path / "tb"))
     found.Reload()
-    assert set(found.Tags()["scalars"]) == set(trackers.step_scalars(step(0))) | {"eval/loss"}
+    assert set(found.Tags()["scalars"]) == set(trackers.step_scalars(step(0), rates=RATES)) | {"eval/loss"}
     assert [(item.step, item.value) for item in found.Scalars("training/loss")] == [(n, 2.0 + n) for n in range(5)]
     assert [(item.step, item.value) for item in found.Scalars("eval/loss")] == [(4, 1.25)]
     assert found.Scalars("perf/throughput")[2].wall_time == 1002.0
@@ -83,7 +86,7 @@ def test_tensorboard_forgets_the_overtaken_steps_of_a_killed_attempt(tmp_path: P
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     for attempt, numbers in ((1, range(10)), (2, range(6, 8))):
-        sink = trackers.tensorboard(tmp_path)
+        sink = trackers.tensorboard(tmp_path, rates=RATES)
         for number in numbers:
             sink.step(step(number, loss=float(attempt)))
         sink.close()
@@ -100,10 +103,11 @@ def test_wandb_offline_leaves_a_run_folder_without_secrets(tmp_path: Path):
 import sys
 sys.argv = ["train.py", "--api-key", "sentinel-flag"]
 from pathlib import Path
-from test_trackers import step, evaluation
+from test_trackers import RATES, evaluation, step
 from flatout import trackers
 sink = trackers.wandb("offline", project="p", name="n", folder=Path({str(tmp_path)!r}),
-                      config={{"data": {{"path": "https://u:sentinel-url@h/x"}}, "lr": 0.5}})
+                      config={{"data": {{"path": "https://u:sentinel-url@h/x"}}, "lr": 0.5}},
+                      rates=RATES)
 print("sentinel-console")
 for number in range(3):
     sink.step(step(number))
@@ -124,11 +128,11 @@ sink.close()
 
 
 def start_tensorboard(folder: Path) -> None:
-    trackers.tensorboard(folder)
+    trackers.tensorboard(folder, rates=RATES)
 
 
 def start_wandb(folder: Path) -> None:
-    trackers.wandb("offline", project="p", name="n", folder=folder, config={})
+    trackers.wandb("offline", project="p", name="n", folder=folder, config={}, rates=RATES)
 
 
 @pytest.mark.parametrize(("package", "start"), [("tensorboard", start_tensorboard), ("wandb", start_wandb)])

@@ -86,6 +86,8 @@ def test_killed_and_resumed_equals_undisturbed_to_the_bit(
     settings = [
         f"plan.precision={precision}", "plan.micro_batch=2", "plan.workers=2", "train.steps=24", "save.every=4",
         "data.packing=documents", "train.deterministic=true",
+        # Small: a CPU without bf16 units computes in it a hundred times slower.
+        "model.layers=1", "model.hidden=16", "data.sequence_length=32", "train.batch_tokens=256", "eval.tokens=256",
     ]  # fmt: skip
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     done = flatout("train", config, *settings, "--run", whole)
