@@ -119,6 +119,10 @@ class Plan:
         peak = _peak(self.job, precision=self.decisions.precision or "fp32", tf32=bool(self.decisions.tf32))
         return Rates(flops=self.flops, peak_flops=peak, num_devices=self.job.num_ranks)
 
+    def explain(self) -> list[tuple[str, Any, str]]:
+        """Rows of (decision, value, reason) in the order they are declared."""
+        return [(f.name, getattr(self.decisions, f.name), self.reasons[f.name]) for f in fields(Decisions)]
+
     def to_json(self) -> dict[str, Any]:
         return {
             "decisions": asdict(self.decisions),
