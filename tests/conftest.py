@@ -4,7 +4,11 @@ import os
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
+# A slow machine is no failure.
+settings.register_profile("patient", deadline=None)
+settings.load_profile("patient")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # Wide enough that no table wraps, wherever the tests run.
 os.environ["COLUMNS"] = "200"

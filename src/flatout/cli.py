@@ -37,8 +37,8 @@ Config = Annotated[Path, typer.Argument(help="YAML file of the run")]
 Overrides = Annotated[list[str] | None, typer.Argument(help="dotted overrides, such as train.lr=3e-4")]
 AsJson = Annotated[bool, typer.Option("--json", help="machine-readable output")]
 
-out = Console()
-err = Console(stderr=True)
+out = Console(emoji=False)
+err = Console(stderr=True, emoji=False)
 
 
 def main() -> None:
@@ -107,7 +107,7 @@ def examples(
         raise UsageError(f"{to} cannot be written: there is no folder {to.parent}")
     else:
         to.write_text(text)
-        out.print(f"wrote {to}", highlight=False)
+        out.print(f"wrote {to}", highlight=False, markup=False, soft_wrap=True)
 
 
 @app.command()
@@ -164,7 +164,7 @@ def plan(
     from flatout.terminal import plan_tables
 
     loaded = load(config, overrides=overrides or [])
-    machine = facts.parse(on) if on else facts.detect()
+    machine = facts.detect() if on is None else facts.parse(on)
     num_ranks = max(1, machine.num_gpus)
     made = decide(job_of(loaded.settings, hardware=machine, num_ranks=num_ranks))
     if as_json:
@@ -189,6 +189,8 @@ def train(
 
     loaded = load(config, overrides=overrides or [])
     run = run or (Path(loaded.settings.run) if loaded.settings.run else None)
+    if run == Path():
+        raise UsageError("--run is empty or the current folder: a run needs a folder of its own")
     if resume and run is None:
         raise UsageError("--resume needs --run FOLDER: the folder of the run to go on with")
     # Only now: torch takes seconds to import, and the user's mistakes are told before.
@@ -253,7 +255,7 @@ def export(
     trained = open_trained(Run.open(run))
     trained.tokenizer.save(to)
     weights.export(trained.model, to, dtype=DTYPES[dtype], eos_token_id=trained.tokenizer.eos_id)
-    out.print(f"wrote step {trained.step} of {run} to {to}", highlight=False)
+    out.print(f"wrote step {trained.step} of {run} to {to}", highlight=False, markup=False, soft_wrap=True)
 
 
 @data_app.command("prepare")
@@ -268,6 +270,8 @@ def data_prepare(
 ) -> None:
     """Tokenize documents once, into memory-mapped shards with a manifest of hashes and counts."""
     _require_torch()
+    if to.is_dir() and any(to.iterdir()) and not (to / "train").is_dir():
+        raise UsageError(f"{to} holds something else, and nothing is overwritten: choose another folder with --to")
     from flatout.data.corpus import settings_for
     from flatout.data.prepare import describe, prepare
 
@@ -282,7 +286,8 @@ def data_prepare(
         out.print(
             f"{part}: {counts['tokens']:,} tokens in {counts['documents']:,} documents, {counts['shards']} shards"
         )
-    out.print(f"train on it: data: {{source: tokens, path: {to}}}", highlight=False, soft_wrap=True)
+    hint = json.dumps({"source": "tokens", "path": str(to)})
+    out.print(f"train on it: data: {hint}", highlight=False, markup=False, soft_wrap=True)
 
 
 @config_app.command("schema")
@@ -319,7 +324,7 @@ def config_validate(config: Config, overrides: Overrides = None) -> None:
     from flatout.config import load
 
     load(config, overrides=overrides or [])
-    out.print(f"{config}: good", highlight=False)
+    out.print(f"{config}: good", highlight=False, markup=False, soft_wrap=True)
 
 
 def _require_torch() -> None:

@@ -6,6 +6,7 @@ goes on: the `Recorder` that tells them switches a failing sink off with an even
 
 from __future__ import annotations
 
+import importlib.util
 import time
 from collections.abc import Mapping
 from datetime import datetime
@@ -18,6 +19,13 @@ from flatout.record import Event, Sink, StepRecord, redacted
 
 # From a step's `extra` to the names people already have charts for.
 _EXTRA = {"lr": "training/lr", "grad_norm": "training/grad_norm"}
+
+
+def check(*, tensorboard: bool, wandb: bool) -> None:
+    """Refuses what is not installed before a run folder is made for it."""
+    for package, wanted in (("tensorboard", tensorboard), ("wandb", wandb)):
+        if wanted and importlib.util.find_spec(package) is None:
+            raise _lacks(package, ImportError("not installed"))
 
 
 def run_name(recipe: str, *, now: datetime | None = None) -> str:

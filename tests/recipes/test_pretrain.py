@@ -299,3 +299,23 @@ def test_starting_from_a_hugging_face_folder(flatout: Call, config: Path, tmp_pa
     done = flatout("train", config, "model=llama", "--run", tmp_path / "run")
     assert done.returncode == 0, done.stderr
     assert json.loads((tmp_path / "run" / "plan.json").read_text())["job"]["shape"]["kv_heads"] == 1
+
+
+def test_a_reader_that_goes_away_does_not_stop_the_run(config: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    command = [sys.executable, "-m", "flatout", "train", str(config), "log.every=1", "--run", str(run)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=tmp_path)
+    assert process.stdout is not None
+    process.stdout.readline()
+    process.stdout.close()
+    assert process.wait(timeout=120) == 0, process.stderr.read() if process.stderr else ""
+    assert len(trajectory(run)) == 12
+
+
+def test_the_folder_keeps_what_the_run_goes_on_with(flatout: Call, config: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    assert flatout("train", config, "--run", run).returncode == 0
+    assert flatout("train", config, "train.steps=15", "--run", run, "--resume").returncode == 0
+    done = flatout("train", run / "config.yaml", "--run", run, "--resume")
+    assert done.returncode == 0, done.stderr
+    assert len(trajectory(run)) == 15

@@ -54,6 +54,7 @@ def open_session(
     with ExitStack() as stack:
         with ranks.first_leads():
             if ranks.first:
+                trackers.check(tensorboard=settings.log.tensorboard, wandb=settings.log.wandb != "off")
                 if resume:
                     run = Run.open(folder)
                 else:
@@ -66,6 +67,8 @@ def open_session(
                         environment=describe(),
                     )
                 stack.enter_context(run.lock())
+                if resume:
+                    run.reconfigure(config_text=config_text, config=config)
                 recorder = stack.enter_context(run.recorder(sinks=[*sinks, *_trackers(settings, run, plan, config)]))
         attempt = ranks.agree(str(recorder.attempt) if ranks.first else "")
         if not ranks.first:

@@ -82,6 +82,12 @@ class Run:
             write_atomic(run.path / _CONFIG_TEXT, redact(config_text).encode())
         return run
 
+    def reconfigure(self, *, config_text: str, config: Mapping[str, Any]) -> None:
+        """What the run goes on with, where that differs from what it began with."""
+        with _writing(self.path):
+            write_atomic(self.path / _CONFIG, encode(redacted(config), indent=2))
+            write_atomic(self.path / _CONFIG_TEXT, redact(config_text).encode())
+
     @classmethod
     def open(cls, path: Path | str) -> Run:
         run = cls(Path(path))
@@ -320,7 +326,7 @@ class Recorder:
                     sink.event(what)
                 case None:
                     sink.close()
-        except Exception as error:
+        except (Exception, SystemExit) as error:  # rich leaves the program when its reader is gone
             self._sinks.remove(sink)
             log.warning("%s failed and is off from here on: %s", type(sink).__name__, redact(str(error)))
             self.event("sink_failed", sink=type(sink).__name__, error=f"{type(error).__name__}: {error}")
