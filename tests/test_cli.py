@@ -260,7 +260,7 @@ def test_data_is_prepared_and_counted(flatout: Flatout, tmp_path: Path) -> None:
 
     page = flatout(*arguments, "--to", "again")
     assert page.code == 0
-    assert "train on it: data: {"source": "tokens", "path": "again"}" in page.out
+    assert 'train on it: data: {"source": "tokens", "path": "again"}' in page.out
 
 
 @pytest.mark.parametrize(
