@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from flatout.errors import EnvironmentLacks, UsageError
-from flatout.record import Event, Run, StepRecord
+from flatout.record import Diagnosis, Event, Finding, Run, StepRecord
 
 PARTS = {"config": {}, "plan": {}, "hardware": {}, "environment": {}}
 
@@ -322,3 +322,22 @@ def test_record_needs_only_the_standard_library():
         print(sorted({"torch", "numpy", "psutil", "pydantic"} & set(sys.modules)))
     """
     assert finish(start(script)).strip() == "[]"
+
+
+def test_a_diagnosis_comes_back_as_it_was_written(run: Run) -> None:
+    assert run.diagnosis is None
+    finding = Finding(
+        cause="host-sync",
+        sentence="The host waits for the device in every step.",
+        share=0.2,
+        gain=0.15,
+        status="estimated",
+        evidence=("train.py:12 .item() took 20 ms of 100", "api_key=sk-abcdefghijklmnopqrstuvwxyz123456"),
+        fix="log every 10 steps",
+    )
+    run.write_diagnosis(Diagnosis(verdict="slow", limit={"share": 0.4}, findings=(finding,)))
+    found = run.diagnosis
+    assert found is not None
+    assert found.findings[0].evidence[0] == finding.evidence[0]
+    assert "abcdefghijklmnop" not in (run.path / "findings.json").read_text()
+    assert found.limit == {"share": 0.4}

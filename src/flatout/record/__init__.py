@@ -4,14 +4,27 @@
     steps.jsonl events.jsonl monitor.jsonl                       appended, one line a time (rank 0)
     steps-rank00001.jsonl ...                                    the same of every other rank
     steps.rollup.jsonl                                           256 steps a line, rebuilt from steps.jsonl
+    findings.json                                                the doctor's last word
     checkpoints/ profile/ trackers/ report.html                  owned by others, named here
 
 Standard library only, so a run opens on any machine. No other module knows a file name in the folder.
 """
 
-from flatout.record.records import Event, Sink, Span, StepRecord
+from flatout.record.records import Diagnosis, Event, Finding, Sink, Span, StepRecord
 from flatout.record.redact import redact, redacted
 from flatout.record.rollup import Rollup
 from flatout.record.run import Recorder, Run
 
-__all__ = ["Event", "Recorder", "Rollup", "Run", "Sink", "Span", "StepRecord", "redact", "redacted"]
+__all__ = [
+    "Diagnosis",
+    "Event",
+    "Finding",
+    "Recorder",
+    "Rollup",
+    "Run",
+    "Sink",
+    "Span",
+    "StepRecord",
+    "redact",
+    "redacted",
+]

@@ -1,4 +1,4 @@
-"""What one line of a run folder says: a step, one phase of it, an event; and who else may be told.
+"""What one line of a run folder says: a step, one phase of it, an event, a finding; and who else may be told.
 
 Records hold raw facts; tokens per second, MFU and shares are derived by whoever reads them.
 """
@@ -6,8 +6,8 @@ Records hold raw facts; tokens per second, MFU and shares are derived by whoever
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal, Protocol
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +46,28 @@ class Event:
     kind: str
     step: int | None = None
     data: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """One cause of lost time, or of a risk: what it costs, how that is known, and what to change."""
+
+    cause: str  # a stable id, such as data-starvation
+    sentence: str  # the cause in plain words
+    share: float | None  # of step time that is lost to it; None where it is no matter of time
+    gain: float | None  # share of step time that the fix saves
+    status: Literal["estimated", "measured"]
+    evidence: tuple[str, ...]
+    fix: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Diagnosis:
+    """What the doctor found: one sentence, how near the limit the job is, and the causes, the costliest first."""
+
+    verdict: str
+    limit: Mapping[str, Any]  # tokens_per_s, ceiling_tokens_per_s, share, and where the ceiling comes from
+    findings: tuple[Finding, ...]
 
 
 class Sink(Protocol):
@@ -102,6 +124,15 @@ def event_to_json(event: Event) -> dict[str, Any]:
 
 def event_from_json(line: Mapping[str, Any]) -> Event:
     return Event(attempt=line["attempt"], time=line["time"], kind=line["kind"], step=line["step"], data=line["data"])
+
+
+def diagnosis_to_json(diagnosis: Diagnosis) -> dict[str, Any]:
+    return asdict(diagnosis)
+
+
+def diagnosis_from_json(value: Mapping[str, Any]) -> Diagnosis:
+    findings = (Finding(**{**finding, "evidence": tuple(finding["evidence"])}) for finding in value["findings"])
+    return Diagnosis(verdict=value["verdict"], limit=value["limit"], findings=tuple(findings))
 
 
 def _span_to_json(span: Span) -> dict[str, Any]:

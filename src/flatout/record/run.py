@@ -18,7 +18,17 @@ from typing import Any, Literal, Self
 from flatout.errors import EnvironmentLacks, FlatoutError, UsageError
 from flatout.record import rollup
 from flatout.record.lines import LineWriter, decode, encode, last_line, read_lines, write_atomic
-from flatout.record.records import Event, Sink, StepRecord, event_from_json, event_to_json, step_to_json
+from flatout.record.records import (
+    Diagnosis,
+    Event,
+    Sink,
+    StepRecord,
+    diagnosis_from_json,
+    diagnosis_to_json,
+    event_from_json,
+    event_to_json,
+    step_to_json,
+)
 from flatout.record.redact import redact, redacted
 from flatout.record.rollup import Rollup
 
@@ -31,6 +41,7 @@ _CONFIG_TEXT, _CONFIG, _PLAN, _HARDWARE, _ENVIRONMENT = (
     "hardware.json",
     "env.json",
 )
+_FINDINGS = "findings.json"
 _WRITTEN_ONCE = (_CONFIG_TEXT, _CONFIG, _PLAN, _HARDWARE, _ENVIRONMENT)
 
 # A forked child (a loader worker) shares its parent's lock; unless it lets go, the lock outlives a killed parent.
@@ -202,6 +213,17 @@ class Run:
     @property
     def environment(self) -> Mapping[str, Any]:
         return self._read(_ENVIRONMENT)
+
+    @property
+    def diagnosis(self) -> Diagnosis | None:
+        """What the doctor last said of this run; None if it was never asked."""
+        if not (self.path / _FINDINGS).is_file():
+            return None
+        return diagnosis_from_json(self._read(_FINDINGS))
+
+    def write_diagnosis(self, diagnosis: Diagnosis) -> None:
+        with _writing(self.path):
+            write_atomic(self.path / _FINDINGS, encode(redacted(diagnosis_to_json(diagnosis)), indent=2))
 
     @property
     def checkpoints_dir(self) -> Path:
