@@ -99,6 +99,11 @@ class Run:
             write_atomic(self.path / _CONFIG, encode(redacted(config), indent=2))
             write_atomic(self.path / _CONFIG_TEXT, redact(config_text).encode())
 
+    def replan(self, plan: Mapping[str, Any]) -> None:
+        """The plan after what was tried on the device before the first step."""
+        with _writing(self.path):
+            write_atomic(self.path / _PLAN, encode(redacted(plan), indent=2))
+
     @classmethod
     def open(cls, path: Path | str) -> Run:
         run = cls(Path(path))
