@@ -2,7 +2,7 @@
 
     python -m benchmarks.parity --tokens FOLDER --steps 500 --seeds 3
 
-Every run is `flatout train examples/pretrain-124m.yaml` with 65,536 tokens a step. Runs of one seed share weights at
+Every run is `flatout train examples/pretrain-124m.yaml`, 65,536 tokens a step, as overridden. Runs of one seed share weights at
 the start and the order of the data. Validation is always in bf16, so it judges the weights alone.
 """
 
@@ -33,13 +33,14 @@ def main() -> None:
     parser.add_argument("--tokens", required=True, help="folder of prepared shards")
     parser.add_argument("--steps", type=int, default=500)
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--override", action="append", default=[], metavar="KEY=VALUE", help="for every run")
     parser.add_argument("--commit", default=None, help="where there is no git")
     parser.add_argument("--to", type=Path, default=FOLDER / "parity.jsonl")
     options = parser.parse_args()
     common = [
         "data.source=tokens", f"data.path={options.tokens}", "data.tokenizer=byte", "train.batch_tokens=65536",
         f"train.steps={options.steps}", f"train.warmup_steps={options.steps // 10}", "plan.micro_batch=64",
-        "eval.every=null", "save.every=null", "save.weights_only=true",
+        "eval.every=null", "save.every=null", "save.weights_only=true", *options.override,
     ]  # fmt: skip
     losses: dict[str, list[float]] = {name: [] for name in VARIANTS}
     call = Call(benchmark="parity", commit=options.commit or git_commit())

@@ -57,8 +57,6 @@ def _norm_backward(
         g = dy * w[None, :]
         d = (g - x * (tl.sum(g * x, axis=1) / C)[:, None]) * r[:, None]
         if HAS_SUMMED:
-            # The plain path rounds the norm's gradient before it is added to the residual's.
-            d = d.to(dx.dtype.element_ty).to(tl.float32)
             d += tl.load(d_summed + at, mask=inside, other=0.0).to(tl.float32)
         tl.store(dx + at, d.to(dx.dtype.element_ty), mask=inside)
         d_w += tl.sum(dy * x, axis=0)
