@@ -2,8 +2,8 @@
 
     python -m benchmarks.parity --tokens FOLDER --steps 500 --seeds 3
 
-Every run is `flatout train examples/pretrain-124m.yaml`, 65,536 tokens a step, as overridden. Runs of one seed share weights at
-the start and the order of the data. Validation is always in bf16, so it judges the weights alone.
+Every run is `flatout train examples/pretrain-124m.yaml`, 65,536 tokens a step, as overridden. Runs of one seed share
+the weights at the start and the order of the data. Validation is always in bf16, so it judges the weights alone.
 """
 
 from __future__ import annotations
