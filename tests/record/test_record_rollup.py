@@ -32,6 +32,8 @@ def test_sums_means_and_peaks(run: Run, make_step):
     assert (first.tokens, first.padded_tokens) == (25600, 32768)
     assert first.loss == pytest.approx((sum(range(256)) - 7) / 255)
     assert first.num_non_finite == 1
+    assert (first.loss_low, first.loss_high) == (0.0, 255.0)
+    assert (first.fastest_s, first.slowest_s) == (0.5, 0.5)
     assert first.spans == pytest.approx({"forward": 51.2, "critic/forward": 25.6})
     assert first.memory == {"peak_gib": 255.0}
     assert first.extra == pytest.approx({"lr": 0.2})

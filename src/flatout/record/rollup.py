@@ -32,9 +32,13 @@ class Rollup:
     first_time: float
     last_time: float
     seconds: float
+    fastest_s: float  # the shortest and the longest step, without what was done beside training
+    slowest_s: float
     tokens: int
     padded_tokens: int
-    loss: float | None  # mean of the finite ones
+    loss: float | None  # mean of the finite ones, then their range
+    loss_low: float | None
+    loss_high: float | None
     num_non_finite: int  # losses that were NaN or infinite
     spans: Mapping[str, float]  # seconds by phase; by role/phase where the role is not "train"
     memory: Mapping[str, float]  # highest
@@ -165,9 +169,13 @@ def _summary(steps: Sequence[_Step]) -> Rollup:
         first_time=first.time,
         last_time=last.time,
         seconds=sum(record.seconds for record in records),
+        fastest_s=min(record.training_s for record in records),
+        slowest_s=max(record.training_s for record in records),
         tokens=sum(record.tokens for record in records),
         padded_tokens=sum(record.padded_tokens for record in records),
         loss=sum(finite) / len(finite) if finite else None,
+        loss_low=min(finite, default=None),
+        loss_high=max(finite, default=None),
         num_non_finite=len(losses) - len(finite),
         spans=dict(spans),
         memory={key: max(values) for key, values in _columns(record.memory for record in records).items()},

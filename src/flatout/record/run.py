@@ -17,7 +17,7 @@ from typing import Any, Literal, Self
 
 from flatout.errors import EnvironmentLacks, FlatoutError, UsageError
 from flatout.record import rollup
-from flatout.record.lines import LineWriter, decode, encode, last_line, read_lines, write_atomic
+from flatout.record.lines import LineWriter, decode, encode, last_line, read_lines, spread_lines, write_atomic
 from flatout.record.records import (
     Diagnosis,
     Event,
@@ -185,9 +185,24 @@ class Run:
     def events(self, *, rank: int = 0) -> Iterator[Event]:
         return (event_from_json(line.value) for line in read_lines(self.file("events", rank)))
 
-    def samples(self, *, rank: int = 0) -> Iterator[Mapping[str, Any]]:
-        """What the monitor saw on this rank's machine."""
-        return (line.value for line in read_lines(self.file("monitor", rank)))
+    def recent_steps(self, count: int, *, rank: int = 0) -> list[StepRecord]:
+        """The last lines of `latest_steps`, at most `count`, found from the end."""
+        found: list[StepRecord] = []
+        for part, before_step in reversed([*rollup.standing(self.rollups(rank=rank))]):
+            found = [*rollup.steps_of(part, steps_path=self.file("steps", rank), before_step=before_step), *found]
+            if len(found) >= count:
+                break
+        return found[-count:]
+
+    def samples(self, *, rank: int = 0, at_most: int | None = None) -> Iterator[Mapping[str, Any]]:
+        """What the monitor saw on this rank's machine; `at_most` so many, evenly spread over the run."""
+        path = self.file("monitor", rank)
+        lines = read_lines(path) if at_most is None else spread_lines(path, count=at_most)
+        return (line.value for line in lines)
+
+    def last_sample(self, *, rank: int = 0) -> Mapping[str, Any] | None:
+        line = last_line(self.file("monitor", rank))
+        return line.value if line else None
 
     def ranks(self) -> list[int]:
         """The ranks that recorded steps."""
