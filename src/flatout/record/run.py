@@ -42,6 +42,8 @@ _CONFIG_TEXT, _CONFIG, _PLAN, _HARDWARE, _ENVIRONMENT = (
     "env.json",
 )
 _FINDINGS = "findings.json"
+# Below so many roll-ups' worth of steps, a history reads every step.
+_FEW_ROLLUPS = 16
 _WRITTEN_ONCE = (_CONFIG_TEXT, _CONFIG, _PLAN, _HARDWARE, _ENVIRONMENT)
 
 # A forked child (a loader worker) shares its parent's lock; unless it lets go, the lock outlives a killed parent.
@@ -181,6 +183,18 @@ class Run:
             else rollup.shortened(part, steps_path=steps_path, before_step=before_step)
             for part, before_step in rollup.standing(self.rollups(rank=rank))
         ]
+
+    def history(self, *, at_most: int, rank: int = 0) -> list[Rollup]:
+        """`latest_steps` in at most so many parts of like length, for charts: a short run step by step."""
+        parts = self.latest_rollups(rank=rank)
+        if sum(part.num_steps for part in parts) <= rollup.STEPS_PER_ROLLUP * _FEW_ROLLUPS:
+            parts = [rollup.single(record) for record in self.latest_steps(rank=rank)]
+        size = max(1, -(-len(parts) // at_most))
+        return [rollup.merged(parts[at : at + size]) for at in range(0, len(parts), size)]
+
+    def steps_in(self, part: Rollup, *, rank: int = 0) -> Iterator[StepRecord]:
+        """The lines a roll-up covers."""
+        return rollup.steps_of(part, steps_path=self.file("steps", rank))
 
     def events(self, *, rank: int = 0) -> Iterator[Event]:
         return (event_from_json(line.value) for line in read_lines(self.file("events", rank)))
