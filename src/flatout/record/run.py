@@ -184,11 +184,14 @@ class Run:
             for part, before_step in rollup.standing(self.rollups(rank=rank))
         ]
 
-    def history(self, *, at_most: int, rank: int = 0) -> list[Rollup]:
-        """`latest_steps` in at most so many parts of like length, for charts: a short run step by step."""
-        parts = self.latest_rollups(rank=rank)
+    def history(self, *, at_most: int, rank: int = 0, latest: Sequence[Rollup] | None = None) -> list[Rollup]:
+        """`latest_steps` in at most so many parts of like length, for charts: a short run step by step.
+
+        Whoever has the `latest_rollups` already gives them as `latest`.
+        """
+        parts = self.latest_rollups(rank=rank) if latest is None else latest
         if sum(part.num_steps for part in parts) <= rollup.STEPS_PER_ROLLUP * _FEW_ROLLUPS:
-            parts = [rollup.single(record) for record in self.latest_steps(rank=rank)]
+            parts = [rollup.single(record) for part in parts for record in self.steps_in(part, rank=rank)]
         size = max(1, -(-len(parts) // at_most))
         return [rollup.merged(parts[at : at + size]) for at in range(0, len(parts), size)]
 
@@ -199,11 +202,11 @@ class Run:
     def events(self, *, rank: int = 0) -> Iterator[Event]:
         return (event_from_json(line.value) for line in read_lines(self.file("events", rank)))
 
-    def recent_steps(self, count: int, *, rank: int = 0) -> list[StepRecord]:
-        """The last lines of `latest_steps`, at most `count`, found from the end."""
+    def recent_steps(self, count: int, *, rank: int = 0, latest: Sequence[Rollup] | None = None) -> list[StepRecord]:
+        """The last lines of `latest_steps`, at most `count`, found from the end; `latest` as for `history`."""
         found: list[StepRecord] = []
-        for part, before_step in reversed([*rollup.standing(self.rollups(rank=rank))]):
-            found = [*rollup.steps_of(part, steps_path=self.file("steps", rank), before_step=before_step), *found]
+        for part in reversed(self.latest_rollups(rank=rank) if latest is None else latest):
+            found = [*self.steps_in(part, rank=rank), *found]
             if len(found) >= count:
                 break
         return found[-count:]
