@@ -146,6 +146,7 @@ class Story:
     memory_parts: Mapping[str, float]
     gpus: Sequence[Gpu]
     samples: Sequence[Mapping[str, Any]]
+    last_sample: Mapping[str, Any] | None
     ranks: Sequence[Rank]
     events: Sequence[Event]
     host: str | None  # where the last attempt ran
@@ -236,6 +237,7 @@ def tell(run: Run, *, num_parts: int = NUM_PARTS, now: float | None = None) -> S
         memory_parts=plan.get("predicted", {}).get("memory_gib", {}),
         gpus=_gpus(samples),
         samples=samples,
+        last_sample=run.last_sample(),
         ranks=[_rank(run, rank) for rank in run.ranks()] if len(run.ranks()) > 1 else (),
         events=events,
         host=attempts[-1].data.get("host") if attempts else None,
@@ -422,7 +424,7 @@ def loss_ends(parts: Sequence[Rollup]) -> tuple[float | None, float | None]:
 
 def _choices(plan: Mapping[str, Any], active: Mapping[str, str]) -> list[Choice]:
     decisions, reasons = plan.get("decisions", {}), plan.get("reasons", {})
-    granted = {**active, "fused_optimizer": active.get("optimizer"), "threads": active.get("device")}
+    granted = {**active, "fused_optimizer": active.get("optimizer")}
     return [
         Choice(name=name, value=value, reason=str(reasons.get(name, "")), active=granted.get(name))
         for name, value in decisions.items()
@@ -544,10 +546,15 @@ def _speed_figures(story: Story) -> list[Figure]:
             key="unattributed_share",
             name="unattributed",
             value=speed.unattributed_share,
-            text=percent(speed.unattributed_share),
+            text=percent(_no_minus_zero(speed.unattributed_share)),
             source="steps.jsonl: 1 - spans ÷ seconds, two clocks compared",
         ),
     ]
+
+
+def _no_minus_zero(share: float | None) -> float | None:
+    """Two clocks never agree to the last digit, and -0.0 % reads like a fault."""
+    return 0.0 if share is not None and abs(share) < 0.0005 else share
 
 
 def _memory_figures(story: Story) -> list[Figure]:

@@ -14,7 +14,7 @@ from flatout.insight.report.html import Child, Html, join, tag
 
 WIDTH, HEIGHT = 460, 240
 LEFT, RIGHT, TOP, BOTTOM = 50, 96, 14, 38
-LABEL_GAP = 29
+LABEL_GAP = 34
 # Beyond this many times the usual range a value leaves the axis and is marked at its edge.
 OUTLIER = 3.0
 

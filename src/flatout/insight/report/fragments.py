@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from flatout.insight import hints
+from flatout.insight.machine import Machine
 from flatout.insight.report.charts import Bands, Chart, draw, draw_bands
 from flatout.insight.report.figures import charts, loss_chart, phase_colour, speed_chart
 from flatout.insight.report.html import Child, Html, join, tag, text
@@ -61,11 +62,19 @@ def contents(*, id: str = "") -> Html:
         "environment": "Environment",
         "provenance": "Sources",
     }
-    return tag(
-        "nav",
-        tag("ul", [tag("li", tag("a", name, href=f"#{id}{key}")) for key, name in names.items()]),
-        aria_label="Sections",
-    )
+    return _nav({f"{id}{key}": name for key, name in names.items()}, label="Sections")
+
+
+def runs_contents(stories: Sequence[Story]) -> Html:
+    """Links to the parts of a page of several runs."""
+    parts = {"runs": "Side by side", "same-axes": "On the same axes", "differences": "Settings that differ"}
+    runs = {f"r{at}-verdict": f"Run {at}" for at, _ in enumerate(stories, 1)}
+    return _nav(parts | runs, label="Parts")
+
+
+def _nav(links: Mapping[str, str], *, label: str) -> Html:
+    items = [tag("li", tag("a", name, href=f"#{target}")) for target, name in links.items()]
+    return tag("nav", tag("ul", items), aria_label=label)
 
 
 def verdict(story: Story, *, id: str, level: int) -> Html:
@@ -305,16 +314,42 @@ def machine(story: Story, *, id: str, level: int) -> Html:
 
 def _gpus(gpus: Sequence[Gpu]) -> Html:
     shown = [key for key in GAUGES if any(key in gpu.gauges for gpu in gpus)]
-    rows = []
-    for gpu in gpus:
-        cells: list[Child] = [f"GPU {gpu.index}"]
-        for key in shown:
-            gauge, show = gpu.gauges.get(key), GAUGES[key][1]
-            cells.append("n/a" if gauge is None else f"{show(gauge.mean)} (up to {show(gauge.high)})")
-        held = ", ".join(f"{reason.replace('_', ' ')} {percent(share)}" for reason, share in gpu.throttle.items())
-        rows.append([*cells, held or "never"])
-    heads = ["", *(GAUGES[key][0] for key in shown), "held back"]
-    return table(heads, rows, caption="GPUs: mean, and highest seen", numbers=True)
+    rows: list[list[Child]] = [[GAUGES[key][0], *(_gauge(gpu, key) for gpu in gpus)] for key in shown]
+    rows.append(["held back", *(_held(gpu) for gpu in gpus)])
+    return table(["", *(f"GPU {gpu.index}" for gpu in gpus)], rows, caption="Mean, and highest seen", numbers=True)
+
+
+def _gauge(gpu: Gpu, key: str) -> str:
+    gauge, show = gpu.gauges.get(key), GAUGES[key][1]
+    return "n/a" if gauge is None else f"{show(gauge.mean)} (up to {show(gauge.high)})"
+
+
+def _held(gpu: Gpu) -> str:
+    reasons = (f"{reason.replace('_', ' ')} {percent(share)}" for reason, share in gpu.throttle.items())
+    return ", ".join(reasons) or "never"
+
+
+def now(machine: Machine) -> Html:
+    """This machine at this moment, for the live page."""
+    shown = [key for key in GAUGES if any(key in gpu for gpu in machine.gpus)]
+    rows = [
+        [
+            f"GPU {gpu['index']}",
+            machine.memory_of(gpu),
+            *(GAUGES[key][1](gpu.get(key)) for key in shown if key != "memory_gib"),
+            ", ".join(gpu["throttle"]).replace("_", " ") or "no" if "throttle" in gpu else "n/a",
+        ]
+        for gpu in machine.gpus
+    ]
+    heads = ["", "memory", *(GAUGES[key][0] for key in shown if key != "memory_gib"), "held back"]
+    host = [tag("div", tag("dt", name), tag("dd", value), class_="tile") for name, value in machine.host().items()]
+    return _section(
+        "This machine, now",
+        tag("dl", host, class_="tiles"),
+        table(heads, rows, caption="GPUs", numbers=True) if rows else _none("no GPU is visible to NVML here"),
+        id="now",
+        level=2,
+    )
 
 
 def happened(story: Story, *, id: str, level: int) -> Html:

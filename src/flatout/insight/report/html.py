@@ -7,12 +7,11 @@ handlers, styles and links that leave the page, so that a fragment cannot forget
 from __future__ import annotations
 
 import html
-import re
 from collections.abc import Iterable
 
+from flatout.insight.clean import clean
+
 _VOID = {"meta", "br", "hr", "link"}
-# What XML and HTML cannot hold, and what could turn the direction of the text around it.
-_UNPRINTABLE = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff\ufffe\uffff]")
 
 
 class Html(str):
@@ -26,7 +25,7 @@ Child = str | float | None | Iterable["Child"]
 
 def text(value: object) -> Html:
     """Anything as text: what means something in HTML is escaped."""
-    return value if isinstance(value, Html) else Html(html.escape(_UNPRINTABLE.sub("\ufffd", str(value)), quote=True))
+    return value if isinstance(value, Html) else Html(html.escape(clean(value), quote=True))
 
 
 def join(*children: Child) -> Html:

@@ -57,13 +57,14 @@ def content(stories: Sequence[Story], *, extra: Child = None) -> Html:
     runs = [
         tag(
             "section",
-            fragments.contents(id=f"r{at}-"),
             fragments.run_sections(story, id=f"r{at}-", level=3),
             id=f"r{at}",
         )
         for at, story in enumerate(stories, 1)
     ]
-    return join(extra, fragments.side_by_side(stories) if stories else None, runs)
+    if not stories:
+        return join(extra)
+    return join(fragments.runs_contents(stories), extra, fragments.side_by_side(stories), runs)
 
 
 def document(head: Child, seen: Html, *, title: str, script: str | None = None) -> str:

@@ -9,6 +9,7 @@ from dataclasses import asdict
 from typing import Any
 
 from flatout.insight import hints
+from flatout.insight.clean import clean
 from flatout.insight.report.fragments import GRADES, differences
 from flatout.insight.story import Story, training_s
 from flatout.terminal import duration, number, percent
@@ -120,7 +121,7 @@ def _table(heads: Iterable[str], rows: Iterable[Iterable[Any]]) -> list[str]:
 
 def _text(value: object) -> str:
     """Anything as Markdown text on one line: what means something there, HTML included, is escaped."""
-    return _MEANS_SOMETHING.sub(r"\\\1", " ".join(str(value).split()))
+    return _MEANS_SOMETHING.sub(r"\\\1", " ".join(clean(value).split()))
 
 
 def _finite(value: Any) -> Any:
