@@ -106,19 +106,19 @@ def view(stories: Sequence[Story], machine: Machine, *, console: Console) -> Ren
     """Everything at once, at any width from 80 columns on."""
     parts: list[RenderableType] = []
     for story in stories:
-        parts += [run_view(story, curve=console.encoding.startswith("utf")), Text("")]
+        parts += [run_view(story, unicode=console.encoding.startswith("utf")), Text("")]
     return Group(*parts, machine_view(machine))
 
 
-def run_view(story: Story, *, curve: bool = True) -> RenderableType:
+def run_view(story: Story, *, unicode: bool = True) -> RenderableType:
     head = Text.assemble((clean(story.name), "bold"), "  ", (_state(story), _STYLES.get(story.state.kind, "")))
     rows = Table.grid(padding=(0, 2, 0, 0))
     rows.add_column(style="dim", no_wrap=True)
     rows.add_column(overflow="fold")
     if story.total_steps and not story.state.over:
         rows.add_row("", ProgressBar(total=story.total_steps, completed=story.num_steps, width=60))
-    for name, said in _rows(story, curve=curve).items():
-        rows.add_row(name, Text(said.replace(" %", "\u00a0%")))
+    for name, said in _rows(story, unicode=unicode).items():
+        rows.add_row(name, Text(said.replace(" %", "\u00a0%") if unicode else said))
     parts: list[RenderableType] = [head, rows]
     for finding in hints.findings(story)[:4]:
         gain = "" if finding.gain is None else f" (gain {percent(finding.gain)}, {finding.status})"
@@ -134,9 +134,9 @@ def _state(story: Story) -> str:
     return f"{clean(story.state.sentence)}, step {story.num_steps:,}{total}{left}"
 
 
-def _rows(story: Story, *, curve: bool) -> dict[str, str]:
+def _rows(story: Story, *, unicode: bool) -> dict[str, str]:
     val = story.evaluations[-1].val_loss if story.evaluations else None
-    drawn = f"  {spark([part.loss for part in story.parts])}" if curve and story.parts else ""
+    drawn = f"  {spark([part.loss for part in story.parts])}" if unicode and story.parts else ""
     phases = sorted(story.phases, key=lambda phase: -phase.share)[:6]
     return {
         "loss": f"{_loss(story)}, validation {number(val, digits=4)}, lr {_lr(story)}{drawn}",
@@ -176,7 +176,7 @@ def machine_view(machine: Machine, *, title: str = "this machine") -> Renderable
     if not machine.gpus:
         return Group(host, Text("no GPU is visible to NVML here", style="dim"))
     # Short heads: all of it has to stand in 80 columns. `busy`: some kernel was running.
-    rows = table("", "GPU", "memory GiB", "busy", "SM", "tensor", "DRAM", "W", "°C", "MHz", "held back")
+    rows = table("", "GPU", "memory GiB", "busy", "SM", "tensor", "DRAM", "W", "temp", "MHz", "held back")
     for gpu in machine.gpus:
         rows.add_row(*_gpu_cells(gpu))
     return Group(host, rows)

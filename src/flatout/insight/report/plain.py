@@ -92,7 +92,7 @@ def _run(story: Story, *, level: int) -> list[str]:
     found = hints.findings(story)
     lines += [
         f"- **{_text(finding.sentence)}** {_text(finding.fix)} "
-        f"({finding.cause}, share {percent(finding.share)}, gain {percent(finding.gain)}, {finding.status}; "
+        f"({_text(finding.cause)}, share {percent(finding.share)}, gain {percent(finding.gain)}, {finding.status}; "
         f"{_text('; '.join(finding.evidence))})"
         for finding in found
     ] or ["Nothing is wrong, as far as was looked."]
