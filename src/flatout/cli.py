@@ -319,7 +319,11 @@ def _serve(runs: list[Run], *, port: int) -> None:
 
     with looking(disk=runs[0].path if runs else Path(), interval_s=1.0) as eyes:
         server = Server(Site(runs, eyes), port=port)
-        out.print(f"{server.url}\non this machine only, for who has this address; Ctrl-C ends it", highlight=False)
+        out.print(
+            f"{server.url}\non this machine only, for who has this address; Ctrl-C ends it",
+            highlight=False,
+            soft_wrap=True,
+        )
         try:
             server.serve_forever()
         except KeyboardInterrupt:

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import http.client
+import os
 import re
+import signal
 import socket
+import subprocess
+import sys
 import threading
+import urllib.request
 from collections.abc import Iterator
 from html.parser import HTMLParser
+from pathlib import Path
 
 import pytest
 
@@ -160,3 +166,27 @@ def test_many_looks_read_the_folder_once(server: Server, monkeypatch: pytest.Mon
     for _ in range(5):
         ask(server)
     assert len(told) == 1
+
+
+def test_the_command_says_its_address_serves_it_and_leaves_cleanly(h200: Run):
+    process = subprocess.Popen(
+        [sys.executable, "-m", "flatout", "watch", str(h200.path), "--web"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "COLUMNS": "40"},
+    )
+    assert process.stdout is not None
+    address = process.stdout.readline().strip()
+    with urllib.request.urlopen(address, timeout=30) as answer:
+        assert b"4 of 4 criteria met." in answer.read()
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert (process.returncode, err) == (0, "")
+
+
+def test_without_a_run_the_page_is_the_machine(tmp_path: Path):
+    with looking(disk=tmp_path, interval_s=0.25) as eyes:
+        text = Site([], eyes).document()
+    assert text.count("<h1") == 1
+    assert "This machine, now" in text

@@ -51,7 +51,9 @@ class Site:
             if time.monotonic() - self._made_at >= FRESH_S:
                 stories = [tell(run) for run in self._runs]
                 made = time.strftime("live, %H:%M:%S")
-                self._body = page.body(stories, made=made, extra=fragments.now(self._eyes.look()))
+                self._body = page.body(
+                    stories, made=made, extra=fragments.now(self._eyes.look(), level=2 if stories else 1)
+                )
                 self._made_at = time.monotonic()
             return self._body
 

@@ -17,8 +17,8 @@ from flatout.terminal import duration, notice, number, percent
 T = TypeVar("T")
 
 GRADES = {"good": "Good", "bad": "Not good", "open": "Open"}
-# The numbers that stand at the top; all of them are in the last section, with their sources.
-HEADLINE = ("tokens_per_s", "mfu", "step_s", "peak_gib", "data_share", "loss", "val_loss", "seconds")
+# The numbers that stand at the top, beside the time spent or left; the last section has all, with their sources.
+HEADLINE = ("tokens_per_s", "mfu", "step_s", "peak_gib", "data_share", "loss", "val_loss")
 # Rows of the table beside a chart, and of the list of events.
 NUM_ROWS, NUM_EVENTS = 9, 60
 GAUGES = {
@@ -81,8 +81,7 @@ def verdict(story: Story, *, id: str, level: int) -> Html:
     figures = {figure.key: figure for figure in story.figures()}
     tiles = [
         tag("div", tag("dt", figures[key].name), tag("dd", figures[key].text), class_="tile")
-        for key in HEADLINE
-        if key in figures
+        for key in (*HEADLINE, "seconds" if story.state.over else "left_s")
     ]
     limit = story.limit
     near = None
@@ -329,7 +328,7 @@ def _held(gpu: Gpu) -> str:
     return ", ".join(reasons) or "never"
 
 
-def now(machine: Machine) -> Html:
+def now(machine: Machine, *, level: int = 2) -> Html:
     """This machine at this moment, for the live page."""
     shown = [key for key in GAUGES if any(key in gpu for gpu in machine.gpus)]
     rows = [
@@ -342,13 +341,13 @@ def now(machine: Machine) -> Html:
         for gpu in machine.gpus
     ]
     heads = ["", "memory", *(GAUGES[key][0] for key in shown if key != "memory_gib"), "held back"]
-    host = [tag("div", tag("dt", name), tag("dd", value), class_="tile") for name, value in machine.host().items()]
+    host = [tag("div", tag("dt", name), tag("dd", value)) for name, value in machine.host().items()]
     return _section(
         "This machine, now",
-        tag("dl", host, class_="tiles"),
+        tag("dl", host, class_="facts"),
         table(heads, rows, caption="GPUs", numbers=True) if rows else _none("no GPU is visible to NVML here"),
         id="now",
-        level=2,
+        level=level,
     )
 
 

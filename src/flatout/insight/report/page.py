@@ -42,7 +42,7 @@ def html(stories: Sequence[Story]) -> str:
 
 
 def body(stories: Sequence[Story], *, made: str, extra: Child = None) -> Html:
-    """Everything that is seen; `extra` comes before the runs."""
+    """Everything that is seen; `extra` comes right after the verdict."""
     return join(
         tag("a", "Skip to the verdict", href="#content", class_="skip"),
         tag("header", tag("p", "flatout report", class_="brand"), tag("p", made, id="made")),
@@ -52,19 +52,17 @@ def body(stories: Sequence[Story], *, made: str, extra: Child = None) -> Html:
 
 
 def content(stories: Sequence[Story], *, extra: Child = None) -> Html:
-    if len(stories) == 1:
-        return join(fragments.contents(), extra, fragments.run_sections(stories[0]))
-    runs = [
-        tag(
-            "section",
-            fragments.run_sections(story, id=f"r{at}-", level=3),
-            id=f"r{at}",
-        )
-        for at, story in enumerate(stories, 1)
-    ]
     if not stories:
         return join(extra)
-    return join(fragments.runs_contents(stories), extra, fragments.side_by_side(stories), runs)
+    if len(stories) == 1:
+        verdict, *rest = fragments.run_sections(stories[0])
+        return join(fragments.contents(), verdict, extra, rest)
+    first, *others = fragments.side_by_side(stories)
+    runs = [
+        tag("section", fragments.run_sections(story, id=f"r{at}-", level=3), id=f"r{at}")
+        for at, story in enumerate(stories, 1)
+    ]
+    return join(fragments.runs_contents(stories), first, extra, others, runs)
 
 
 def document(head: Child, seen: Html, *, title: str, script: str | None = None) -> str:
