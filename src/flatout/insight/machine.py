@@ -34,14 +34,13 @@ class Machine:
     def host(self) -> dict[str, str]:
         """CPU, RAM and disk, for people."""
         ram, total = self.sample.get("ram_gib"), self.sample.get("ram_total_gib")
-        free, disk = self.disk_free_gib, self.disk_total_gib
         known = {
             "CPU": percent(self.sample.get("cpu")),
             "RAM": f"{number(ram)}/{number(total)} GiB{_share(ram, total)}",
         }
-        return (
-            known if free is None else {**known, "disk free": f"{number(free)}/{number(disk)} GiB{_share(free, disk)}"}
-        )
+        if self.disk_free_gib is not None:
+            known["disk free"] = f"{number(self.disk_free_gib)}/{number(self.disk_total_gib)} GiB"
+        return known
 
     @staticmethod
     def memory_of(gpu: Mapping[str, Any]) -> str:

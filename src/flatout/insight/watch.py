@@ -118,7 +118,7 @@ def run_view(story: Story, *, unicode: bool = True) -> RenderableType:
     if story.total_steps and not story.state.over:
         rows.add_row("", ProgressBar(total=story.total_steps, completed=story.num_steps, width=60))
     for name, said in _rows(story, unicode=unicode).items():
-        rows.add_row(name, Text(said.replace(" %", "\u00a0%") if unicode else said))
+        rows.add_row(name, Text(said))
     parts: list[RenderableType] = [head, rows]
     for finding in hints.findings(story)[:4]:
         gain = "" if finding.gain is None else f" (gain {percent(finding.gain)}, {finding.status})"
@@ -143,7 +143,7 @@ def _rows(story: Story, *, unicode: bool) -> dict[str, str]:
         "speed": f"{_speed(story)}, {number(story.recent.step_s, unit=' s')} a step",
         "MFU": f"{percent(story.recent.mfu)} as done, {percent(story.recent.mfu_common)} by 6N + 12LHT",
         "memory": story.figure("peak_gib").text + " at the peak",
-        "phases": "  ".join(f"{clean(phase.name)} {percent(phase.share)}" for phase in phases) or "n/a",
+        "phases": "  ".join(f"{clean(phase.name)} {100 * phase.share:.1f}%" for phase in phases) or "n/a",
         "criteria": story.judged,
         **({"doctor": clean(story.verdict)} if story.verdict else {}),
     }

@@ -68,8 +68,7 @@ class Monitor:
         except pynvml.NVMLError as error:
             log.debug("no NVML, so no GPU numbers: %s", error)
         self._stopping.clear()
-        # psutil's CPU shares cover the time since the call before: the first one only starts the clock.
-        psutil.cpu_percent()
+        # CPU shares cover the time since the call before: the first one only starts the clock.
         self._process.cpu_percent()
         self._take(with_cpu=False)
         self._thread = threading.Thread(target=self._loop, name="flatout-monitor", daemon=True)
@@ -121,6 +120,7 @@ class Monitor:
         return dict(self._peak)
 
     def _loop(self) -> None:
+        psutil.cpu_percent()  # likewise, and this clock is each thread's own
         while not self._stopping.wait(self._interval_s):
             self._take(with_cpu=True)
 
