@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 from tests.insight import hostile
 
+from flatout.insight import numbers
 from flatout.insight.report import page, render
 from flatout.insight.report.html import Html, join, tag
 from flatout.insight.story import tell
@@ -149,7 +150,7 @@ def test_it_can_be_read_without_seeing_it(h200: Run):
 def test_the_numbers_of_the_first_section_are_named_with_their_sources(h200: Run):
     text = render([h200])
     provenance = text[text.index('id="provenance"') :]
-    for figure in tell(h200).figures():
+    for figure in numbers.figures(tell(h200)):
         assert join(figure.text) in provenance
         assert join(figure.source) in provenance
 
@@ -290,7 +291,7 @@ def test_json_is_strict_and_has_the_same_numbers(h200: Run, bare: Run):
 def test_markdown_has_the_verdict_first_and_the_same_numbers(h200: Run):
     text = render([h200], format="md")
     assert text.startswith("# h200\n\n**Good.** Finished. 4 of 4 criteria met.")
-    for figure in tell(h200).figures():
+    for figure in numbers.figures(tell(h200)):
         assert figure.text in text
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from tests.insight import made
 
-from flatout.insight import hints
+from flatout.insight import hints, numbers
 from flatout.insight.story import tell
 from flatout.recipes.verdict import Speedometer
 from flatout.record import Diagnosis, Finding, Run, Span, StepRecord
@@ -59,7 +59,7 @@ def test_a_resumed_run_is_timed_without_the_warm_up_of_each_attempt(tmp_path: Pa
 
 
 def test_figures_name_their_source(h200: Run):
-    for figure in tell(h200).figures():
+    for figure in numbers.figures(tell(h200)):
         assert any(word in figure.source for word in ("steps", "events.jsonl", "plan.json", "monitor.jsonl")), figure
 
 
@@ -68,7 +68,7 @@ def test_a_foreign_run_says_na_for_what_it_does_not_know(bare: Run):
         for number in range(10):
             recorder.step(step(number, spans=(), loss=None))
     story = tell(bare)
-    texts = {figure.key: figure.text for figure in story.figures()}
+    texts = {figure.key: figure.text for figure in numbers.figures(story)}
     for key in ("mfu", "mfu_common", "data_share", "unattributed_share", "peak_gib", "loss", "val_loss", "left_s"):
         assert texts[key] == "n/a", key
     assert texts["tokens_per_s"] == "200"
@@ -80,7 +80,7 @@ def test_a_run_without_a_step_is_told(bare: Run):
     story = tell(bare)
     assert story.state.kind == "waiting"
     assert story.num_steps == 0
-    assert story.figure("tokens_per_s").text == "n/a"
+    assert numbers.figure(story, "tokens_per_s").text == "n/a"
 
 
 def test_evaluations_after_the_step_a_run_went_back_to_are_forgotten(bare: Run):
@@ -148,6 +148,16 @@ def test_how_it_ended(bare: Run, by: str, kind: str):
     with bare.recorder() as recorder:
         recorder.event("end", step=1, outcome={"stopped_by": by}, verdicts=[])
     assert tell(bare).state.kind == kind
+
+
+def test_a_script_under_the_doctor_is_over_when_the_doctor_has_seen_it(bare: Run):
+    with bare.recorder() as recorder:
+        recorder.step(step(0, padded_tokens=400))
+        assert tell(bare).state.kind == "running"
+        recorder.event("observed", state="stopped")
+    story = tell(bare)
+    assert (story.state.sentence, story.grade) == ("Watched by the doctor", "open")
+    assert numbers.figure(story, "padding_share").text == "75.0 %"
 
 
 def test_an_end_before_the_last_attempt_is_no_end(bare: Run):

@@ -7,51 +7,23 @@ a foreign script has no plan and no criteria: what is missing there is left out,
 from __future__ import annotations
 
 import math
-import socket
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
-from itertools import islice
 from typing import Any, Literal
 
-import psutil
-
 from flatout.config.settings import CriteriaSettings
-from flatout.cost import Rates, Shares
-from flatout.recipes.verdict import WARM_STEPS, Outcome, Speed, Verdict, judge
-from flatout.record import BESIDE, Event, Finding, Rollup, Run, StepRecord, redact, redacted
-from flatout.terminal import duration, number, percent
+from flatout.cost import Rates
+from flatout.insight.speed import loss_ends, speed_of, speed_of_steps, warm_steps
+from flatout.insight.state import State, state_of, watched
+from flatout.recipes.verdict import Outcome, Speed, Verdict, judge
+from flatout.record import Event, Finding, Rollup, Run, StepRecord, redact, redacted
 
-# Parts a history is drawn from, steps the current speed is averaged over, and samples that are read of a long run.
+# Parts a history is drawn from, steps the current speed is averaged over, samples that are read of a long run.
 NUM_PARTS, RECENT_STEPS, NUM_SAMPLES = 240, 20, 400
-# Without a sign of life for this long, a run on another machine is no longer called running.
-SILENT_S = 60.0
 
 Grade = Literal["good", "bad", "open"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Figure:
-    """One number of a run: its stable key, how it is said to people, and where it comes from."""
-
-    key: str
-    name: str
-    value: float | None
-    text: str
-    source: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class State:
-    """Whether a run goes on, as far as its folder and this machine can tell."""
-
-    kind: Literal["waiting", "running", "finished", "stopped", "lost", "silent"]
-    sentence: str
-
-    @property
-    def over(self) -> bool:
-        return self.kind in ("finished", "stopped", "lost")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,6 +99,7 @@ class Story:
     num_steps: int
     total_steps: int | None
     tokens: int
+    padded_tokens: int
     seconds: float
     speed: Speed
     recent: Speed
@@ -184,12 +157,6 @@ class Story:
         words += [f"{met.count(None)} not measured"] if None in met else []
         return f"{', '.join(words)}."
 
-    def figures(self) -> list[Figure]:
-        return [*_speed_figures(self), *_memory_figures(self), *_loss_figures(self), *_length_figures(self)]
-
-    def figure(self, key: str) -> Figure:
-        return next(figure for figure in self.figures() if figure.key == key)
-
 
 def tell(run: Run, *, num_parts: int = NUM_PARTS, now: float | None = None) -> Story:
     """Reads a run folder; `now` is the time to judge signs of life by."""
@@ -201,7 +168,7 @@ def tell(run: Run, *, num_parts: int = NUM_PARTS, now: float | None = None) -> S
     rates = Rates.from_json(plan["rates"]) if "rates" in plan else None
     latest = run.latest_rollups()
     recent = run.recent_steps(RECENT_STEPS, latest=latest)
-    speed = speed_of(latest, rates=rates, warm=_warm_steps(run, latest))
+    speed = speed_of(latest, rates=rates, warm=warm_steps(run, latest))
     config, diagnosis = redacted(run.config), run.diagnosis
     memory = [part.memory for part in latest]
     samples = list(run.samples(at_most=NUM_SAMPLES))
@@ -213,11 +180,12 @@ def tell(run: Run, *, num_parts: int = NUM_PARTS, now: float | None = None) -> S
         name=redact(run.path.resolve().name),
         path=redact(str(run.path)),
         recipe=config.get("recipe"),
-        state=state_of(attempts, outcome, recent[-1] if recent else None, now=now),
+        state=watched(current) or state_of(attempts, outcome, recent[-1] if recent else None, now=now),
         num_attempts=len(attempts),
         num_steps=num_steps,
         total_steps=total_steps,
         tokens=sum(part.tokens for part in latest),
+        padded_tokens=sum(part.padded_tokens for part in latest),
         seconds=sum(part.seconds for part in latest),
         speed=speed,
         recent=now_speed,
@@ -252,112 +220,6 @@ def tell(run: Run, *, num_parts: int = NUM_PARTS, now: float | None = None) -> S
         told_at=now,
     )
     return replace(story, criteria=_criteria(story, outcome), forecasts=_forecasts(story))
-
-
-def state_of(
-    attempts: Sequence[Event], outcome: Mapping[str, Any] | None, last: StepRecord | None, *, now: float
-) -> State:
-    if outcome is not None:
-        return _ended(str(outcome["outcome"]["stopped_by"]))
-    if not attempts:
-        return State(kind="waiting", sentence="Nothing was recorded yet")
-    attempt = attempts[-1]
-    seen = max(attempt.time, last.time if last else 0.0)
-    if attempt.data.get("host") == socket.gethostname():
-        if _alive(attempt.data.get("pid"), since=attempt.time):
-            return State(kind="running", sentence="Running")
-        return State(kind="lost", sentence=f"Ended without a last word (killed, or failed) {_ago(now - seen)}")
-    if now - seen <= SILENT_S:
-        return State(kind="running", sentence=f"Running on {attempt.data.get('host', 'another machine')}")
-    host = attempt.data.get("host", "another machine")
-    return State(kind="silent", sentence=f"No word from {host} since {_ago(now - seen)}")
-
-
-def _ended(stopped_by: str) -> State:
-    match stopped_by:
-        case "end":
-            return State(kind="finished", sentence="Finished")
-        case "target":
-            return State(kind="finished", sentence="Finished early: target reached")
-        case "patience":
-            return State(kind="finished", sentence="Finished early: validation stopped improving")
-        case _:
-            return State(kind="stopped", sentence=f"Stopped by {stopped_by}")
-
-
-def _alive(pid: Any, *, since: float) -> bool:
-    """Whether the process still runs; another one that was given its number later does not count."""
-    try:
-        return isinstance(pid, int) and psutil.Process(pid).create_time() <= since + 1
-    except psutil.Error:
-        return False
-
-
-def _ago(seconds: float) -> str:
-    return f"{duration(max(0.0, seconds))} ago"
-
-
-def speed_of(parts: Iterable[Rollup], *, rates: Rates | None, warm: Sequence[StepRecord] = ()) -> Speed:
-    """Training speed of whole roll-ups without the steps that warmed up, evaluations and saves apart."""
-    steps, tokens = -len(warm), -sum(step.tokens for step in warm)
-    wall, seconds = -sum(step.seconds for step in warm), -sum(step.training_s for step in warm)
-    spans: dict[str, float] = defaultdict(float)
-    for step in warm:
-        for span in step.spans:
-            spans[span.phase] -= span.seconds
-    for part in parts:
-        steps, tokens, wall = steps + part.num_steps, tokens + part.tokens, wall + part.seconds
-        seconds += training_s(part)
-        for phase, spent in part.spans.items():
-            spans[phase] += spent
-    return _speed(steps, tokens=tokens, seconds=seconds, wall=wall, spans=spans, rates=rates)
-
-
-def speed_of_steps(records: Sequence[StepRecord], *, rates: Rates | None) -> Speed:
-    """The same of a few steps, warm or not: how fast it goes now."""
-    spans: dict[str, float] = defaultdict(float)
-    for record in records:
-        for span in record.spans:
-            spans[span.phase] += span.seconds
-    return _speed(
-        len(records),
-        tokens=sum(record.tokens for record in records),
-        seconds=sum(record.training_s for record in records),
-        wall=sum(record.seconds for record in records),
-        spans=spans,
-        rates=rates,
-    )
-
-
-def _speed(
-    steps: int, *, tokens: int, seconds: float, wall: float, spans: Mapping[str, float], rates: Rates | None
-) -> Speed:
-    if steps <= 0 or seconds <= 0:
-        return Speed(steps=0)
-    shares = rates.shares(tokens=tokens, seconds=seconds) if rates else Shares()
-    return Speed(
-        steps=steps,
-        tokens_per_s=tokens / seconds,
-        step_s=seconds / steps,
-        mfu=shares.mfu,
-        hfu=shares.hfu,
-        mfu_common=shares.mfu_common,
-        data_share=spans["data"] / seconds if "data" in spans else None,
-        unattributed_share=1 - sum(spans.values()) / wall if spans else None,
-    )
-
-
-def training_s(part: Rollup) -> float:
-    """Seconds of a roll-up without what was done beside training."""
-    return max(part.seconds - sum(part.spans.get(phase, 0.0) for phase in BESIDE), 1e-9)
-
-
-def _warm_steps(run: Run, parts: Sequence[Rollup], *, rank: int = 0) -> list[StepRecord]:
-    """The first steps of each attempt that still count."""
-    first: dict[int, Rollup] = {}
-    for part in parts:
-        first.setdefault(part.attempt, part)
-    return [step for part in first.values() for step in islice(run.steps_in(part, rank=rank), WARM_STEPS)]
 
 
 def _phases(parts: Iterable[Rollup]) -> list[Phase]:
@@ -409,19 +271,6 @@ def _criteria(story: Story, outcome: Mapping[str, Any] | None) -> list[Verdict]:
     return judge(CriteriaSettings(**wanted), so_far)
 
 
-def loss_ends(parts: Sequence[Rollup]) -> tuple[float | None, float | None]:
-    """Mean loss of about the first and the last tenth of the steps."""
-    losses = [(part.loss, part.num_steps - part.num_non_finite) for part in parts if part.loss is not None]
-    if len(losses) < 2:
-        return None, None
-    tenth = max(1, len(losses) // 10)
-
-    def mean(some: Sequence[tuple[float, int]]) -> float:
-        return sum(loss * count for loss, count in some) / sum(count for _, count in some)
-
-    return mean(losses[:tenth]), mean(losses[-tenth:])
-
-
 def _choices(plan: Mapping[str, Any], active: Mapping[str, str]) -> list[Choice]:
     decisions, reasons = plan.get("decisions", {}), plan.get("reasons", {})
     granted = {**active, "fused_optimizer": active.get("optimizer")}
@@ -470,7 +319,7 @@ def _gpu(index: int, rows: Sequence[Mapping[str, Any]]) -> Gpu:
 
 def _rank(run: Run, rank: int) -> Rank:
     parts = run.latest_rollups(rank=rank)
-    speed = speed_of(parts, rates=None, warm=_warm_steps(run, parts, rank=rank))
+    speed = speed_of(parts, rates=None, warm=warm_steps(run, parts, rank=rank))
     peaks = [part.memory["peak_gib"] for part in parts if "peak_gib" in part.memory]
     return Rank(
         rank=rank,
@@ -498,130 +347,3 @@ def _last(events: Sequence[Event], kind: str) -> Mapping[str, Any] | None:
 
 def _broken(loss: float | None) -> bool:
     return loss is not None and not math.isfinite(loss)
-
-
-def _speed_figures(story: Story) -> list[Figure]:
-    speed = story.speed
-    counted = (
-        f"steps.jsonl, {speed.steps:,} steps: the first {WARM_STEPS} of each attempt, eval, save and profile apart"
-    )
-    peak = "plan.json rates (operations per token, datasheet peak)"
-    return [
-        Figure(
-            key="tokens_per_s",
-            name="tokens/s",
-            value=speed.tokens_per_s,
-            text=number(speed.tokens_per_s),
-            source=f"tokens ÷ seconds; {counted}",
-        ),
-        Figure(
-            key="mfu",
-            name="MFU, as done",
-            value=speed.mfu,
-            text=percent(speed.mfu),
-            source=f"tokens/s x {peak}; n/a where the peak is not known",
-        ),
-        Figure(
-            key="mfu_common",
-            name="MFU, 6N + 12LHT",
-            value=speed.mfu_common,
-            text=percent(speed.mfu_common),
-            source=f"the convention most projects report; tokens/s x {peak}",
-        ),
-        Figure(
-            key="step_s",
-            name="step time",
-            value=speed.step_s,
-            text=number(speed.step_s, unit=" s"),
-            source=f"seconds ÷ steps; {counted}",
-        ),
-        Figure(
-            key="data_share",
-            name="waiting for data",
-            value=speed.data_share,
-            text=percent(speed.data_share),
-            source="steps.jsonl, spans: data ÷ training seconds",
-        ),
-        Figure(
-            key="unattributed_share",
-            name="unattributed",
-            value=speed.unattributed_share,
-            text=percent(_no_minus_zero(speed.unattributed_share)),
-            source="steps.jsonl: 1 - spans ÷ seconds, two clocks compared",
-        ),
-    ]
-
-
-def _no_minus_zero(share: float | None) -> float | None:
-    """Two clocks never agree to the last digit, and -0.0 % reads like a fault."""
-    return 0.0 if share is not None and abs(share) < 0.0005 else share
-
-
-def _memory_figures(story: Story) -> list[Figure]:
-    share = story.memory_share
-    of = "" if share is None else f" ({percent(share)})"
-    return [
-        Figure(
-            key="peak_gib",
-            name="peak memory",
-            value=story.peak_gib,
-            text=number(story.peak_gib, unit=" GiB") + of,
-            source="steps.jsonl, memory: highest peak_gib; share of total_gib",
-        )
-    ]
-
-
-def _loss_figures(story: Story) -> list[Figure]:
-    first, last = loss_ends(story.parts)
-    evaluations = story.evaluations
-    return [
-        Figure(
-            key="loss",
-            name="training loss",
-            value=last,
-            text=number(last, digits=4),
-            source=f"steps.jsonl: mean of the last tenth; the first tenth's was {number(first, digits=4)}",
-        ),
-        Figure(
-            key="val_loss",
-            name="validation loss",
-            value=evaluations[-1].val_loss if evaluations else None,
-            text=number(evaluations[-1].val_loss if evaluations else None, digits=4),
-            source=f"events.jsonl, eval: the last of {len(evaluations)}"
-            + (f"; the first was {number(evaluations[0].val_loss, digits=4)}" if evaluations else ""),
-        ),
-    ]
-
-
-def _length_figures(story: Story) -> list[Figure]:
-    total = "" if story.total_steps is None else f" of {story.total_steps:,}"
-    return [
-        Figure(
-            key="steps",
-            name="steps",
-            value=story.num_steps,
-            text=f"{story.num_steps:,}{total}",
-            source="steps.jsonl, last step; events.jsonl, start",
-        ),
-        Figure(
-            key="tokens",
-            name="tokens",
-            value=story.tokens,
-            text=f"{story.tokens:,}",
-            source="steps.jsonl, sum of tokens",
-        ),
-        Figure(
-            key="seconds",
-            name="time in steps",
-            value=story.seconds,
-            text=duration(story.seconds),
-            source="steps.jsonl, sum of seconds; everything between two steps counts",
-        ),
-        Figure(
-            key="left_s",
-            name="time left",
-            value=story.left_s,
-            text="none" if story.state.over else duration(story.left_s),
-            source=f"steps left x mean of the last {story.recent.steps} steps",
-        ),
-    ]

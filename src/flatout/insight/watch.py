@@ -17,7 +17,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from flatout.insight import hints
+from flatout.insight import hints, numbers
 from flatout.insight.clean import clean
 from flatout.insight.machine import LOOK_S, Looking, Machine, looking
 from flatout.insight.report.plain import to_json
@@ -142,7 +142,7 @@ def _rows(story: Story, *, unicode: bool) -> dict[str, str]:
         "loss": f"{_loss(story)}, validation {number(val, digits=4)}, lr {_lr(story)}{drawn}",
         "speed": f"{_speed(story)}, {number(story.recent.step_s, unit=' s')} a step",
         "MFU": f"{percent(story.recent.mfu)} as done, {percent(story.recent.mfu_common)} by 6N + 12LHT",
-        "memory": story.figure("peak_gib").text + " at the peak",
+        "memory": numbers.figure(story, "peak_gib").text + " at the peak",
         "phases": "  ".join(f"{clean(phase.name)} {100 * phase.share:.1f}%" for phase in phases) or "n/a",
         "criteria": story.judged,
         **({"doctor": clean(story.verdict)} if story.verdict else {}),
@@ -157,7 +157,7 @@ def line(story: Story) -> str:
         f"lr {_lr(story)}",
         _speed(story),
         f"MFU {percent(story.recent.mfu)}",
-        f"mem {story.figure('peak_gib').text}",
+        f"mem {numbers.figure(story, 'peak_gib').text}",
         *(f"! {clean(finding.sentence)}" for finding in hints.findings(story)[:1]),
     ]
     return "  ".join(parts)

@@ -7,7 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from flatout.insight.report.charts import Band, Bands, Chart, Level, Line, Point, share, short
-from flatout.insight.story import Story, training_s
+from flatout.insight.speed import training_s
+from flatout.insight.story import Story
 from flatout.record import Rollup
 
 # Phases in the order they are stacked, with the class that colours them.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from flatout.insight import hints
+from flatout.insight import hints, numbers
 from flatout.insight.machine import Machine
 from flatout.insight.report.charts import Bands, Chart, draw, draw_bands
 from flatout.insight.report.figures import charts, loss_chart, phase_colour, speed_chart
@@ -78,16 +78,17 @@ def _nav(links: Mapping[str, str], *, label: str) -> Html:
 
 
 def verdict(story: Story, *, id: str, level: int) -> Html:
-    figures = {figure.key: figure for figure in story.figures()}
+    found = {figure.key: figure for figure in numbers.figures(story)}
     tiles = [
-        tag("div", tag("dt", figures[key].name), tag("dd", figures[key].text), class_="tile")
+        tag("div", tag("dt", found[key].name), tag("dd", found[key].text), class_="tile")
         for key in (*HEADLINE, "seconds" if story.state.over else "left_s")
     ]
     limit = story.limit
     near = None
     if limit.get("share") is not None:
         ceiling = number(limit.get("ceiling_tokens_per_s"))
-        near = f"{percent(limit['share'])} of the limit of {ceiling} tokens/s for this model on this device."
+        near = f"{percent(limit['share'])} of the limit of {ceiling} tokens/s for this model on this device"
+        near += f" ({limit['source']})." if limit.get("source") else "."
     return _section(
         story.name,
         tag(
@@ -186,7 +187,7 @@ def _numbers(chart: Chart | Bands) -> Html | None:
     return tag(
         "details",
         tag("summary", "In numbers"),
-        table(["step", *heads], rows, caption=chart.title, numbers=True),
+        table(["step", *heads], rows, caption=chart.title, numeric=True),
         id=f"{chart.id}-numbers",
     )
 
@@ -244,7 +245,7 @@ def plan(story: Story, *, id: str, level: int) -> Html:
             ["what", "predicted", "measured", "measured / predicted"],
             [_forecast(row) for row in story.forecasts],
             caption="Predictions and what came of them",
-            numbers=True,
+            numeric=True,
         ),
         tag(
             "p",
@@ -303,7 +304,7 @@ def machine(story: Story, *, id: str, level: int) -> Html:
         "Machine",
         tag("p", note, class_="note"),
         _gpus(story.gpus) if story.gpus else _none("no GPU was seen by the monitor"),
-        table(["rank", "steps", "s a step", "waiting for data", "peak GiB"], ranks, caption="Ranks", numbers=True)
+        table(["rank", "steps", "s a step", "waiting for data", "peak GiB"], ranks, caption="Ranks", numeric=True)
         if ranks
         else None,
         id=f"{id}machine",
@@ -315,7 +316,7 @@ def _gpus(gpus: Sequence[Gpu]) -> Html:
     shown = [key for key in GAUGES if any(key in gpu.gauges for gpu in gpus)]
     rows: list[list[Child]] = [[GAUGES[key][0], *(_gauge(gpu, key) for gpu in gpus)] for key in shown]
     rows.append(["held back", *(_held(gpu) for gpu in gpus)])
-    return table(["", *(f"GPU {gpu.index}" for gpu in gpus)], rows, caption="Mean, and highest seen", numbers=True)
+    return table(["", *(f"GPU {gpu.index}" for gpu in gpus)], rows, caption="Mean, and highest seen", numeric=True)
 
 
 def _gauge(gpu: Gpu, key: str) -> str:
@@ -345,7 +346,7 @@ def now(machine: Machine, *, level: int = 2) -> Html:
     return _section(
         "This machine, now",
         tag("dl", host, class_="facts"),
-        table(heads, rows, caption="GPUs", numbers=True) if rows else _none("no GPU is visible to NVML here"),
+        table(heads, rows, caption="GPUs", numeric=True) if rows else _none("no GPU is visible to NVML here"),
         id="now",
         level=level,
     )
@@ -405,7 +406,7 @@ def environment(story: Story, *, id: str, level: int) -> Html:
 
 
 def provenance(story: Story, *, id: str, level: int) -> Html:
-    rows: list[list[Child]] = [[figure.name, figure.text, figure.source] for figure in story.figures()]
+    rows: list[list[Child]] = [[figure.name, figure.text, figure.source] for figure in numbers.figures(story)]
     return _section(
         "Where the numbers come from",
         tag("p", "Run folder ", tag("code", story.path), ". Nothing else was read.", class_="note"),
@@ -421,8 +422,8 @@ def side_by_side(stories: Sequence[Story]) -> list[Html]:
     rows: list[list[Child]] = [["state", *(story.state.sentence for story in stories)]]
     rows += [["criteria", *(story.judged for story in stories)]]
     rows += [
-        [figures[0].name, *(figure.text for figure in figures)]
-        for figures in zip(*(story.figures() for story in stories), strict=True)
+        [row[0].name, *(figure.text for figure in row)]
+        for row in zip(*(numbers.figures(story) for story in stories), strict=True)
     ]
     listed = [
         tag(
@@ -443,7 +444,7 @@ def side_by_side(stories: Sequence[Story]) -> list[Html]:
         _section(
             f"{len(stories)} runs side by side",
             tag("ul", listed, class_="runs"),
-            table(["", *names], rows, caption="Side by side", numbers=True),
+            table(["", *names], rows, caption="Side by side", numeric=True),
             id="runs",
             level=1,
         ),
@@ -486,7 +487,7 @@ def flatten(facts: Mapping[str, Any], *, under: str = "") -> Iterable[tuple[str,
             yield name, value
 
 
-def table(heads: Sequence[str], rows: Sequence[Sequence[Child]], *, caption: str, numbers: bool = False) -> Html:
+def table(heads: Sequence[str], rows: Sequence[Sequence[Child]], *, caption: str, numeric: bool = False) -> Html:
     """Rows named by their first cell; it scrolls by itself where the page is narrow, by keyboard too."""
     body = [tag("tr", tag("th", row[0], scope="row"), [tag("td", cell) for cell in row[1:]]) for row in rows]
     return tag(
@@ -496,7 +497,7 @@ def table(heads: Sequence[str], rows: Sequence[Sequence[Child]], *, caption: str
             tag("caption", caption),
             tag("thead", tag("tr", [tag("th", head, scope="col") if head else tag("td") for head in heads])),
             tag("tbody", body),
-            class_="numbers" if numbers else None,
+            class_="numbers" if numeric else None,
         ),
         class_="scroll",
         tabindex="0",

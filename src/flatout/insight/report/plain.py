@@ -8,10 +8,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from flatout.insight import hints
+from flatout.insight import hints, numbers
 from flatout.insight.clean import clean
 from flatout.insight.report.fragments import GRADES, differences
-from flatout.insight.story import Story, training_s
+from flatout.insight.speed import training_s
+from flatout.insight.story import Story
 from flatout.terminal import duration, number, percent
 
 _MEANS_SOMETHING = re.compile(r"([\\`*_{}\[\]<>|#!~&])")
@@ -31,7 +32,7 @@ def _raw(story: Story) -> dict[str, Any]:
         "judged": story.judged,
         "verdict": story.verdict,
         "limit": dict(story.limit),
-        "figures": {figure.key: {"value": figure.value, "source": figure.source} for figure in story.figures()},
+        "figures": {figure.key: {"value": figure.value, "source": figure.source} for figure in numbers.figures(story)},
         "findings": [asdict(finding) for finding in hints.findings(story)],
         "criteria": [asdict(verdict) for verdict in story.criteria],
         "phases": [asdict(phase) for phase in story.phases],
@@ -67,9 +68,9 @@ def markdown(stories: Sequence[Story]) -> str:
     names = [f"run {at}" for at, _ in enumerate(stories, 1)]
     lines = [f"# {len(stories)} runs side by side", ""]
     lines += [f"{at}. **{_text(story.name)}** {_text(story.path)}" for at, story in enumerate(stories, 1)]
-    figures = zip(*(story.figures() for story in stories), strict=True)
+    every = zip(*(numbers.figures(story) for story in stories), strict=True)
     rows: list[list[Any]] = [["state", *(story.state.sentence for story in stories)]]
-    rows += [[row[0].name, *(figure.text for figure in row)] for row in figures]
+    rows += [[row[0].name, *(figure.text for figure in row)] for row in every]
     lines += ["", *_table(["", *names], rows)]
     differing = differences([story.config for story in stories])
     if differing:
@@ -87,7 +88,7 @@ def _run(story: Story, *, level: int) -> list[str]:
         f"**{GRADES[story.grade]}.** {_text(story.state.sentence)}. {story.judged}",
     ]
     lines += ["", _text(story.verdict)] if story.verdict else []
-    lines += ["", *_table(["number", "value", "source"], [[f.name, f.text, f.source] for f in story.figures()])]
+    lines += ["", *_table(["number", "value", "source"], [[f.name, f.text, f.source] for f in numbers.figures(story)])]
     lines += ["", f"{sub} Findings", ""]
     found = hints.findings(story)
     lines += [
