@@ -161,7 +161,9 @@ class Story:
 def tell(run: Run, *, num_parts: int = NUM_PARTS, now: float | None = None) -> Story:
     """Reads a run folder; `now` is the time to judge signs of life by."""
     now = time.time() if now is None else now
-    events = [replace(event, data=redacted(event.data)) for event in run.events()]
+    written = list(run.events())
+    masked = redacted([event.data for event in written])
+    events = [replace(event, data=data) for event, data in zip(written, masked, strict=True)]
     attempts = [event for event in events if event.kind == "attempt"]
     current = [event for event in events if not attempts or event.time >= attempts[-1].time]
     plan = redacted(_last(current, "plan") or run.plan)
