@@ -123,8 +123,12 @@ def findings(story: Story, *, id: str, level: int) -> Html:
     )
     body: Child = [_finding(finding, level=level + 1) for finding in found]
     if not found:
-        body = tag("p", "Nothing is wrong, as far as was looked.", class_="none")
+        body = tag("p", nothing_found(story), class_="none")
     return _section("Findings", tag("p", who, class_="note"), body, id=f"{id}findings", level=level)
+
+
+def nothing_found(story: Story) -> str:
+    return f"{'No cause was found' if story.grade == 'bad' else 'Nothing is wrong'}, as far as was looked."
 
 
 def _finding(finding: Finding, *, level: int) -> Html:

@@ -10,7 +10,7 @@ from typing import Any
 
 from flatout.insight import hints, numbers
 from flatout.insight.clean import clean
-from flatout.insight.report.fragments import GRADES, differences
+from flatout.insight.report.fragments import GRADES, differences, nothing_found
 from flatout.insight.speed import training_s
 from flatout.insight.story import Story
 from flatout.terminal import duration, number, percent
@@ -96,7 +96,7 @@ def _run(story: Story, *, level: int) -> list[str]:
         f"({_text(finding.cause)}, share {percent(finding.share)}, gain {percent(finding.gain)}, {finding.status}; "
         f"{_text('; '.join(finding.evidence))})"
         for finding in found
-    ] or ["Nothing is wrong, as far as was looked."]
+    ] or [nothing_found(story)]
     if story.criteria:
         words = {True: "met", False: "not met", None: "not measured"}
         rows = [[v.criterion, v.wanted, v.got, words[v.met]] for v in story.criteria]
