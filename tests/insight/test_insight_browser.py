@@ -143,8 +143,10 @@ def test_a_chart_opens_its_numbers_by_keyboard(browser: Browser, pages: dict[str
 def test_it_prints(browser: Browser, pages: dict[str, str]):
     browser.look(width=DESKTOP, dark=True)
     browser.open(pages["one"])
-    browser.call("Emulation.setEmulatedMedia", media="print")
+    dark = {"name": "prefers-color-scheme", "value": "dark"}
+    browser.call("Emulation.setEmulatedMedia", media="print", features=[dark])
     assert browser.run("getComputedStyle(document.querySelector('nav')).display") == "none"
+    assert browser.run("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"  # paper is white
     browser.call("Emulation.setEmulatedMedia", media="")
     printed = base64.b64decode(browser.call("Page.printToPDF")["data"])
     assert printed.startswith(b"%PDF-")

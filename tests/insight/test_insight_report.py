@@ -305,7 +305,7 @@ def luminance(colour: str) -> float:
 
 
 def test_all_text_stands_out_from_the_page_in_light_and_dark():
-    light, dark = page.style().split("@media (prefers-color-scheme: dark)")[:2]
+    light, dark = page.style().split("@media screen and (prefers-color-scheme: dark)")[:2]
     for sheet in (light, dark):
         colours = dict(re.findall(r"--([a-z]+\d?): (#[0-9a-f]{6})", sheet[: sheet.index("}")]))
         for name in ("ink", "soft", "link", "good", "bad", "open", "c1", "c2", "c3", "c4", "c5", "c6"):

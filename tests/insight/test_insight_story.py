@@ -235,6 +235,23 @@ def test_recomputing_with_room_to_spare_is_found(tmp_path: Path):
     assert "needless-recompute" in {finding.cause for finding in hints.findings(tell(run))}
 
 
+@pytest.mark.parametrize(
+    ("peak_gib", "accumulation", "cause"), [(138.0, 1, "oom-risk"), (25.0, 8, "small-batch"), (25.0, 1, None)]
+)
+def test_memory_is_a_finding_only_where_it_could_buy_something(
+    tmp_path: Path, peak_gib: float, accumulation: int, cause: str | None
+):
+    plan = made.h200_plan(20).to_json()
+    plan["decisions"]["accumulation"] = accumulation
+    run = made.make(tmp_path / "run", steps=4, ended=False)
+    with run.recorder() as recorder:
+        recorder.event("plan", **plan)
+        memory = {"peak_gib": peak_gib, "total_gib": 139.8}
+        recorder.step(step(4, attempt=2, memory=memory, spans=()))
+    found = {finding.cause for finding in hints.findings(tell(run))} & {"oom-risk", "small-batch"}
+    assert found == ({cause} if cause else set())
+
+
 def test_failed_saves_and_dropped_lines_are_found(bare: Run):
     with bare.recorder() as recorder:
         recorder.event("save-failed", step=5, error="disk full")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,6 +16,7 @@ import pytest
 from rich.console import Console
 from tests.insight import made
 
+from flatout.errors import UsageError
 from flatout.insight import watch
 from flatout.insight.machine import Machine
 from flatout.insight.story import tell
@@ -186,3 +188,11 @@ main()
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
     assert "h200" in done.stdout
+
+
+def test_a_folder_that_goes_away_is_named(bare: Run):
+    reader = watch.Reader(bare)
+    reader.read()
+    shutil.rmtree(bare.path)
+    with pytest.raises(UsageError, match="is no longer there"):
+        reader.read()

@@ -381,3 +381,12 @@ def test_recent_steps_are_the_end_of_the_latest_ones(run: Run, make_step):
 def test_training_time_is_what_evaluating_and_saving_leave(make_step):
     spans = (Span(phase="eval", seconds=0.2), Span(phase="forward", seconds=0.2), Span(phase="save", seconds=0.05))
     assert make_step(0, spans=spans).training_s == pytest.approx(0.25)
+
+
+@pytest.mark.parametrize(
+    "text", ["{}", '{"verdict": "v", "limit": {}, "findings": [{"cause": "x", "colour": "blue"}]}']
+)
+def test_findings_of_another_version_are_named(run: Run, text: str):
+    (run.path / "findings.json").write_text(text)
+    with pytest.raises(UsageError, match=r"findings\.json is not what this version of flatout writes"):
+        _ = run.diagnosis

@@ -17,6 +17,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from flatout.errors import UsageError
 from flatout.insight import hints, numbers
 from flatout.insight.clean import clean
 from flatout.insight.machine import LOOK_S, Looking, Machine, looking
@@ -45,7 +46,10 @@ class Reader:
         seen = tuple(file.stat().st_size if file.exists() else 0 for file in files)
         # A run that goes on may also die or stand still, which no file says.
         if self._story is None or seen != self._seen or not self._story.state.over:
-            self._seen, self._story = seen, tell(self._run, num_parts=NUM_PARTS)
+            try:
+                self._seen, self._story = seen, tell(self._run, num_parts=NUM_PARTS)
+            except FileNotFoundError as error:
+                raise UsageError(f"{self._run.path} is no longer there: its {error.filename} is gone") from error
         return self._story
 
 

@@ -21,7 +21,7 @@ from flatout.insight.machine import Looking
 from flatout.insight.report import fragments, page
 from flatout.insight.report.html import Html, tag
 from flatout.insight.story import tell
-from flatout.record import Run
+from flatout.record import Run, redact
 
 ADDRESS = "127.0.0.1"
 # Looks that come faster than this are given the same answer: many open pages cost no more than one.
@@ -58,9 +58,8 @@ class Site:
             return self._body
 
     def document(self) -> str:
-        title = (
-            self._runs[0].path.name if len(self._runs) == 1 else f"{len(self._runs)} runs" if self._runs else "machine"
-        )
+        names = [redact(run.path.name) for run in self._runs]
+        title = names[0] if len(names) == 1 else f"{len(names)} runs" if names else "this machine"
         without = tag("noscript", tag("meta", http_equiv="refresh", content="5"))
         return page.document(without, self.body(), title=f"{title}: flatout watch", script=self.script)
 

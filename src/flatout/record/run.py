@@ -251,7 +251,13 @@ class Run:
         """What the doctor last said of this run; None if it was never asked."""
         if not (self.path / _FINDINGS).is_file():
             return None
-        return diagnosis_from_json(self._read(_FINDINGS))
+        try:
+            return diagnosis_from_json(self._read(_FINDINGS))
+        except (KeyError, TypeError) as error:
+            raise UsageError(
+                f"{self.path / _FINDINGS} is not what this version of flatout writes ({error}). "
+                "Ask the doctor again, or delete it."
+            ) from error
 
     def write_diagnosis(self, diagnosis: Diagnosis) -> None:
         with _writing(self.path):
