@@ -17,6 +17,7 @@ from tests.insight import hostile
 
 from flatout.insight import numbers
 from flatout.insight.report import page, render
+from flatout.insight.report.figures import charts
 from flatout.insight.report.html import Html, join, tag
 from flatout.insight.story import tell
 from flatout.record import Diagnosis, Finding, Run, Span, StepRecord
@@ -153,6 +154,17 @@ def test_the_numbers_of_the_first_section_are_named_with_their_sources(h200: Run
     for figure in numbers.figures(tell(h200)):
         assert join(figure.text) in provenance
         assert join(figure.source) in provenance
+
+
+def test_utilisation_is_drawn_at_the_step_that_was_under_way(h200: Run):
+    (chart,) = [chart for chart in charts(tell(h200), id="") if chart.id == "utilisation"]
+    lines = {line.name: line.points for line in chart.lines}
+    assert set(lines) == {"GPU busy", "SM", "tensor", "DRAM", "CPU"}
+    steps = [record.time for record in h200.latest_steps()]
+    for point, sample in zip(lines["tensor"], h200.samples(), strict=True):
+        under_way = sum(done <= sample["time"] for done in steps)
+        assert point.x == pytest.approx(under_way, abs=4)
+        assert point.y == sample["gpus"][0]["tensor_active"]
 
 
 def test_unknown_is_said_as_such(bare: Run):

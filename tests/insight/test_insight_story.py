@@ -261,6 +261,17 @@ def test_failed_saves_and_dropped_lines_are_found(bare: Run):
     assert "7 lines" in found["logging"].sentence
 
 
+@pytest.mark.parametrize(("gain", "grade"), [(0.2, "bad"), (0.04, "good"), (None, "good")])
+def test_much_to_gain_is_not_good(bare: Run, gain: float | None, grade: str):
+    with bare.recorder() as recorder:
+        recorder.event("observed", state="stopped")
+    finding = Finding(
+        cause="small-batch", sentence="s", share=None, gain=gain, status="estimated", evidence=(), fix="f"
+    )
+    bare.write_diagnosis(Diagnosis(verdict="v", limit={}, findings=(finding,)))
+    assert tell(bare).grade == grade
+
+
 def test_the_doctor_has_the_last_word(bare: Run):
     finding = Finding(
         cause="small-batch", sentence="s", share=0.3, gain=0.2, status="measured", evidence=("e",), fix="f"

@@ -22,6 +22,8 @@ from flatout.record import Event, Finding, Rollup, Run, StepRecord, redact, reda
 
 # Parts a history is drawn from, steps the current speed is averaged over, samples that are read of a long run.
 NUM_PARTS, RECENT_STEPS, NUM_SAMPLES = 240, 20, 400
+# A gain above this share of step time is worth calling a run not good.
+MUCH_GAIN = 0.05
 
 Grade = Literal["good", "bad", "open"]
 
@@ -139,11 +141,13 @@ class Story:
 
     @property
     def grade(self) -> Grade:
-        """The verdict in one word: bad where a criterion or the loss failed, good only where something was met."""
+        """The verdict in one word: bad where something failed or the doctor found much to gain, good where neither
+        did and someone looked, by criteria or as the doctor."""
         met = [verdict.met for verdict in self.criteria]
-        if False in met or self.state.kind == "lost" or (self.last and _broken(self.last.loss)):
+        slow = any((finding.gain or 0.0) > MUCH_GAIN for finding in self.findings)
+        if False in met or slow or self.state.kind == "lost" or (self.last and _broken(self.last.loss)):
             return "bad"
-        return "good" if self.state.kind == "finished" and True in met else "open"
+        return "good" if self.state.kind == "finished" and (True in met or self.verdict is not None) else "open"
 
     @property
     def judged(self) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from flatout.insight.report.charts import Band, Bands, Chart, Level, Line, Point, share, short
@@ -18,10 +19,15 @@ PHASES = {
     "backward": "p4",
     "reduce": "p3",
     "optimize": "p6",
+    "optimizer": "p6",
+    "generate": "p3",
+    "reference": "p8",
+    "reward": "p5",
     "record": "p7",
     "eval": "p5",
     "save": "p8",
     "profile": "p7",
+    "other": "p0",
     "unattributed": "p0",
 }
 # Of the monitor's numbers, those that are shares of one; `busy` is NVML's utilisation.
@@ -135,14 +141,10 @@ def _bands(story: Story, *, id: str) -> Bands:
 
 def _utilisation(story: Story, *, id: str) -> Chart:
     lines = [
-        Line(name=name, colour=colour, points=_samples(story, key))
+        Line(name=name, colour=colour, points=_samples(story, partial(_of_gpus, key=key)))
         for colour, (key, name) in zip((1, 3, 2, 4), ACTIVITY.items(), strict=True)
     ]
-
-    def cpu(part: Rollup) -> Point | None:
-        return Point(x=part.last_step + 1, y=part.utilisation["cpu"]) if "cpu" in part.utilisation else None
-
-    lines.append(Line(name="CPU", colour=5, points=_points(story, cpu)))
+    lines.append(Line(name="CPU", colour=5, points=_samples(story, lambda sample: sample.get("cpu"))))
     about = _about([story], "Share of time the machine was busy", [line for line in lines if line.points], number=share)
     return Chart(id=id, title="Utilisation", about=about, show=share, lines=lines)
 
@@ -181,15 +183,21 @@ def _speed(part: Rollup) -> Point:
     )
 
 
-def _samples(story: Story, key: str) -> list[Point]:
-    """A number of the monitor, mean over the GPUs, at the step that was under way."""
+def _samples(story: Story, read: Callable[[Mapping[str, Any]], float | None]) -> list[Point]:
+    """A number of the monitor at the step that was under way."""
     times = [part.last_time for part in story.parts]
     points: list[Point] = []
     for sample in story.samples:
-        values = [gpu[key] for gpu in sample.get("gpus", []) if key in gpu]
-        if values and times and sample["time"] <= times[-1]:
-            points.append(Point(x=_step_at(story.parts, times, sample), y=sum(values) / len(values)))
+        value = read(sample)
+        if value is not None and times and sample["time"] <= times[-1]:
+            points.append(Point(x=_step_at(story.parts, times, sample), y=value))
     return points
+
+
+def _of_gpus(sample: Mapping[str, Any], *, key: str) -> float | None:
+    """Mean over the GPUs that tell."""
+    values = [float(gpu[key]) for gpu in sample.get("gpus", []) if key in gpu]
+    return sum(values) / len(values) if values else None
 
 
 def _step_at(parts: Sequence[Rollup], times: Sequence[float], sample: Mapping[str, Any]) -> float:
