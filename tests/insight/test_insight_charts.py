@@ -80,6 +80,13 @@ def test_every_point_lies_in_the_frame(ys: list[float], from_zero: bool):
         assert TOP - 0.1 <= y <= HEIGHT - BOTTOM + 0.1
 
 
+@pytest.mark.parametrize("ys", [[0.0], [0.0, 5e-324], [3.0, 3.0], [-2.0, -2.0], [1e9, 1e9 + 1e-6]])
+@pytest.mark.parametrize("from_zero", [False, True])
+def test_one_value_has_an_axis_too(ys: list[float], from_zero: bool):
+    root = drawn(chart(line(*ys), from_zero=from_zero))
+    assert len(classes(root, "grid")) >= 2
+
+
 def test_a_spike_leaves_the_axis_and_is_named():
     ys = [2.0] * 200
     ys[120] = 90.0

@@ -189,8 +189,8 @@ def _frame(chart: Chart, lines: Sequence[Line]) -> _Frame:
         high = usual + 0.25 * room
     high = max([high, *(level.y for level in chart.levels if level.y <= 1.5 * high)])
     low = min(0.0, low) if chart.from_zero else low
-    if high <= low:
-        low, high = (low - 0.5, high + 0.5) if not chart.from_zero else (low, low + (abs(low) or 1.0))
+    if high - low <= 1e-9 * max(abs(low), abs(high), 1e-6):  # one value, give or take what no axis could show
+        low, high = (low, low + 1.0) if chart.from_zero else (low - 0.5, high + 0.5)
     margin = 0.06 * (high - low)
     low = low if chart.from_zero and low >= 0 else low - margin
     return _Frame(x_low=min(xs), x_high=max(max(xs), min(xs) + 1), y_low=low, y_high=high + margin)
