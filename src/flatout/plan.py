@@ -280,16 +280,15 @@ def _kernels(job: Job, *, precision: str) -> list[tuple[str, bool, str]]:
         no = "written for bf16 tensor cores, SM 8.0 and up"
     elif job.pins.recompute == "selective":
         no = "selective recomputation keeps what they would overwrite"
-    reasons = {
-        "fused_qkv": no
-        or ("it has no query and key norms" if shape.qk_norm else "norm and rotary positions, one pass"),
-        "fused_mlp": no or "norm and SwiGLU, one pass each way",
-        "fused_loss": no or "one read and one write of each logit",
-    }
-    rows = [(name, no is None and not (name == "fused_qkv" and shape.qk_norm), why) for name, why in reasons.items()]
-    if no is None and shape.qk_norm:
-        no = "8-bit matmuls need all fused segments"
-    return [*rows, ("fp8", *_fp8(job, precision=precision, no=no))]
+    odd_heads = shape.qk_norm and shape.head_dim & (shape.head_dim - 1)
+    uneven = f"query and key norms need heads of a power of two, not {shape.head_dim}" if odd_heads else None
+    rows = [
+        ("fused_qkv", no or uneven, "norm and rotary positions, one pass each way"),
+        ("fused_mlp", no, "norm and SwiGLU, one pass each way"),
+        ("fused_loss", no, "one read and one write of each logit"),
+    ]
+    eight = ("fp8", *_fp8(job, precision=precision, no=no or ("it needs all fused segments" if uneven else None)))
+    return [*((name, problem is None, problem or gain) for name, problem, gain in rows), eight]
 
 
 def _fp8(job: Job, *, precision: str, no: str | None) -> tuple[bool, str]:
