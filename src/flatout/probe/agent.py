@@ -452,6 +452,7 @@ class Agent:
         self.imports.when("torch.utils.data.dataloader", self._on_dataloader)
         self.imports.when("torch.utils.checkpoint", self._on_checkpoint)
         self.imports.when("torch.amp.grad_scaler", self._on_scaler)
+        self.imports.when("torch.amp.autocast_mode", self._on_autocast)
         self.imports.when("torch._dynamo.guards", self._on_dynamo)
         self.imports.when("safetensors.torch", self._on_safetensors)
         self.imports.when("transformers.generation.utils", self._on_generation)
@@ -506,6 +507,9 @@ class Agent:
             return scale
 
         self.patches.replace(module.GradScaler, "scale", scale_of)
+
+    def _on_autocast(self, module: Any) -> None:
+        self.patches.replace(module.autocast, "__enter__", self._counted("autocast"))
 
     def _on_dynamo(self, guards: Any) -> None:
         for name in ("get_and_maybe_log_recompilation_reasons", "get_and_maybe_log_recompilation_reason"):
@@ -646,6 +650,7 @@ class Agent:
             for module in self._chain(model.module, model.size):
                 self._listen(module, model)
         if self.models:
+            Switches.model(self.settings.switch, self.models[0].module)
             self.note_model(self.models[0].module, optimizer)
 
     def _chain(self, module: Any, size: int) -> Iterator[Any]:
@@ -807,7 +812,7 @@ class Agent:
             return
         quietly(self.timeline.enter)("other")
         if id(optimizer) == self.primary:
-            quietly(self.end_step)()
+            quietly(self.end_step)(optimizer)
             if self.stage == "done" and not self.ended:
                 self.ended = True
                 self.leave(optimizer)
@@ -829,7 +834,7 @@ class Agent:
 
             self.timeline.make_event = stamp
 
-    def end_step(self) -> None:
+    def end_step(self, optimizer: Any) -> None:
         """The optimizer has stepped: close the books of this step and decide what the next one is for."""
         now = time.perf_counter()
         host, seams = self.timeline.cut()
@@ -846,6 +851,7 @@ class Agent:
             "memory": self.memory(),
             "compile_s": compiled - self.compile_seen,
             "counts": dict(self.counts),
+            "lr": plain_lr(optimizer),
         }
         self.compile_seen = compiled
         self.totals.update(self.counts)
@@ -990,6 +996,8 @@ class Agent:
             "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
             "threads": torch.get_num_threads(),
             "flags": flags_of(torch),
+            "trainer_arguments": trainer_arguments(),
+            "totals": dict(self.totals),
             "gpu": gpu_facts(torch) if self.facts.get("cuda_used") else None,
             "forwards": [[*key, count] for key, count in self.forwards.most_common(200)],
             "generations": self.generations,
@@ -1095,6 +1103,19 @@ def optimizer_facts(optimizer: Any) -> dict[str, Any]:
         "devices": dict(Counter(p.device.type for p in parameters)),
         "dtypes": dict(Counter(dtype_name(p.dtype) for p in parameters)),
     }
+
+
+def plain_lr(optimizer: Any) -> float | None:
+    """A learning rate that is a tensor on the device is not read: that would wait for it."""
+    rate = optimizer.param_groups[0].get("lr")
+    return float(rate) if isinstance(rate, (int, float)) else None
+
+
+def trainer_arguments() -> list[str] | None:
+    """The names this version of transformers knows, so that no advice names another."""
+    module = sys.modules.get("transformers.training_args")
+    fields = getattr(getattr(module, "TrainingArguments", None), "__dataclass_fields__", None)
+    return None if fields is None else sorted(fields)
 
 
 def version_of(name: str) -> str | None:
@@ -1550,6 +1571,8 @@ class Switches:
         if asked.get("fused"):
             for name in ("Adam", "AdamW", "SGD"):
                 patches.replace(getattr(torch.optim, name), "__init__", self._with(fused=True, foreach=None))
+        if asked.get("nondeterministic"):
+            patches.replace(torch, "use_deterministic_algorithms", lambda _: lambda *_, **__: None)
         if asked.get("loader"):
             self.agent.imports.when("torch.utils.data.dataloader", self._loader)
         if asked.get("trainer"):
@@ -1570,7 +1593,7 @@ class Switches:
             @functools.wraps(original)
             def __post_init__(arguments: Any) -> None:
                 for name, value in values.items():
-                    setattr(arguments, name, value)
+                    setattr(arguments, name, changed_value(getattr(arguments, name, None), value))
                 original(arguments)
 
             return __post_init__
@@ -1589,11 +1612,21 @@ class Switches:
             @functools.wraps(original)
             def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
                 given = {names[i + 1]: value for i, value in enumerate(args)}
-                original(self, **{**given, **kwargs, **{k: v for k, v in changes.items() if k in names}})
+                asked = {**given, **kwargs}
+                asked.update({k: changed_value(asked.get(k), v) for k, v in changes.items() if k in names})
+                original(self, **asked)
 
             return __init__
 
         return make
+
+    @staticmethod
+    def model(asked: dict[str, Any], module: Any) -> None:
+        """Once, when the model is known."""
+        for part in module.modules() if asked.get("sdpa") else ():
+            if hasattr(part, "set_attn_implementation"):
+                part.set_attn_implementation("sdpa")
+                return
 
     @staticmethod
     def forward(agent: Agent, module: Any, micro: int) -> None:
@@ -1617,6 +1650,13 @@ class Switches:
     def generation(asked: dict[str, Any], kwargs: dict[str, Any]) -> None:
         if asked.get("kv-cache"):
             kwargs["use_cache"] = True
+
+
+def changed_value(now: Any, wanted: Any) -> Any:
+    """The wanted value, or so many times what it is."""
+    if not isinstance(wanted, dict):
+        return wanted
+    return now * wanted["times"] if isinstance(now, (int, float)) and not isinstance(now, bool) else now
 
 
 def start() -> Agent:
