@@ -90,7 +90,7 @@ class Settings:
         self.look: bool = asked.get("look", True)  # profile and ask what if; a proof only times
         self.switch: dict[str, Any] = asked.get("switch", {})
         # What one replay may take, and all of them together.
-        self.replay_s, self.replays_s = self.seconds / 40, self.seconds / 4
+        self.replay_s, self.replays_s = self.seconds / 40, self.seconds / 3
         self.warm = min(WARM_STEPS, max(1, self.steps // 4))
 
 
@@ -408,7 +408,7 @@ class Agent:
         self.timeline, self.patches, self.sampler = Timeline(), Patches(), Sampler(self)
         self.stage = "waiting"  # warm, timed, profiled, done
         self.primary: int | None = None  # the optimizer whose steps are the beat
-        self.num_steps, self.began, self.step_began = 0, 0.0, 0.0
+        self.num_steps, self.began, self.step_began, self.cpu_began = 0, 0.0, 0.0, 0.0
         self.facts: dict[str, Any] = {"framework": "torch", "loaders": [], "optimizers": {}}
         self.counts: Counter[str] = Counter()
         self.models: list[Model] = []
@@ -852,6 +852,7 @@ class Agent:
             "compile_s": compiled - self.compile_seen,
             "counts": dict(self.counts),
             "lr": plain_lr(optimizer),
+            "cpu_s": time.process_time() - self.cpu_began,
         }
         self.compile_seen = compiled
         self.totals.update(self.counts)
@@ -862,7 +863,7 @@ class Agent:
         self.write_ready()
         self.num_steps += 1
         self._next_stage(now)
-        self.step_began = time.perf_counter()
+        self.step_began, self.cpu_began = time.perf_counter(), time.process_time()
         self.timeline.cut()  # what we did ourselves just now belongs to no step
 
     def _next_stage(self, now: float) -> None:
@@ -898,12 +899,12 @@ class Agent:
     # -- profile
 
     def begin_profile(self) -> None:
-        profiler = self.torch.profiler
-        kinds = [profiler.ProfilerActivity.CPU]
-        if self.facts.get("cuda_used"):
-            kinds.append(profiler.ProfilerActivity.CUDA)
+        # autograd's own front to the same profiler: torch.profiler's would import dynamo and inductor first.
+        on_gpu = bool(self.facts.get("cuda_used"))
+        if on_gpu:
             self.watch_syncs()
-        self.profiler = profiler.profile(activities=kinds, record_shapes=True)
+        profile = self.torch.autograd.profiler.profile
+        self.profiler = profile(record_shapes=True, use_device="cuda" if on_gpu else None)
         self.profiler.__enter__()
         self.profile_began = time.perf_counter()
 
@@ -1174,7 +1175,7 @@ def summary_of(profiler: Any, *, seconds: float, steps: int) -> dict[str, Any]:
     kernels: dict[str, list[float]] = defaultdict(lambda: [0, 0.0])
     busy: list[tuple[float, float]] = []
     calls: list[tuple[float, float, str]] = []
-    for event in profiler.events():
+    for event in profiler.function_events:
         start, end = event.time_range.start, event.time_range.end
         if "cuda" in str(event.device_type).lower():
             if not event.name.startswith(("aten::", "ProfilerStep", "Optimizer.", "##", "flatout")):
@@ -1267,7 +1268,8 @@ class Replays:
         self.synced = module
         self.module = module.module if hasattr(module, "require_backward_grad_sync") else module
         self.args, self.kwargs = args, kwargs
-        for question in (self.no_sync, self.switches, self.precision, self.larger_batch, self.single):
+        doubles = "float64" in agent.facts["model"]["dtypes"]
+        for question in (self.no_sync, self.switches, self.precision, self.single if doubles else self.larger_batch):
             quietly(question)()
 
     @staticmethod
@@ -1305,17 +1307,13 @@ class Replays:
         """Best seconds of either, taken in turns so that a busy machine slows both."""
         best = [float("inf"), float("inf")]
         began = time.perf_counter()
-        for turn in range(8):
+        for turn in range(10):
             for which, call in enumerate((plain_call, changed)):
                 seconds = self.clock(call)
                 if turn > 0 or seconds > self.replay_s:  # the first turn warms up
                     best[which] = min(best[which], seconds)
             spent = time.perf_counter() - began
-            if (
-                (turn >= 2 and spent > self.replay_s)
-                or spent > 3 * self.replay_s
-                or time.perf_counter() > self.deadline
-            ):
+            if (turn >= 3 and spent > self.replay_s) or spent > 5 * self.replay_s:
                 break
         return None if float("inf") in best else (best[0], best[1])
 
@@ -1393,9 +1391,6 @@ class Replays:
 
     def single(self) -> None:
         """float64 to float32; last, because the module stays that way."""
-        dtypes = self.agent.facts["model"]["dtypes"]
-        if "float64" not in dtypes:
-            return
         torch = self.torch
         plain_s = self.against(self.as_it_was, self.as_it_was)
         torch.set_default_dtype(torch.float32)

@@ -18,6 +18,9 @@ def limit_of(seen: Observed) -> dict[str, Any]:
     flops, how = _flops(seen)
     measured = seen.tokens_per_s
     ceiling = None if peak is None or flops is None else peak * seen.world / flops.done
+    if ceiling is not None and measured is not None and measured > ceiling:
+        # Not every weight multiplies every token (experts, shared products): then the count says nothing.
+        ceiling, flops, how = None, None, "its weights do not all multiply every token, so operations are not known"
     return {
         "tokens_per_s": measured,
         "ceiling_tokens_per_s": ceiling,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -57,6 +58,20 @@ class Observed:
 
     def steps_with(self, phase: str) -> int:
         return sum((step["device"] or step["host"]).get(phase, 0.0) > 1e-4 for step in self.steps)
+
+    @property
+    def others_cores(self) -> float | None:
+        """Cores that other processes kept busy meanwhile; None where nobody looked."""
+        busy = [float(sample["cpu"]) for sample in self.samples if "cpu" in sample]
+        if not busy:
+            return None
+        own = sum(step.get("cpu_s") or 0.0 for step in self.steps) / self.seconds
+        return max(0.0, sum(busy) / len(busy) * (os.cpu_count() or 1) - own * self.world)
+
+    @property
+    def is_disturbed(self) -> bool:
+        """Whether replays on more threads say nothing here, because the cores for them are taken."""
+        return not self.on_gpu and (self.others_cores or 0.0) > 0.25 * (os.cpu_count() or 1)
 
     # -- where the host was
 

@@ -108,7 +108,7 @@ def _findings(run: Run, seen: _Seen, parts: list[Rollup], events: list[Event]) -
             evaluation,
             evaluation * (1 - 1 / RARER),
             [f"phase eval, {sum(event.kind == 'eval' for event in events)} evaluations in {seen.steps} steps"],
-            "evaluate.every five times as large, or fewer batches",
+            "eval.every five times as large, or fewer batches",
         )
     if saving >= WORTH:
         yield _finding(
@@ -117,7 +117,7 @@ def _findings(run: Run, seen: _Seen, parts: list[Rollup], events: list[Event]) -
             saving,
             saving * (1 - 1 / RARER),
             [f"phase save, {sum(event.kind == 'save' for event in events)} saves in {seen.steps} steps"],
-            "checkpoint.every five times as large",
+            "save.every five times as large",
         )
     padded = 1 - seen.tokens / seen.padded_tokens if seen.padded_tokens else 0.0
     if padded >= 0.15:
