@@ -36,6 +36,7 @@ from typing import Any
 SAMPLE_EVERY_S = 0.01
 WARM_STEPS = 3
 PROFILED_STEPS = 2
+FEWEST_TIMED = 3  # however long they take
 # Settings of the environment that cost time or tell how the job was started; never the whole environment.
 VARIABLES = (
     "CUDA_LAUNCH_BLOCKING",
@@ -875,6 +876,7 @@ class Agent:
                 self.sampler.start()
         elif self.stage == "timed":
             over = now - self.began > asked.seconds * (0.7 if asked.look else 1.0)
+            over = over and self.num_steps >= asked.warm + FEWEST_TIMED
             if self.num_steps >= asked.steps - profiled or over:
                 self.sampler.stop()
                 self.stage = "profiled" if profiled else "done"

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from gpt import GPT
 
-gradient_accumulation_steps, batch_size, block_size = 2, 16, 128
+gradient_accumulation_steps, batch_size, block_size = 2, 8, 128
 path = os.path.join(tempfile.mkdtemp(), "train.bin")
 np.random.default_rng(0).integers(0, 512, 200_000).astype(np.uint16).tofile(path)
 
@@ -20,7 +20,7 @@ def get_batch():
     return x, y
 
 
-model = GPT(width=192, layers=3)
+model = GPT(width=128, layers=3)
 optimizer = torch.optim.AdamW(model.parameters(), lr=6e-4, fused=True)
 X, Y = get_batch()
 for iter_num in range(100):

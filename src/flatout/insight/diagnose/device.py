@@ -126,6 +126,7 @@ def small_batch(seen: Observed) -> Finding | None:
     # One odd replay is no evidence: twice the batch must already show it. Where no accumulation can be traded for it,
     # a larger batch changes what is learnt, so it must be worth more.
     least = 0.15 if seen.accumulation > 1 else 0.25
+    least = max(least, 0.4) if seen.is_disturbed else least
     if gain < least or 1 - twice[1] / twice[0] < 0.07:
         return None
     if seen.on_gpu and tokens is not None and tokens >= _ENOUGH_TOKENS:
