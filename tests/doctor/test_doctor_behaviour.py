@@ -8,8 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
-
-from tests.doctor.doctoring import SRC, doctor, environment
+from doctoring import SRC, doctor, environment
 
 pytestmark = pytest.mark.xdist_group("doctor")
 
@@ -131,7 +130,9 @@ def test_json_on_stdout_is_alone_there(tmp_path: Path) -> None:
 def test_a_sitecustomize_of_the_users_own_still_runs(tmp_path: Path) -> None:
     (tmp_path / "own").mkdir()
     (tmp_path / "own" / "sitecustomize.py").write_text("import builtins\nbuiltins.theirs = 'here'\n")
-    name = script(tmp_path, "import builtins, sys\nprint(builtins.theirs, [p for p in sys.path if 'inject' in p])\ntrain(12)\n")
+    name = script(
+        tmp_path, "import builtins, sys\nprint(builtins.theirs, [p for p in sys.path if 'inject' in p])\ntrain(12)\n"
+    )
     env = environment(PYTHONPATH=os.pathsep.join((str(tmp_path / "own"), str(SRC))))
     done = doctor("--then", "continue", "--run", str(tmp_path / "run"), "--", sys.executable, name, env=env)
     assert done.returncode == 0
@@ -144,7 +145,9 @@ def test_secrets_reach_no_record_and_no_output(tmp_path: Path) -> None:
         "HF_TOKEN": "hf_" + "S3cretS3cretS3cretS3cret",
         "MY_PASSWORD": "correct-horse-battery",
     }
-    name = script(tmp_path, "import os\ntrain(12)\nraise RuntimeError('login with ' + ' '.join(os.environ[k] for k in KEYS))\n")
+    name = script(
+        tmp_path, "import os\ntrain(12)\nraise RuntimeError('login with ' + ' '.join(os.environ[k] for k in KEYS))\n"
+    )
     Path(name).write_text(Path(name).read_text().replace("KEYS", repr(list(secrets))))
     flags = ("--api-key", "sk-flagflagflagflagflag", "https://me:p4ssw0rdp4ss@example.org/x")
     done = doctor(

@@ -4,10 +4,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from doctoring import SCRIPTS, diagnosis_of
 
 from flatout.insight.diagnose import CAUSES
 from flatout.record import Run
-from tests.doctor.doctoring import SCRIPTS, diagnosis_of
 
 PLANTED = {
     "plain_slow_dataset.py": "data-starvation",

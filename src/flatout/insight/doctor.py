@@ -91,6 +91,7 @@ def script(
     watched = watch(command, asked=asked, run=run)
     seen = observed(watched, hardware=hardware)
     diagnosis = diagnose(seen) if seen is not None else _nothing(watched)
+    estimates = {finding.cause: finding.gain for finding in diagnosis.findings}
     proofs: list[Proof] = []
     if proving and seen is not None and not watched.crash:
         proofs = prove(
@@ -99,7 +100,7 @@ def script(
         diagnosis = measured(diagnosis, proofs)
     run.write_diagnosis(diagnosis)
     about = {"command": redact(shlex.join(command)), "exit_code": watched.returncode, "stopped": watched.stopped}
-    extra = {"run": str(folder), "script": about, "proofs": [asdict(proof) for proof in proofs]}
+    extra = {"run": str(folder), "script": about, "estimates": estimates, "proofs": [asdict(proof) for proof in proofs]}
     say(diagnosis, console=console, json_to=json_to, extra=extra, proofs=proofs)
     if asked.then == "continue":
         return _shell_code(watched.returncode)

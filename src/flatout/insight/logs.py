@@ -38,10 +38,9 @@ _NAMES: Mapping[str, tuple[str, ...]] = {
         "train_loss",
         "train/loss",
         "loss/train",
-        "actor/loss",
-        "actor/pg_loss",
         "loss_metrics/global_avg_loss",
     ),
+    "policy_loss": ("actor/loss", "actor/pg_loss"),
     "val_loss": ("val_loss", "eval_loss", "val/loss", "eval/loss", "validation_loss", "validate loss"),
     "lr": ("lr", "learning_rate", "train/learning_rate", "actor/lr"),
     "grad_norm": ("grad_norm", "actor/grad_norm", "train/grad_norm", "gnorm"),
@@ -201,7 +200,8 @@ def _missing(
 
 
 def _findings(log: Log) -> Iterable[Finding]:
-    losses = log.values("loss")
+    # A policy's loss may rise and change its sign: only one that is no number says something.
+    losses = log.values("loss") or [x for x in log.values("policy_loss") if not math.isfinite(x)]
     clipped = None  # a log does not say
     if found := loss_finding(losses, clipped=clipped, lr=log.values("lr")[-1] if log.values("lr") else None):
         yield found
@@ -428,7 +428,7 @@ def _of_verl(line: str) -> dict[str, float] | None:
     row: dict[str, float] = {}
     for key, value in re.findall(rf"([\w/@.-]+):(?:np\.\w+\()?({_NUMBER})", line):
         row |= {k: v for k, v in _canonical({key: value}).items() if k not in row}
-    return row if row.keys() & {"tokens_per_s", "seconds", "grad_norm", "loss"} else None
+    return row if row.keys() & {"tokens_per_s", "seconds", "grad_norm"} else None
 
 
 def _of_trainer(line: str) -> dict[str, float] | None:

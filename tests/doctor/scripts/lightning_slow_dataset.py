@@ -29,5 +29,7 @@ class Module(L.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=3e-4)
 
 
-trainer = L.Trainer(max_steps=100, accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False)
+trainer = L.Trainer(
+    max_steps=100, accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False
+)
 trainer.fit(Module(), DataLoader(Rows(), batch_size=8))

@@ -194,7 +194,13 @@ class Observed:
         found = self.replay(name)
         if found is None or found[0] <= 0:
             return None
-        return (1 - found[1] / found[0]) * self.compute_share
+        return (1 - found[1] / found[0]) * self.replayed_share(found[0])
+
+    def replayed_share(self, seconds: float) -> float:
+        """Share of step time that replays stand for; with several ranks, without the sums of their gradients."""
+        if self.world == 1:
+            return self.compute_share
+        return min(self.compute_share, seconds * self.accumulation / self.step_s)
 
     def counts(self, name: str) -> int:
         return int(self.facts.get("totals", {}).get(name, 0))
