@@ -103,10 +103,8 @@ def judged(planted: str, found: dict[str, Any]) -> dict[str, Any]:
     measured = sum(gains) / len(gains) if gains else None
     estimated = estimated_gain(found, wanted)
     near = None if measured is None or estimated is None else abs(estimated - measured) <= 0.25 * abs(measured)
-    if wanted is None:
-        first = not [f for f in found["findings"] if (f["gain"] or 0) > 0.05]
-    else:
-        first = causes[:1] == [wanted]
+    worth = [finding["cause"] for finding in found["findings"] if (finding["gain"] or 0) > 0.05]
+    first = not worth if wanted is None else causes[:1] == [wanted]
     return {
         "planted": planted,
         "first": first,
@@ -141,7 +139,8 @@ def table(rows: list[dict[str, Any]]) -> str:
         near = {True: "yes", False: "no", None: "n/a"}[row["within_a_quarter"]]
         said = "yes" if row["first"] else f"no: {row['verdict'][:60]}"
         lines.append(
-            f"| {row['planted']} | {said} | {percent(row['estimated'])} | {percent(row['measured'])} | {near} | {others} |"
+            f"| {row['planted']} | {said} | {percent(row['estimated'])} | {percent(row['measured'])} | {near} "
+            f"| {others} |"
         )
     first = sum(row["first"] for row in rows)
     near = sum(row["within_a_quarter"] is True for row in rows)

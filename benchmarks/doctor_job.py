@@ -29,7 +29,7 @@ if cause == "launch-bound":
 if cause == "wrong-dtype":
     width, layers, rows, length, vocab = 384, 4, 4, 512, 4_000
 if cause == "slow-optimizer":
-    rows, length = 2, 512
+    rows = 4
 if cause == "recompiles":
     width, layers, length, rows = 384, 4, 512, 8
 

@@ -373,6 +373,13 @@ def number(value: Any) -> float | None:
         return None
 
 
+def read_later(value: Any) -> Any:
+    """A scalar on its way to the host: reading a device tensor itself would wait for all that is queued before it."""
+    if not getattr(value, "is_cuda", False):
+        return number(value)
+    return value.to("cpu", non_blocking=True)  # into pinned memory; whole once the step's last event has passed
+
+
 def scalar_loss(torch: Any, out: Any) -> Any:
     """Something to call backward on: the loss where the model gives one, else the mean of what it puts out."""
     loss = getattr(out, "loss", None)
@@ -420,6 +427,7 @@ class Agent:
         self.profile_until = 0
         self.micro: list[dict[str, Any]] = []
         self.last: tuple[Any, Any, Any] | None = None
+        self.mixed: tuple[bool, Any] = (False, None)  # autocast, as it was around the forward pass
         self.losses: list[Any] = []
         self.waiting: list[dict[str, Any]] = []  # steps whose device times are not read yet
         self.forwards: Counter[tuple[str, int, int]] = Counter()
@@ -603,7 +611,7 @@ class Agent:
     def note_loss(self, tensors: Any) -> None:
         first = tensors if hasattr(tensors, "detach") else next(iter(tensors), None)
         if first is not None and first.numel() == 1 and self.is_ours() and len(self.losses) < 4096:
-            self.losses.append(first.detach() if first.is_cuda else float(first.detach()))
+            self.losses.append(read_later(first.detach()))
 
     @quietly
     def note_loader(self, loader: Any) -> None:
@@ -705,6 +713,8 @@ class Agent:
             Switches.forward(self, module, len(self.micro))
             if self.settings.stop:
                 self.last = (module, args, kwargs)
+                device = self.facts["device"]
+                self.mixed = (torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
         phase = "forward" if training else "reference" if module.training or not model.trained else "eval"
         self.forwards[(phase, batch.rows or 0, batch.length or 0)] += 1
         if self.timeline.phase not in WHOLE:
@@ -736,7 +746,7 @@ class Agent:
                     "rows": batch.rows,
                     "length": batch.length,
                     "tokens": None if batch.ids is None else batch.ids.numel(),
-                    "real": batch.real_tokens(self.facts.get("pad_id")),
+                    "real": read_later(batch.real_tokens(self.facts.get("pad_id"))),
                 }
             )
 
@@ -888,14 +898,14 @@ class Agent:
             self.stage = "done"
 
     def memory(self) -> dict[str, float]:
-        torch = self.torch
-        if not self.facts.get("cuda_used"):
+        # Asking takes a tenth of a millisecond, which is not nothing in a short step.
+        if not self.facts.get("cuda_used") or self.num_steps % 10:
             return {}
-        gib = 2**30
+        stats, gib = self.torch.cuda.memory_stats(), 2**30
         return {
-            "allocated_gib": torch.cuda.memory_allocated() / gib,
-            "reserved_gib": torch.cuda.memory_reserved() / gib,
-            "peak_gib": torch.cuda.max_memory_allocated() / gib,
+            "allocated_gib": stats.get("allocated_bytes.all.current", 0) / gib,
+            "reserved_gib": stats.get("reserved_bytes.all.current", 0) / gib,
+            "peak_gib": stats.get("allocated_bytes.all.peak", 0) / gib,
         }
 
     # -- profile
@@ -1001,7 +1011,7 @@ class Agent:
             "flags": flags_of(torch),
             "trainer_arguments": trainer_arguments(),
             "totals": dict(self.totals),
-            "gpu": gpu_facts(torch) if self.facts.get("cuda_used") else None,
+            "gpu": self.facts.get("gpu") or (gpu_facts(torch) if self.facts.get("cuda_used") else None),
             "forwards": [[*key, count] for key, count in self.forwards.most_common(200)],
             "generations": self.generations,
             "samples": [[*key, count] for key, count in self.sampler.counts.most_common(200)],
@@ -1021,6 +1031,8 @@ class Agent:
         asked = self.settings
         self.sampler.stop()
         self.facts["anomaly"], self.facts["recomputing"] = self.totals["anomaly"] > 0, self.totals["recompute"] > 0
+        if self.facts.get("cuda_used"):
+            self.facts["gpu"] = quietly(gpu_facts)(self.torch)  # before replays with larger batches
         if asked.stop and asked.look:
             self.probing = True
             quietly(Replays(self, optimizer).run)()
@@ -1180,7 +1192,7 @@ def summary_of(profiler: Any, *, seconds: float, steps: int) -> dict[str, Any]:
     for event in profiler.function_events:
         start, end = event.time_range.start, event.time_range.end
         if "cuda" in str(event.device_type).lower():
-            if not event.name.startswith(("aten::", "ProfilerStep", "Optimizer.", "##", "flatout")):
+            if not event.name.startswith(("aten::", "ProfilerStep", "Optimizer.", "##", "enumerate(")):
                 kernels[event.name][0] += 1
                 kernels[event.name][1] += end - start
                 busy.append((start, end))
@@ -1262,9 +1274,10 @@ class Replays:
         self.found["matmul_flops"] = quietly(self.matmul_peak)()
         quietly(self.optimizers)()
         quietly(self.attention)()
-        if agent.last is None:
-            return
+        if agent.last is None or agent.facts["model"]["compiled"]:
+            return  # compiled code would be compiled anew for every change
         module, args, kwargs = agent.last
+        self.mixed = agent.mixed
         if self.is_sharded(module):
             return  # a collective that the other ranks do not join would hang
         self.synced = module
@@ -1290,10 +1303,11 @@ class Replays:
             return tensor
 
         args, kwargs = mapped(list(self.args), grown), mapped(dict(self.kwargs), grown)
-        with torch.enable_grad():
+        on, dtype = self.mixed
+        with torch.enable_grad(), torch.autocast(self.device, dtype=dtype, enabled=on):
             loss = scalar_loss(torch, (module or self.module)(*args, **kwargs))
-            if loss is not None:
-                loss.backward()
+        if loss is not None:
+            loss.backward()
 
     def clock(self, call: Callable[[], None]) -> float:
         cuda = self.device == "cuda"
@@ -1385,7 +1399,7 @@ class Replays:
         if facts.get("compute_dtype", "float32") == "float32":
             if torch.get_float32_matmul_precision() == "highest":
                 self.ask("tf32", self.tf32)
-            self.ask("bf16", lambda: torch.autocast("cuda", dtype=torch.bfloat16))
+            self.ask("bf16", self.in_bf16)
 
     def larger_batch(self) -> None:
         for times in (2, 4):
@@ -1427,6 +1441,14 @@ class Replays:
             yield
         finally:
             self.torch.use_deterministic_algorithms(True)
+
+    @contextlib.contextmanager
+    def in_bf16(self) -> Iterator[None]:
+        before, self.mixed = self.mixed, (True, self.torch.bfloat16)
+        try:
+            yield
+        finally:
+            self.mixed = before
 
     @contextlib.contextmanager
     def tf32(self) -> Iterator[None]:

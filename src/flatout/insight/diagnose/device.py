@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 
 from flatout.insight.diagnose import fixes
-from flatout.insight.diagnose.host import WORTH, _finding
+from flatout.insight.diagnose.host import WORTH, _finding, waits
 from flatout.insight.diagnose.observed import Observed, short
 from flatout.record import Finding
 
@@ -318,11 +318,10 @@ def idle_gpu(seen: Observed) -> Finding | None:
     idle = seen.idle_share
     if idle is None:
         return None
-    # What it waited for between the computing phases is another cause's.
-    elsewhere = seen.share(*(p for p in seen.phases if p not in ("forward", "backward", "optimizer")))
-    waits = seen.profile.get("waits") or {}
-    sync, launch = float(waits.get("sync", 0.0)), float(waits.get("launch", 0.0))
-    inside = max(0.0, idle - elsewhere)
+    # What it waited for in a phase with a name of its own is another cause's.
+    named = seen.share(*(p for p in seen.phases if p not in ("forward", "backward", "optimizer", "other")))
+    sync, launch = waits(seen, "sync"), waits(seen, "launch")
+    inside = max(0.0, idle - named)
     kernels = seen.profile.get("num_kernels") or 0
     base = [f"GPU idle {idle:.0%} of step time, {kernels:,.0f} kernels a step (profiler)"]
     if seen.facts["variables"].get("CUDA_LAUNCH_BLOCKING") == "1":
@@ -335,7 +334,7 @@ def idle_gpu(seen: Observed) -> Finding | None:
             "unset CUDA_LAUNCH_BLOCKING: it is for finding the kernel that crashed",
         )
     if sync > launch and seen.facts.get("syncs"):
-        share = idle * sync / max(sync + launch, 1e-9)
+        share = inside * sync / (sync + launch)
         sites = [
             f"{s['site'].split(' at ')[0]} at {short(s['site'].split(' at ')[1])}, {s['count']:.0f} times a step"
             for s in seen.facts["syncs"][:3]
@@ -352,8 +351,8 @@ def idle_gpu(seen: Observed) -> Finding | None:
                 "keep values as tensors and read them once in many steps: loss.detach(), torch.where for `if`",
             )
         )
-    share = inside
-    if share < 0.1:
+    share = max(0.0, inside - seen.share("other"))
+    if share < 0.1 or small_batch(seen) is not None:  # a larger batch is the simpler cure of the same illness
         return None
     return _finding(
         "launch-bound",

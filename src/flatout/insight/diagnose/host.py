@@ -17,7 +17,9 @@ RARER = 5
 
 def data_starvation(seen: Observed) -> Finding | None:
     """Time in which training waits for its next batch, and why."""
-    share = seen.activities.get("data", 0.0) + seen.activities.get("", 0.0)
+    # On a GPU, what looks like work between the steps may be the wait after somebody read a value.
+    between = max(0.0, seen.activities.get("", 0.0) - (waits(seen, "sync") if seen.on_gpu else 0.0))
+    share = seen.activities.get("data", 0.0) + between
     if share < 0.08:
         return None
     cores = max(1, int(seen.facts["cores"] or 1) // max(1, seen.world))
@@ -96,7 +98,7 @@ def empty_cache(seen: Observed) -> Finding | None:
     calls = sum(step["counts"].get("empty-cache", 0) for step in seen.steps)
     share = seen.share("empty-cache")
     if seen.on_gpu and calls:  # the memory given away is asked for again, in the middle of the step
-        share += _waits(seen, "memory")
+        share = max(share, waits(seen, "memory"))
     if not calls or share < 0.02:
         return None
     return _finding(
@@ -182,9 +184,10 @@ def _grows(seen: Observed) -> tuple[float, float] | None:
     return None
 
 
-def _waits(seen: Observed, kind: str) -> float:
-    waits = seen.profile.get("waits") or {}
-    return float(waits.get(kind, 0.0)) / seen.step_s
+def waits(seen: Observed, kind: str) -> float:
+    """Share of step time in which the GPU was idle for this reason, as the profiler saw it."""
+    found = seen.profile.get("waits") or {}
+    return float(found.get(kind, 0.0)) / seen.step_s
 
 
 def _mean(rows: Any, key: str) -> float:
