@@ -1371,7 +1371,7 @@ class Replays:
             return
         # Fixed counts: every rank must take part in the same collectives.
         timed: dict[bool, float] = {True: float("inf"), False: float("inf")}
-        for _ in range(3):
+        for _ in range(6):
             for sync in (True, False):
                 with contextlib.nullcontext() if sync else self.synced.no_sync():
                     timed[sync] = min(timed[sync], self.clock(lambda: self.once(self.synced)))

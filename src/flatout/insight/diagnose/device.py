@@ -224,8 +224,6 @@ def missing_no_sync(seen: Observed) -> Finding | None:
     if found is None or seen.accumulation < 2 or synced < 2:
         return None
     gain = max(0.0, found[0] - found[1]) * (synced - 1) / seen.step_s
-    if gain < 0.03:
-        return None
     return _finding(
         "missing-no-sync",
         f"Gradients are summed over the ranks {synced:.0f} times a step, though once is enough.",
