@@ -47,7 +47,9 @@ def test_the_other_environment_has_an_old_torch_and_no_flatout(tmp_path: Path) -
     assert PYTHON is not None
     code = "import torch, importlib.util as u; print(torch.__version__, u.find_spec('flatout'))"
     env = {name: value for name, value in environment().items() if name != "PYTHONPATH"}
-    said = subprocess.run([PYTHON, "-c", code], capture_output=True, text=True, check=True, env=env, cwd=tmp_path).stdout
+    said = subprocess.run(
+        [PYTHON, "-c", code], capture_output=True, text=True, check=True, env=env, cwd=tmp_path
+    ).stdout
     assert said.startswith("2.4.1")
     assert said.split()[1] == "None"
 
