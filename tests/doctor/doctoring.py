@@ -30,7 +30,7 @@ def doctor(
     )
 
 
-def diagnosis_of(tmp_path: Path, *command: str, steps: int = 12, seconds: float = 8.0) -> dict[str, Any]:
+def diagnosis_of(tmp_path: Path, *command: str, steps: int = 11, seconds: float = 5.0) -> dict[str, Any]:
     found = tmp_path / "diagnosis.json"
     done = doctor(
         *("--steps", str(steps), "--seconds", str(seconds)),

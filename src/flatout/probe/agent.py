@@ -456,7 +456,9 @@ class Agent:
         self.patches.replace(torch.cuda, "empty_cache", functools.partial(self._phase, "empty-cache"))
         self.patches.replace(gc, "collect", functools.partial(self._phase, "empty-cache"))
         self.patches.replace(torch.nn.utils, "clip_grad_norm_", self._counted("clip"))
-        self.facts["default_threads"] = torch.get_num_threads()
+        self.facts["default_threads"] = max(
+            torch.get_num_threads(), own_cores() if "OMP_NUM_THREADS" in os.environ else 1
+        )
         # `when` and not an import: a build of torch without one of these parts must still be watched.
         self.imports.when("torch.utils.data.dataloader", self._on_dataloader)
         self.imports.when("torch.utils.checkpoint", self._on_checkpoint)
@@ -1006,7 +1008,7 @@ class Agent:
                 name: version_of(name) for name in ("transformers", "accelerate", "lightning", "trl", "datasets")
             },
             "variables": {name: os.environ[name] for name in VARIABLES if name in os.environ},
-            "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+            "cores": num_cores(),
             "threads": torch.get_num_threads(),
             "flags": flags_of(torch),
             "trainer_arguments": trainer_arguments(),
@@ -1038,6 +1040,7 @@ class Agent:
             quietly(Replays(self, optimizer).run)()
         quietly(self.write_ready)(wait=asked.stop)
         quietly(self.write_facts)("stopped" if asked.stop else "watched")
+        self.imports.wanted.clear()
         self.patches.undo()
         if not asked.stop:
             return
@@ -1131,6 +1134,15 @@ def trainer_arguments() -> list[str] | None:
     module = sys.modules.get("transformers.training_args")
     fields = getattr(getattr(module, "TrainingArguments", None), "__dataclass_fields__", None)
     return None if fields is None else sorted(fields)
+
+
+def num_cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def own_cores() -> int:
+    """This rank's part of the cores."""
+    return max(1, num_cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
 
 def version_of(name: str) -> str | None:

@@ -3,7 +3,7 @@
 import torch
 from gpt import GPT
 
-eval_interval, eval_iters, batch_size, block_size = 2, 6, 8, 64
+eval_interval, eval_iters, batch_size, block_size = 2, 5, 8, 64
 data = torch.randint(0, 512, (100_000,))
 
 

@@ -1,9 +1,9 @@
-"""Sixteen micro-batches of one short row each."""
+"""Twelve micro-batches of one short row each."""
 
 import torch
 from gpt import GPT
 
-gradient_accumulation_steps, batch_size, block_size = 16, 1, 32
+gradient_accumulation_steps, batch_size, block_size = 12, 1, 32
 data = torch.randint(0, 512, (100_000,))
 
 
@@ -13,7 +13,7 @@ def get_batch():
     return rows[:, :-1], rows[:, 1:]
 
 
-model = GPT(width=64, layers=4, length=block_size)
+model = GPT(width=64, layers=3, length=block_size)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
 for iter_num in range(200):
     for micro_step in range(gradient_accumulation_steps):

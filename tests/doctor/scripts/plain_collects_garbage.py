@@ -5,7 +5,7 @@ import gc
 import torch
 from gpt import GPT
 
-vocabulary = [{"id": i, "text": str(i), "merges": [str(i), str(i + 1)]} for i in range(400_000)]
+vocabulary = [{"id": i, "text": str(i), "merges": [str(i), str(i + 1)]} for i in range(200_000)]
 model = GPT()
 optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
 for _ in range(100):

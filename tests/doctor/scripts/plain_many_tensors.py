@@ -8,7 +8,7 @@ class Adapters(nn.Module):
     def __init__(self):
         super().__init__()
         self.table = nn.Embedding(64, 32)
-        self.pairs = nn.ModuleList(nn.Linear(32, 32) for _ in range(300))
+        self.pairs = nn.ModuleList(nn.Linear(32, 32) for _ in range(200))
         self.head = nn.Linear(32, 64)
 
     def forward(self, tokens):

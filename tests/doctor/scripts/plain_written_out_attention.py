@@ -6,7 +6,7 @@ from gpt import GPT
 model = GPT(width=32, layers=2, heads=8, length=384, fused=False)
 optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True)
 for _ in range(100):
-    tokens = torch.randint(0, 512, (2, 385))
+    tokens = torch.randint(0, 512, (1, 385))
     _, loss = model(tokens[:, :-1], tokens[:, 1:])
     optimizer.zero_grad(set_to_none=True)
     loss.backward()
