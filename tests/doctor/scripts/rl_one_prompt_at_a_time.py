@@ -5,7 +5,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 torch.manual_seed(0)
 config = LlamaConfig(
-    vocab_size=88, hidden_size=64, intermediate_size=88, num_hidden_layers=2, num_attention_heads=4, pad_token_id=0
+    vocab_size=128, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, pad_token_id=0
 )
 policy = LlamaForCausalLM(config)
 optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-5, fused=True)
