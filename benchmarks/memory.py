@@ -2,7 +2,7 @@
 
     python -m benchmarks.memory --to benchmarks/results/memory-and-speed.jsonl
 
-Engine steps on random tokens, clipping on: three to warm up, five timed. One line per point, then the results.
+Engine steps on random tokens, clipping on: three to warm up, five timed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from flatout.engine.prepare import prepare
 from flatout.engine.ranks import Ranks
 from flatout.engine.resolve import resolve
 from flatout.engine.step import Engine
-from flatout.hardware import detect
+from flatout.hardware import Hardware, detect, named
 from flatout.model import Decoder
 from flatout.optim import adamw, schedule
 from flatout.plan import Job, Plan, decide
@@ -66,33 +66,39 @@ class Point:
     micro_batch: int
     accumulation: int = 1
     recompute: Recompute = "none"
-    compile: Compile = "default"
+    compile: Compile = "none"
     precision: Precision = "bf16"
     loss_chunk: int = 8192
+    fused: bool = True
+    fp8: bool = False
 
     @property
     def variant(self) -> str:
-        how = "eager" if self.compile == "none" else "compiled"
+        how = "fp8" if self.fp8 else "fused" if self.fused else "eager" if self.compile == "none" else "compiled"
         size = f"{self.micro_batch}" if self.accumulation == 1 else f"{self.micro_batch}x{self.accumulation}"
         return f"flatout-{self.shape}-micro{size}-{self.recompute}-{how}-{self.precision}-chunk{self.loss_chunk}"
 
 
 POINTS = [
-    *(Point(shape="124m", micro_batch=size) for size in (8, 16, 32, 64)),
-    Point(shape="124m", micro_batch=64, recompute="selective"),
+    Point(shape="124m", micro_batch=8),
+    Point(shape="124m", micro_batch=16),
+    Point(shape="124m", micro_batch=32),
+    Point(shape="124m", micro_batch=64),
     Point(shape="124m", micro_batch=64, recompute="full"),
-    Point(shape="124m", micro_batch=16, compile="none"),
-    Point(shape="124m", micro_batch=32, precision="fp32"),
-    Point(shape="124m", micro_batch=64, loss_chunk=4096),
-    Point(shape="124m", micro_batch=64, loss_chunk=16384),
-    Point(shape="360m", micro_batch=32, accumulation=2),
-    Point(shape="1b", micro_batch=2),
+    Point(shape="124m", micro_batch=16, fp8=True),
+    Point(shape="124m", micro_batch=64, fp8=True),
+    Point(shape="124m", micro_batch=64, fp8=True, recompute="full"),
+    Point(shape="360m", micro_batch=32),
+    Point(shape="360m", micro_batch=32, fp8=True),
     Point(shape="1b", micro_batch=4, accumulation=2),
-    Point(shape="1b", micro_batch=4, recompute="full"),
+    Point(shape="1b", micro_batch=8),
+    Point(shape="1b", micro_batch=8, fp8=True),
+    Point(shape="1b", micro_batch=4, fp8=True, recompute="full"),
+    Point(shape="124m", micro_batch=64, fused=False, compile="default"),
 ]
 
 
-def planned(point: Point) -> Plan:
+def planned(point: Point, *, hardware: Hardware | None = None) -> Plan:
     shape = SHAPES[point.shape]
     pins = PlanSettings(
         micro_batch=point.micro_batch,
@@ -100,11 +106,15 @@ def planned(point: Point) -> Plan:
         compile=point.compile,
         precision=point.precision,
         loss_chunk=point.loss_chunk,
+        fused_qkv=point.fused,
+        fused_mlp=point.fused,
+        fused_loss=point.fused,
+        fp8=point.fp8,
     )
     return decide(
         Job(
             shape=shape,
-            hardware=detect(),
+            hardware=hardware or detect(),
             sequence_length=shape.positions,
             batch_tokens=point.micro_batch * point.accumulation * shape.positions,
             num_ranks=1,
@@ -113,31 +123,33 @@ def planned(point: Point) -> Plan:
     )
 
 
-def measured(point: Point, plan: Plan) -> dict[str, float]:
-    torch._dynamo.reset()
-    gc.collect()
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats()
-    shape, length = plan.job.shape, plan.job.sequence_length
+def built(point: Point, plan: Plan) -> Engine:
+    """An engine with fresh weights, as a run has it."""
     active = resolve(plan, local_rank=0, deterministic=False)
     with torch.device(active.device):
-        model = Decoder(shape, compute_dtype=active.dtype)
+        model = Decoder(plan.job.shape, compute_dtype=active.dtype)
     model.initialise(0)
-    train = TrainSettings(steps=WARM + TIMED)
-    engine = Engine(
+    train = TrainSettings(steps=1000)
+    head_loss, eight = prepare(model, active=active, recompute=point.recompute, loss_chunk=point.loss_chunk)
+    return Engine(
         model=model,
         optimizer=adamw(model, train, fused=active.fused_optimizer),
-        schedule=schedule(train, total_steps=WARM + TIMED),
+        schedule=schedule(train, total_steps=1000),
         active=active,
         ranks=Ranks(),
         phases=Phases(device="cuda"),
-        rows=prepare(model, active=active, recompute=point.recompute),
-        loss_chunk=point.loss_chunk,
+        head_loss=head_loss,
+        eight=eight,
+        batch_tokens=plan.job.batch_tokens,
         clip=1.0,
         seed=0,
     )
+
+
+def random_batch(point: Point, plan: Plan) -> Batch:
+    shape, length = plan.job.shape, plan.job.sequence_length
     tokens = torch.randint(shape.vocab, (point.micro_batch * length + 1,))
-    batch = Batch(
+    return Batch(
         tokens=tokens[:-1],
         targets=tokens[1:].clone(),
         positions=torch.arange(length).repeat(point.micro_batch),
@@ -146,6 +158,14 @@ def measured(point: Point, plan: Plan) -> dict[str, float]:
         sequence_length=length,
         num_target_tokens=len(tokens) - 1,
     )
+
+
+def measured(point: Point, plan: Plan) -> dict[str, float]:
+    torch._dynamo.reset()
+    gc.collect()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    engine, batch = built(point, plan), random_batch(point, plan)
     for step in range(WARM + TIMED):
         if step == WARM:
             torch.cuda.synchronize()
@@ -166,20 +186,26 @@ def measured(point: Point, plan: Plan) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--commit", default=None, help="where there is no git")
+    parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--to", type=Path, default=FOLDER / "memory-and-speed.jsonl")
+    parser.add_argument("--predict", metavar="MACHINE", help="only predict, for a machine that need not be here")
     options = parser.parse_args()
     call = Call(benchmark="memory-and-speed", commit=options.commit or git_commit())
     results: list[Result] = []
     for point in POINTS:
+        if options.predict:
+            guessed = planned(point, hardware=named(options.predict)).predicted
+            print(f"{point.variant:48} {guessed.peak_gib:8.2f} GiB {guessed.tokens_per_s or 0:12,.0f} tokens/s")
+            continue
         plan = planned(point)
-        found = measured(point, plan)
-        guess: dict[str, Any] = {
-            "peak_gib": plan.predicted.peak_gib,
-            "tokens_per_s": plan.predicted.tokens_per_s,
-        }
+        runs = [measured(point, plan) for _ in range(options.repeats)]
         for metric, unit in (("peak_gib", "GiB"), ("tokens_per_s", "tokens/s")):
-            results.append(call.result(variant=point.variant, metric=metric, unit=unit, values=[found[metric]]))
-        print(point.variant, *(f"{m} {found[m]:,.2f} predicted {guess[m]:,.2f}" for m in found), flush=True)
+            values = [run[metric] for run in runs]
+            results.append(call.result(variant=point.variant, metric=metric, unit=unit, values=values))
+            guess: Any = getattr(plan.predicted, metric)
+            results.append(call.result(variant=point.variant, metric=f"predicted_{metric}", unit=unit, values=[guess]))
+            found = results[-2].value
+            print(f"{point.variant:48} {metric:13} {found:12,.2f} predicted {guess:12,.2f} {guess / found - 1:+.1%}")
     write(results, options.to)
 
 

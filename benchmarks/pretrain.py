@@ -70,8 +70,7 @@ def main() -> None:
     parser.add_argument("--to", type=Path, default=None)
     options = parser.parse_args()
 
-    # Compiled as the full run would be: the plan turns it off for a run as short as this measurement.
-    common = [*QUIET, "plan.compile=default", f"train.steps={options.steps}", "train.warmup_steps=5"]
+    common = [*QUIET, f"train.steps={options.steps}", "train.warmup_steps=5"]
     if options.tokens:
         common += ["data.source=tokens", f"data.path={options.tokens}", "data.tokenizer=byte"]
     variants = {name: rest for name, *rest in (v.split(":") for v in options.variants.split(",") if v)}

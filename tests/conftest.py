@@ -12,6 +12,9 @@ settings.load_profile("patient")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # Wide enough that no table wraps, wherever the tests run.
 os.environ["COLUMNS"] = "200"
+# Without a GPU, kernels run by Triton's interpreter; it looks once, when it is first imported.
+if not Path("/dev/nvidiactl").exists():
+    os.environ["TRITON_INTERPRET"] = "1"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

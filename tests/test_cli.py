@@ -110,7 +110,7 @@ def test_the_version(flatout: Flatout) -> None:
 def test_help_names_every_verb(flatout: Flatout) -> None:
     done = flatout("--help")
     assert done.code == 0
-    for verb in ("demo", "examples", "hardware", "plan", "train", "export", "data", "config"):
+    for verb in ("demo", "examples", "hardware", "plan", "train", "export", "report", "watch", "data", "config"):
         assert verb in done.out
 
 

@@ -9,6 +9,7 @@ import pytest
 
 from flatout.cost import (
     GIB,
+    BlockPath,
     Flops,
     ModelShape,
     Rates,
@@ -50,7 +51,7 @@ TINY = ModelShape(layers=2, hidden=32, heads=4, kv_heads=4, head_dim=8, intermed
 
 
 def memory(shape: ModelShape, *, micro_tokens: int, **changes: Any) -> Any:
-    values: dict[str, Any] = {"precision": "bf16", "recompute": "none", "compiled": True, "loss_chunk": 8192}
+    values: dict[str, Any] = {"precision": "bf16", "recompute": "none", "path": "compiled", "loss_chunk": 8192}
     return training_memory(shape, micro_tokens=micro_tokens, **values | changes)
 
 
@@ -187,14 +188,14 @@ def test_the_predicted_peak_is_what_an_h200_allocated(
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
-@pytest.mark.parametrize("compiled", [True, False])
+@pytest.mark.parametrize("path", ["eager", "compiled", "fused"])
 @pytest.mark.parametrize("shape", [SMALL, MIDDLE, LARGE], ids=["124M", "360M", "1B"])
 def test_memory_grows_with_the_micro_batch_and_shrinks_with_recomputation(
-    shape: ModelShape, precision: str, compiled: bool
+    shape: ModelShape, precision: str, path: BlockPath
 ) -> None:
     peaks = {
         mode: [
-            memory(shape, micro_tokens=n * 1024, precision=precision, recompute=mode, compiled=compiled).total
+            memory(shape, micro_tokens=n * 1024, precision=precision, recompute=mode, path=path).total
             for n in (1, 2, 8, 16, 64)
         ]
         for mode in ("none", "selective", "full")
@@ -243,7 +244,8 @@ def seconds(**changes: Any) -> float:
         "precision": "bf16",
         "peak_flops": 989e12,
         "bandwidth": 4.8e12,
-        "compiled": True,
+        "path": "compiled",
+        "sequence_length": 1024,
     }
     return step_seconds(SMALL, **values | changes)
 
@@ -252,7 +254,8 @@ def test_time_follows_what_it_is_made_of() -> None:
     plain = seconds()
     assert seconds(peak_flops=400e12) > plain
     assert seconds(bandwidth=1e12) > plain
-    assert seconds(compiled=False) > plain
+    assert seconds(path="eager") > plain > seconds(path="fused") > seconds(path="fp8", fp8_flops=1979e12)
+    assert seconds(sequence_length=4096) < plain, "longer sequences fill the attention's kernels better"
     assert seconds(flops=flops_per_token(SMALL, sequence_length=1024, recompute="full")) > plain
     # Never faster than the matmuls alone at the full peak.
     assert plain > 65536 * flops_per_token(SMALL, sequence_length=1024).done / 989e12
@@ -262,6 +265,7 @@ def test_time_follows_what_it_is_made_of() -> None:
 
 def test_few_tokens_take_the_time_of_the_host() -> None:
     assert seconds(micro_tokens=64) == seconds(micro_tokens=128)
+    assert seconds(micro_tokens=64, path="fp8") > seconds(micro_tokens=64, path="fused")
 
 
 # Hugging Face configurations

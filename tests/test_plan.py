@@ -269,19 +269,22 @@ def test_a_model_that_cannot_fit_is_refused_with_sizes() -> None:
     assert "largest part: optimizer" in message
 
 
-def test_recomputation_is_tried_before_refusing() -> None:
+@pytest.mark.parametrize("fused", [True, False])
+def test_recomputation_is_tried_before_refusing(fused: bool) -> None:
+    kernels = {} if fused else {"fused_qkv": False, "fused_mlp": False, "fused_loss": False}
+    modes = ["none", "full"] if fused else ["none", "selective", "full"]
     taken = []
     for memory_gib in range(40, 16, -1):
         card = replace(named("A100-40GB"), memory_gib=float(memory_gib))
         try:
-            plan = decide(job(shape=LARGE, hardware=card, sequences=8, pins={"micro_batch": 1}))
+            plan = decide(job(shape=LARGE, hardware=card, sequences=8, pins={"micro_batch": 1, **kernels}))
         except UsageError:
             taken.append("refused")
             continue
         assert plan.predicted.peak_gib <= 0.85 * memory_gib
         taken.append(str(plan.decisions.recompute))
-    assert taken == sorted(taken, key=["none", "selective", "full", "refused"].index)
-    assert set(taken) == {"none", "selective", "full", "refused"}
+    assert taken == sorted(taken, key=[*modes, "refused"].index)
+    assert set(taken) == {*modes, "refused"}
 
 
 def test_a_thin_micro_batch_is_widened_by_recomputation() -> None:
@@ -291,8 +294,8 @@ def test_a_thin_micro_batch_is_widened_by_recomputation() -> None:
     card = replace(asked.hardware, memory_gib=0.99 * peak_gib / MEMORY_BUDGET["balanced"])
     plan = decide(replace(asked, hardware=card))
     assert plan.but(recompute="none").decisions.micro_batch == 4
-    assert plan.decisions.recompute == "selective"
-    assert plan.decisions.micro_batch == 8
+    assert plan.decisions.recompute == "full", "fused kernels overwrite what selective recomputation would keep"
+    assert (plan.decisions.micro_batch or 0) >= 8
 
 
 def test_where_every_micro_batch_is_thin_the_widest_is_taken() -> None:
@@ -306,7 +309,8 @@ def test_where_every_micro_batch_is_thin_the_widest_is_taken() -> None:
 
 def test_presets_differ_in_what_they_risk() -> None:
     # 2520 has many divisors, so the micro-batch can follow the memory closely.
-    asked = job(hardware="A10", sequences=2520, pins={"recompute": "none"})
+    plain = {"fused_qkv": False, "fused_mlp": False, "fused_loss": False}
+    asked = job(hardware="A10", sequences=2520, pins={"recompute": "none", **plain})
     plans = {preset: decide(asked).but(preset=preset) for preset in ("safe", "balanced", "max")}
     compiled = [plan.but(compile="default") for plan in plans.values()]
     sizes = [plan.decisions.micro_batch or 0 for plan in compiled]
@@ -519,12 +523,57 @@ def test_a_folder_without_a_tokenizer_is_named(tmp_path: Path) -> None:
 
 
 def test_compiling_is_left_out_of_runs_too_short_to_pay() -> None:
+    plain = {"fused_qkv": False, "fused_mlp": False, "fused_loss": False}
     even = compile_break_even(job(), precision="bf16")
     assert even is not None
-    assert decide(job(steps=even - 1)).decisions.compile == "none"
-    assert f"from step {even} on" in decide(job(steps=even - 1)).reasons["compile"]
-    assert decide(job(steps=even)).decisions.compile == "default"
-    assert decide(job(steps=None)).decisions.compile == "default"
+    assert decide(job(steps=even - 1, pins=plain)).decisions.compile == "none"
+    assert f"from step {even} on" in decide(job(steps=even - 1, pins=plain)).reasons["compile"]
+    assert decide(job(steps=even, pins=plain)).decisions.compile == "default"
+    assert decide(job(steps=None, pins=plain)).decisions.compile == "default"
     assert decide(job(steps=1, pins={"compile": "default"})).decisions.compile == "default"
     twice = compile_break_even(job(), precision="bf16", compile_s=2 * COMPILE_S)
     assert twice == pytest.approx(2 * even, abs=1)
+
+
+# Kernels and 8 bits
+
+
+def test_kernels_and_8_bits_where_they_gain() -> None:
+    hopper = decide(job(sequences=64)).decisions
+    assert (hopper.fused_qkv, hopper.fused_mlp, hopper.fused_loss, hopper.fp8, hopper.compile) == (
+        True,
+        True,
+        True,
+        True,
+        "none",
+    )
+    ampere = decide(job(hardware="A100-80GB", sequences=64))
+    assert ampere.decisions.fused_mlp
+    assert not ampere.decisions.fp8
+    assert "SM 8.9" in ampere.reasons["fp8"]
+    assert not decide(job(hardware="T4")).decisions.fused_mlp
+    assert not decide(job(hardware="CPU")).decisions.fused_mlp
+    assert not decide(job(sequences=64, pins={"preset": "safe"})).decisions.fp8
+
+
+def test_8_bits_need_tokens_enough_and_widths_of_16() -> None:
+    few = decide(job(sequences=8))
+    assert not few.decisions.fp8
+    assert "too few tokens" in few.reasons["fp8"]
+    odd = decide(job(shape=replace(SMALL, vocab=50257), sequences=64))
+    assert not odd.decisions.fp8
+    assert "model.vocab is 50257" in odd.reasons["fp8"]
+    assert not decide(job(shape=replace(SMALL, hidden=384, heads=6, kv_heads=6), sequences=64)).decisions.fp8
+
+
+def test_query_and_key_norms_leave_that_segment_to_the_compiler() -> None:
+    plan = decide(job(shape=replace(SMALL, qk_norm=True), sequences=64, steps=None))
+    assert not plan.decisions.fused_qkv
+    assert plan.decisions.fused_mlp
+    assert plan.decisions.compile == "default"
+
+
+def test_selective_recomputation_is_for_the_plain_path() -> None:
+    plan = decide(job(sequences=64, pins={"recompute": "selective"}))
+    assert not plan.decisions.fused_mlp
+    assert not plan.decisions.fp8

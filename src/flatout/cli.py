@@ -20,6 +20,7 @@ from flatout.errors import INTERRUPTED_EXIT, PREEMPTED_EXIT, EnvironmentLacks, F
 if TYPE_CHECKING:
     from flatout.hardware import Hardware
     from flatout.recipes.verdict import Outcome
+    from flatout.record import Run
 
 app = typer.Typer(
     name="flatout",
@@ -288,6 +289,79 @@ def doctor(
         params=params,
     )
     raise typer.Exit(leave)
+
+
+@app.command()
+def report(
+    runs: Annotated[list[Path], typer.Argument(help="run folders", metavar="RUN...")],
+    to: Annotated[
+        Path | None, typer.Option("--output", "-o", help="file to write, - for the terminal (default: RUN/report.html)")
+    ] = None,
+    format: Annotated[str | None, typer.Option(help="html, md or json (default: by the file's name, or html)")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Write runs down: one self-contained HTML file, or Markdown or JSON. Several runs stand side by side."""
+    from flatout.insight import report as verb
+    from flatout.record import Run
+
+    opened = [Run.open(run) for run in runs]
+    chosen = "json" if as_json else format or (to.suffix.lstrip(".") if to and to.suffix else "html")
+    known = next((name for name in verb.FORMATS if name == chosen), None)
+    if known is None:
+        raise UsageError(f"--format {chosen!r} is none of {', '.join(verb.FORMATS)}")
+    if to is None and known == "html" and len(opened) > 1:
+        raise UsageError("several runs have no folder in common: say where the report goes with -o FILE")
+    text = verb.render(opened, format=known)
+    if to is None and known == "html":
+        to = opened[0].report_path
+    if to is None or to == Path("-"):
+        sys.stdout.write(text)
+    elif not to.parent.is_dir():
+        raise UsageError(f"{to} cannot be written: there is no folder {to.parent}")
+    else:
+        to.write_text(text)
+        out.print(f"wrote {to}", highlight=False, markup=False, soft_wrap=True)
+
+
+@app.command()
+def watch(
+    runs: Annotated[list[Path] | None, typer.Argument(help="run folders", metavar="[RUN...]")] = None,
+    web: Annotated[bool, typer.Option("--web", help="a live page on 127.0.0.1 instead of the terminal")] = False,
+    once: Annotated[bool, typer.Option("--once", help="one look, then leave")] = False,
+    interval: Annotated[float, typer.Option(help="seconds between two looks", min=0.25)] = 2.0,
+    port: Annotated[int, typer.Option(help="port of the live page (default: any free one)", min=0, max=65535)] = 0,
+    as_json: AsJson = False,
+) -> None:
+    """Watch runs as they go, or with no run this machine."""
+    from flatout.insight import watch as verb
+    from flatout.record import Run
+
+    opened = [Run.open(run) for run in runs or []]
+    if as_json:
+        _print_json(verb.snapshot(opened))
+    elif web:
+        _serve(opened, port=port)
+    else:
+        verb.watch(opened, console=out, once=once, interval_s=interval)
+
+
+def _serve(runs: list[Run], *, port: int) -> None:
+    from flatout.insight.machine import looking
+    from flatout.insight.web import Server, Site
+
+    with looking(disk=runs[0].path if runs else Path(), interval_s=1.0) as eyes:
+        server = Server(Site(runs, eyes), port=port)
+        out.print(
+            f"{server.url}\non this machine only, for who has this address; Ctrl-C ends it",
+            highlight=False,
+            soft_wrap=True,
+        )
+        try:
+            server.serve_forever()
+        except KeyboardInterrupt:
+            pass
+        finally:
+            server.server_close()
 
 
 @data_app.command("prepare")

@@ -13,12 +13,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Literal
 
 from flatout.errors import UsageError
 
 GIB = 2**30
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
+
+# How a block runs: one operation at a time, compiled, by fused kernels, or by those with 8-bit matmuls.
+BlockPath = Literal["eager", "compiled", "fused", "fp8"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -218,22 +221,29 @@ class Memory:
         return f"{name.replace('_', ' ')} {size / GIB:.2f} GiB"
 
 
-def activation_bytes(shape: ModelShape, *, precision: str, recompute: str, compiled: bool) -> int:
+def activation_bytes(shape: ModelShape, *, precision: str, recompute: str, path: BlockPath) -> int:
     """Bytes kept for the backward pass per token and block, counted tensor by tensor and checked on an H200."""
     width = BYTES[precision]
     hidden, q, kv, ff = shape.hidden, shape.q_width, shape.kv_width, shape.intermediate
-    # The residual stream before each norm and both norms' outputs; the projection qkv, which v is a view of;
-    # the rotated q and k; the attention's output; gate and up; their product.
-    kept = 4 * hidden + (q + 2 * kv) + (q + kv) + q + 3 * ff
     if recompute == "full":
-        kept = 2 * hidden
-    elif recompute == "selective":
-        kept = 3 * hidden + (q + 2 * kv) + q + 2 * ff
-    elif not compiled:
+        return width * 2 * hidden
+    # In fp32: the log-sum-exp of each head and the scales of the norms.
+    beside = 4 * (shape.heads + 2)
+    # The residual stream before each norm; the projection qkv; the attention's output; gate and up.
+    kept = 2 * hidden + (q + 2 * kv) + q + 2 * ff
+    if path == "fp8":
+        # Both norms' outputs and the product of gate and up in 8 bits.
+        return width * kept + 2 * hidden + ff + beside
+    if recompute == "selective":
+        return width * (kept + hidden) + beside
+    kept += 2 * hidden + ff
+    if path != "fused":
+        # The rotated q and k, beside the projection that v is a view of.
+        kept += q + kv
+    if path == "eager":
         # Additionally the norms' inputs in fp32, where those are copies, and silu(gate).
         kept += (0 if width == 4 else 2 * hidden) + ff
-    # In fp32: the log-sum-exp of each head and the scales of the norms.
-    return width * kept + (0 if recompute == "full" else 4 * (shape.heads + 2))
+    return width * kept + beside
 
 
 def training_memory(
@@ -242,7 +252,7 @@ def training_memory(
     micro_tokens: int,
     precision: str,
     recompute: str,
-    compiled: bool,
+    path: BlockPath,
     loss_chunk: int,
     accumulation: int = 1,
     num_ranks: int = 1,
@@ -255,16 +265,16 @@ def training_memory(
     width = BYTES[precision]
     blocks = shape.layers * shape.block_matmul_weights
     head = shape.vocab * shape.hidden
-    kept = shape.layers * activation_bytes(shape, precision=precision, recompute=recompute, compiled=compiled)
+    kept = shape.layers * activation_bytes(shape, precision=precision, recompute=recompute, path=path)
     # Outside the blocks: the loss's gradient of the hidden state and the last residual; rotary tables; ids.
     outside = 2 * width * shape.hidden + 4 * shape.head_dim + 24
-    # Logits and their gradient; eager also holds fp32 copies while it takes the softmax.
-    per_logit = 2 * width + (0 if compiled else 8)
+    # Logits and their gradient, which a fused loss writes in their place; eager holds fp32 copies as well.
+    per_logit = {"eager": 2 * width + 8, "compiled": 2 * width, "fused": width, "fp8": width + 2}[path]
     loss = min(loss_chunk, micro_tokens) * shape.vocab * per_logit + width * shape.hidden * micro_tokens
     backward = micro_tokens * width * (3 * shape.intermediate + 2 * shape.hidden)
     if recompute != "none":
         # The block whose backward runs has all its activations back.
-        inner = activation_bytes(shape, precision=precision, recompute="none", compiled=compiled)
+        inner = activation_bytes(shape, precision=precision, recompute="none", path=path)
         backward = micro_tokens * (inner - kept // shape.layers + 2 * width * shape.hidden)
     return Memory(
         weights=4 * shape.num_parameters,
@@ -290,38 +300,54 @@ def checkpoint_bytes(shape: ModelShape, *, weights_only: bool) -> int:
 
 
 # What an H200 reached with this decoder, as shares of the datasheet; see docs/predictions.md.
-MATMUL_SHARE = 0.66
-ATTENTION_SHARE = {"fp32": 0.06, "bf16": 0.24, "fp16": 0.24}
+MATMUL_SHARE: dict[BlockPath, float] = {"eager": 0.66, "compiled": 0.66, "fused": 0.73, "fp8": 0.70}
+FP32_ATTENTION_SHARE = 0.06
 BANDWIDTH_SHARE = 0.7
+# Passes over the tensors of a block and over the logits: fused kernels read and write each few times, eager ones many.
+BLOCK_PASSES: dict[BlockPath, float] = {"eager": 20, "compiled": 3, "fused": 2.4, "fp8": 3.3}
+LOGIT_PASSES: dict[BlockPath, float] = {"eager": 12, "compiled": 4, "fused": 3.4, "fp8": 4.5}
 # The host's part of one block's forward and backward: with too few tokens in a micro-batch it is what takes time.
-HOST_S = {True: 1.9e-3, False: 4.0e-3}
+HOST_S: dict[BlockPath, float] = {"eager": 4.0e-3, "compiled": 1.9e-3, "fused": 1.8e-3, "fp8": 2.5e-3}
+
+
+def attention_share(sequence_length: int, *, precision: str) -> float:
+    """Attention's share of the peak: short sequences leave its kernels half empty."""
+    if precision == "fp32":
+        return FP32_ATTENTION_SHARE
+    return 0.45 * sequence_length / (sequence_length + 1100)
 
 
 def step_seconds(
     shape: ModelShape,
     *,
+    sequence_length: int,
     micro_tokens: int,
     accumulation: int,
     flops: Flops,
     precision: str,
     peak_flops: float,
+    fp8_flops: float | None = None,
     bandwidth: float | None,
-    compiled: bool,
+    path: BlockPath,
 ) -> float:
     """Predicted seconds of one optimizer step on one device, from three lanes that add up.
 
     Matmuls at a share of the peak, attention at a smaller one, element-wise traffic at a share of the bandwidth.
     """
     attention_flops = flops.attention
-    matmul = (flops.executed - attention_flops) / (MATMUL_SHARE * peak_flops)
-    attention = attention_flops / (ATTENTION_SHARE[precision] * peak_flops)
+    matmul_flops = flops.executed - attention_flops
+    matmul = matmul_flops / (MATMUL_SHARE[path] * peak_flops)
+    if path == "fp8" and fp8_flops:
+        # The attention's output projection stays in 16 bits.
+        wide = 6 * shape.layers * shape.hidden * shape.q_width
+        matmul = wide / (MATMUL_SHARE["fused"] * peak_flops) + (matmul_flops - wide) / (MATMUL_SHARE[path] * fp8_flops)
+    attention = attention_flops / (attention_share(sequence_length, precision=precision) * peak_flops)
     traffic = update = 0.0
     if bandwidth:
         width = BYTES[precision]
-        # Passes over the tensors of a block: fused kernels read and write each few times, eager ones many.
-        block = (3 if compiled else 20) * width * (12 * shape.hidden + 3 * shape.intermediate)
-        logits = (4 if compiled else 12) * width * shape.vocab
+        block = BLOCK_PASSES[path] * width * (12 * shape.hidden + 3 * shape.intermediate)
+        logits = LOGIT_PASSES[path] * width * shape.vocab
         traffic = (shape.layers * block + logits) / (BANDWIDTH_SHARE * bandwidth)
         update = 28 * shape.num_parameters / (BANDWIDTH_SHARE * bandwidth)
     device = micro_tokens * (matmul + attention + traffic)
-    return accumulation * max(device, shape.layers * HOST_S[compiled]) + update
+    return accumulation * max(device, shape.layers * HOST_S[path]) + update

@@ -17,6 +17,7 @@ from flatout import hub
 from flatout.config.settings import DataSettings, Decisions, PlanSettings, Settings
 from flatout.cost import (
     GIB,
+    BlockPath,
     Flops,
     Memory,
     ModelShape,
@@ -38,6 +39,8 @@ THIN_TOKENS = 2048
 # Seconds the first step takes longer with nothing compiled yet, as seen on an H200's host.
 COMPILE_S = 40.0
 LOSS_ROWS = {"gpu": 8192, "cpu": 2048}
+# Narrower layers gain nothing by 8-bit matmuls.
+FP8_HIDDEN = 768
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -213,8 +216,11 @@ def decide(job: Job) -> Plan:
         return chosen[name]
 
     precision = settle("precision", *_precision(job))
-    compiled = settle("compile", *_compile(job, precision=precision)) != "none"
-    micro_batch, accumulation, recompute, why = _batch(job, precision=precision, compiled=compiled)
+    for name, value, reason in _kernels(job, precision=precision):
+        settle(name, value, reason)
+    settle("compile", *_compile(job, precision=precision, fused=_fused(chosen)))
+    path = _path(chosen)
+    micro_batch, accumulation, recompute, why = _batch(job, precision=precision, path=path)
     chosen |= {"micro_batch": micro_batch, "accumulation": accumulation, "recompute": recompute}
     reasons |= why
     settle("attention", *_attention(job, precision=precision))
@@ -232,8 +238,19 @@ def decide(job: Job) -> Plan:
     settle("threads", *_threads(job))
 
     decisions = Decisions(**chosen)
-    memory = _memory(job, micro_batch=micro_batch, recompute=recompute, precision=precision, compiled=compiled)
+    memory = _memory(job, micro_batch=micro_batch, recompute=recompute, precision=precision, path=path)
     return Plan(job=job, decisions=decisions, reasons=reasons, predicted=_predict(job, decisions, memory))
+
+
+def _fused(chosen: Mapping[str, Any]) -> bool:
+    return all(chosen[name] for name in ("fused_qkv", "fused_mlp", "fused_loss"))
+
+
+def _path(chosen: Mapping[str, Any]) -> BlockPath:
+    """How the blocks run, as `cost` counts it."""
+    if _fused(chosen):
+        return "fp8" if chosen["fp8"] else "fused"
+    return "eager" if chosen["compile"] == "none" else "compiled"
 
 
 def _precision(job: Job) -> tuple[str, str]:
@@ -251,11 +268,57 @@ def _precision(job: Job) -> tuple[str, str]:
     return "bf16", f"SM {sm[0]}.{sm[1]} has bf16 tensor cores; no loss scaling needed"
 
 
-def _compile(job: Job, *, precision: str) -> tuple[str, str]:
+def _kernels(job: Job, *, precision: str) -> list[tuple[str, bool, str]]:
+    """The fused segments, and 8-bit matmuls in them."""
+    sm, shape = job.hardware.sm, job.shape
+    no = None
+    if job.device == "cpu":
+        no = "kernels are for GPUs"
+    elif job.pins.preset == "safe":
+        no = "preset safe uses library operations only"
+    elif sm is None or sm < (8, 0) or precision == "fp32":
+        no = "written for bf16 tensor cores, SM 8.0 and up"
+    elif job.pins.recompute == "selective":
+        no = "selective recomputation keeps what they would overwrite"
+    reasons = {
+        "fused_qkv": no
+        or ("it has no query and key norms" if shape.qk_norm else "norm and rotary positions, one pass"),
+        "fused_mlp": no or "norm and SwiGLU, one pass each way",
+        "fused_loss": no or "one read and one write of each logit",
+    }
+    rows = [(name, no is None and not (name == "fused_qkv" and shape.qk_norm), why) for name, why in reasons.items()]
+    if no is None and shape.qk_norm:
+        no = "8-bit matmuls need all fused segments"
+    return [*rows, ("fp8", *_fp8(job, precision=precision, no=no))]
+
+
+def _fp8(job: Job, *, precision: str, no: str | None) -> tuple[bool, str]:
+    sm, shape = job.hardware.sm, job.shape
+    if no is not None:
+        return False, no
+    if precision != "bf16":
+        return False, f"FP8 goes with bf16, not {precision}"
+    if sm is None or sm < (8, 9):
+        return False, "FP8 tensor cores begin with SM 8.9"
+    odd = {"hidden": shape.hidden, "intermediate": shape.intermediate, "vocab": shape.vocab}
+    if uneven := [name for name, size in odd.items() if size % 16]:
+        return False, f"FP8 matmuls need multiples of 16, and model.{uneven[0]} is {odd[uneven[0]]}"
+    if shape.hidden < FP8_HIDDEN:
+        return False, f"layers narrower than {FP8_HIDDEN} gain nothing by FP8"
+    fused, eight = (_step_of(job, precision=precision, path=path) for path in ("fused", "fp8"))
+    if fused is None or eight is None or eight >= fused:
+        return False, "too few tokens a micro-batch to gain by it"
+    gain = fused / eight - 1
+    return True, f"predicted {gain:.0%} faster: twice the tensor-core rate, scales follow the largest values seen"
+
+
+def _compile(job: Job, *, precision: str, fused: bool) -> tuple[str, str]:
     if job.device == "cpu":
         return "none", "eager kernels are near the limit of a CPU, and compiling takes minutes"
     if job.pins.preset == "safe":
         return "none", "preset safe runs eager"
+    if fused:
+        return "none", "every segment has its kernel: nothing is left to fuse, and nothing to wait for"
     gain = "fuses norms, rotary positions, SwiGLU and the loss; one graph serves every block"
     step = compile_break_even(job, precision=precision)
     if step is None:
@@ -267,16 +330,19 @@ def _compile(job: Job, *, precision: str) -> tuple[str, str]:
 
 def compile_break_even(job: Job, *, precision: str, compile_s: float = COMPILE_S) -> int | None:
     """The step from which on compiling has paid, by the predicted saving; None where nothing can be predicted."""
-    tokens = job.rank_sequences * job.sequence_length
-    micro_tokens = min(tokens, FULL_TOKENS[job.device])
-    accumulation = max(1, tokens // micro_tokens)
-    eager, compiled = (
-        _step_s(job, precision=precision, micro_tokens=micro_tokens, accumulation=accumulation, compiled=compiled)
-        for compiled in (False, True)
-    )
+    eager = _step_of(job, precision=precision, path="eager")
+    compiled = _step_of(job, precision=precision, path="compiled")
     if eager is None or compiled is None or eager <= compiled:
         return None
     return math.ceil(compile_s / (eager - compiled))
+
+
+def _step_of(job: Job, *, precision: str, path: BlockPath) -> float | None:
+    """Predicted seconds of a step in micro-batches that fill the device, as far as the batch does."""
+    tokens = job.rank_sequences * job.sequence_length
+    micro_tokens = min(tokens, FULL_TOKENS[job.device])
+    accumulation = max(1, tokens // micro_tokens)
+    return _step_s(job, precision=precision, micro_tokens=micro_tokens, accumulation=accumulation, path=path)
 
 
 def _attention(job: Job, *, precision: str) -> tuple[str, str]:
@@ -340,7 +406,7 @@ def _threads(job: Job) -> tuple[int, str]:
     return min(8, share), "the GPU does the arithmetic; a few threads serve the host's part"
 
 
-def _memory(job: Job, *, micro_batch: int, recompute: str, precision: str, compiled: bool) -> Memory:
+def _memory(job: Job, *, micro_batch: int, recompute: str, precision: str, path: BlockPath) -> Memory:
     micro_tokens = micro_batch * job.sequence_length
     rows, _ = _loss_chunk(job, micro_tokens)
     return training_memory(
@@ -348,14 +414,14 @@ def _memory(job: Job, *, micro_batch: int, recompute: str, precision: str, compi
         micro_tokens=micro_tokens,
         precision=precision,
         recompute=recompute,
-        compiled=compiled,
+        path=path,
         loss_chunk=job.pins.loss_chunk or rows,
         accumulation=max(1, job.rank_sequences // micro_batch),
         num_ranks=job.num_ranks,
     )
 
 
-def _batch(job: Job, *, precision: str, compiled: bool) -> tuple[int, int, str, dict[str, str]]:
+def _batch(job: Job, *, precision: str, path: BlockPath) -> tuple[int, int, str, dict[str, str]]:
     """Micro-batch, accumulation and recomputation together: they share the memory and must hold the batch."""
     pins, sequences = job.pins, job.rank_sequences
     total_gib = job.hardware.memory_gib if job.device == "gpu" else job.hardware.ram_gib
@@ -379,10 +445,12 @@ def _batch(job: Job, *, precision: str, compiled: bool) -> tuple[int, int, str, 
         fitting = [n for n in sizes if n * job.sequence_length <= FULL_TOKENS[job.device]]
         sizes = fitting or [1]
 
-    modes = [pins.recompute] if pins.recompute else ["none", "selective", "full"]
+    # Fused kernels overwrite what selective recomputation would keep.
+    modes = ["none", "full"] if path in ("fused", "fp8") else ["none", "selective", "full"]
+    modes = [pins.recompute] if pins.recompute else modes
 
     def peak(size: int, mode: str) -> float:
-        return _memory(job, micro_batch=size, recompute=mode, precision=precision, compiled=compiled).gib
+        return _memory(job, micro_batch=size, recompute=mode, precision=precision, path=path).gib
 
     def fits(size: int, mode: str) -> bool:
         return budget is None or peak(size, mode) <= budget
@@ -393,7 +461,7 @@ def _batch(job: Job, *, precision: str, compiled: bool) -> tuple[int, int, str, 
     size, mode = next((b for b in best if b[0] * job.sequence_length >= enough), max(best, key=lambda b: b[0]))
     if size == 0:
         least = sizes[-1]
-        memory = _memory(job, micro_batch=least, recompute=modes[-1], precision=precision, compiled=compiled)
+        memory = _memory(job, micro_batch=least, recompute=modes[-1], precision=precision, path=path)
         raise UsageError(
             f"the model needs {memory.gib:.1f} GiB with micro-batch {least} and recomputation {modes[-1]}, but the "
             f"{pins.preset} preset may use {budget:.1f} of {total_gib:.1f} GiB (largest part: {memory.largest()}): "
@@ -428,7 +496,7 @@ def _predict(job: Job, decisions: Decisions, memory: Memory) -> Prediction:
         precision=precision,
         micro_tokens=(decisions.micro_batch or 1) * job.sequence_length,
         accumulation=decisions.accumulation or 1,
-        compiled=decisions.compile != "none",
+        path=_path(asdict(decisions)),
         recompute=recompute,
         tf32=bool(decisions.tf32),
     )
@@ -452,7 +520,7 @@ def _step_s(
     precision: str,
     micro_tokens: int,
     accumulation: int,
-    compiled: bool,
+    path: BlockPath,
     recompute: str = "none",
     tf32: bool = True,
 ) -> float | None:
@@ -462,13 +530,15 @@ def _step_s(
         return None
     return step_seconds(
         job.shape,
+        sequence_length=job.sequence_length,
         micro_tokens=micro_tokens,
         accumulation=accumulation,
         flops=job.flops(recompute),
         precision=precision,
         peak_flops=peak,
+        fp8_flops=job.hardware.peak_flops.get("fp8"),
         bandwidth=job.hardware.bandwidth,
-        compiled=compiled,
+        path=path,
     )
 
 

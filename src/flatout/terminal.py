@@ -272,6 +272,13 @@ def notice(event: Event) -> str | None:
         case "compile":
             paid = f"paid back at step {data['break_even']} (estimated)" if data["break_even"] else "gain not known"
             return f"step {event.step}: compiling took {data['seconds']:.1f} s, {paid}"
+        case "micro_batch":
+            speeds = ((t["micro_batch"], t["tokens_per_s"]) for t in data["trials"])
+            tried = ", ".join(
+                f"{size} {f'{speed:,.0f} tokens/s' if speed else 'did not fit'}" for size, speed in speeds
+            )
+            compiling = f", {data['compile_seconds']:.1f} of them first passes" if data["compile_seconds"] else ""
+            return f"micro-batches tried in {data['seconds']:.1f} s{compiling}: {tried}"
         case "oom":
             return (
                 f"step {event.step}: out of memory with micro-batch {data['micro_batch']}; the same step is taken "

@@ -36,6 +36,7 @@ def build(*, active: Active = ACTIVE, recompute: str = "none", clip: float | Non
     model = Decoder(SHAPE, compute_dtype=active.dtype).to(active.device)
     model.initialise(5)
     train = TrainSettings(lr=lr, schedule="constant", weight_decay=0.1)
+    head_loss, eight = prepare(model, active=active, recompute=recompute, loss_chunk=16)
     return Engine(
         model=model,
         optimizer=adamw(model, train, fused=active.fused_optimizer),
@@ -43,8 +44,9 @@ def build(*, active: Active = ACTIVE, recompute: str = "none", clip: float | Non
         active=active,
         ranks=Ranks(),
         phases=Phases(device=active.device.type),
-        rows=prepare(model, active=active, recompute=recompute),
-        loss_chunk=16,
+        head_loss=head_loss,
+        eight=eight,
+        batch_tokens=8 * T,
         clip=clip,
         seed=0,
     )
@@ -156,8 +158,8 @@ def poison_gradient(engine: Engine) -> None:
 
 
 def poison_loss(engine: Engine) -> None:
-    plain = engine.rows
-    engine.rows = lambda logits, targets: (plain(logits, targets)[0] * float("nan"), torch.zeros_like(logits))
+    plain = engine.head_loss
+    engine.head_loss = lambda *inputs: plain(*inputs) * float("nan")
 
 
 @pytest.mark.parametrize("poison", [poison_gradient, poison_loss])

@@ -75,6 +75,21 @@ def test_without_nvml_there_are_host_numbers_only():
 
 
 @pytest.mark.usefixtures("no_nvml")
+def test_the_first_cpu_share_covers_a_time_that_was_watched(monkeypatch: pytest.MonkeyPatch):
+    calls: dict[int, int] = {}
+
+    def cpu_percent() -> float:  # as psutil does: a thread's first call knows no time before it and says zero
+        ident = threading.get_ident()
+        calls[ident] = calls.get(ident, 0) + 1
+        return 0.0 if calls[ident] == 1 else 50.0
+
+    monkeypatch.setattr(monitor.psutil, "cpu_percent", cpu_percent)
+    with Monitor(interval_s=0.01) as watcher:
+        wait_for(lambda: "cpu" in watcher.latest())
+        assert watcher.latest()["cpu"] == 0.5
+
+
+@pytest.mark.usefixtures("no_nvml")
 def test_the_thread_is_gone_after_stop_and_can_start_again():
     watcher = Monitor(interval_s=60)  # stopping does not wait for the interval
     for _ in range(2):

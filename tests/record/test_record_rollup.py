@@ -32,6 +32,8 @@ def test_sums_means_and_peaks(run: Run, make_step):
     assert (first.tokens, first.padded_tokens) == (25600, 32768)
     assert first.loss == pytest.approx((sum(range(256)) - 7) / 255)
     assert first.num_non_finite == 1
+    assert (first.loss_low, first.loss_high) == (0.0, 255.0)
+    assert (first.fastest_s, first.slowest_s) == (0.5, 0.5)
     assert first.spans == pytest.approx({"forward": 51.2, "critic/forward": 25.6})
     assert first.memory == {"peak_gib": 255.0}
     assert first.extra == pytest.approx({"lr": 0.2})
@@ -119,3 +121,38 @@ def test_a_long_run_opens_by_its_end(run: Run, make_step):
     start = bytes_read()
     assert next(run.latest_steps()).step == 0
     assert bytes_read() - start < steps_bytes / 50
+
+
+def test_a_history_keeps_sums_and_extremes_in_few_parts(run: Run, make_step):
+    with run.recorder() as recorder:
+        for number in range(5000):
+            loss = 90.0 if number == 3333 else math.nan if number == 4444 else 2.0
+            recorder.step(make_step(number, loss=loss, seconds=4.0 if number == 2222 else 0.5))
+    parts = run.history(at_most=10)
+    assert len(parts) == 10
+    assert [part.first_step for part in parts][:2] == [0, 512]
+    assert parts[-1].last_step == 4999
+    assert sum(part.num_steps for part in parts) == 5000
+    assert sum(part.seconds for part in parts) == pytest.approx(5000 * 0.5 + 3.5)
+    assert sum(part.num_non_finite for part in parts) == 1
+    assert max(part.loss_high for part in parts) == 90.0
+    assert max(part.slowest_s for part in parts) == 4.0
+    assert sum(part.loss * (part.num_steps - part.num_non_finite) for part in parts) == pytest.approx(4998 * 2 + 90)
+    assert parts[0].extra == pytest.approx({"lr": 1e-3, "skipped": 0})
+
+
+def test_a_short_history_is_every_step(run: Run, make_step):
+    with run.recorder() as recorder:
+        for number in range(300):
+            recorder.step(make_step(number, loss=float(number)))
+    parts = run.history(at_most=1000)
+    assert [part.loss for part in parts] == list(range(300))
+    assert [step.step for step in run.steps_in(run.latest_rollups()[1])] == list(range(256, 300))
+
+
+def test_merging_only_non_finite_losses_says_none(run: Run, make_step):
+    with run.recorder() as recorder:
+        for number in range(4):
+            recorder.step(make_step(number, loss=math.nan))
+    (part,) = run.history(at_most=1)
+    assert (part.loss, part.loss_low, part.loss_high, part.num_non_finite) == (None, None, None, 4)

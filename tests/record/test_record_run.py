@@ -1,5 +1,6 @@
 """The run folder under kills, torn lines, full disks, foreign folders and several processes."""
 
+import itertools
 import json
 import math
 import os
@@ -13,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from flatout.errors import EnvironmentLacks, UsageError
-from flatout.record import Diagnosis, Event, Finding, Run, StepRecord
+from flatout.record import Diagnosis, Event, Finding, Run, Span, StepRecord
 
 PARTS = {"config": {}, "plan": {}, "hardware": {}, "environment": {}}
 
@@ -341,3 +342,51 @@ def test_a_diagnosis_comes_back_as_it_was_written(run: Run) -> None:
     assert found.findings[0].evidence[0] == finding.evidence[0]
     assert "abcdefghijklmnop" not in (run.path / "findings.json").read_text()
     assert found.limit == {"share": 0.4}
+
+
+def test_samples_can_be_read_evenly_spread_however_many_there_are(run: Run):
+    with run.recorder() as recorder:
+        for second in range(1000):
+            recorder.sample({"time": float(second), "note": "x" * (second % 7)})
+    assert [sample["time"] for sample in run.samples()] == list(range(1000))
+    spread = [sample["time"] for sample in run.samples(at_most=10)]
+    assert len(spread) == 10
+    assert spread[0] == 0
+    assert all(80 <= later - earlier <= 120 for earlier, later in itertools.pairwise(spread))
+    assert run.last_sample()["time"] == 999
+
+
+def test_fewer_samples_than_asked_for_come_all(run: Run):
+    assert run.last_sample() is None
+    assert list(run.samples(at_most=5)) == []
+    with run.recorder() as recorder:
+        for second in range(3):
+            recorder.sample({"time": float(second)})
+    with (run.path / "monitor.jsonl").open("ab") as file:
+        file.write(b'{"time": 3')  # still being written
+    assert [sample["time"] for sample in run.samples(at_most=5)] == [0, 1, 2]
+
+
+def test_recent_steps_are_the_end_of_the_latest_ones(run: Run, make_step):
+    for attempt, numbers in ((1, range(600)), (2, range(500, 530))):
+        with run.recorder() as recorder:
+            for number in numbers:
+                recorder.step(make_step(number, attempt=attempt))
+    recent = run.recent_steps(40)
+    assert recent == list(run.latest_steps())[-40:]
+    assert [step.attempt for step in recent] == [1] * 10 + [2] * 30
+    assert len(run.recent_steps(10_000)) == 530
+
+
+def test_training_time_is_what_evaluating_and_saving_leave(make_step):
+    spans = (Span(phase="eval", seconds=0.2), Span(phase="forward", seconds=0.2), Span(phase="save", seconds=0.05))
+    assert make_step(0, spans=spans).training_s == pytest.approx(0.25)
+
+
+@pytest.mark.parametrize(
+    "text", ["{}", '{"verdict": "v", "limit": {}, "findings": [{"cause": "x", "colour": "blue"}]}']
+)
+def test_findings_of_another_version_are_named(run: Run, text: str):
+    (run.path / "findings.json").write_text(text)
+    with pytest.raises(UsageError, match=r"findings\.json is not what this version of flatout writes"):
+        _ = run.diagnosis

@@ -290,7 +290,7 @@ class _Gathered:
             self._add_unknown(key, place=place)
         else:
             try:
-                self.given[key] = _decoded(value, leaf=_leaves()[key], place=place)
+                self.given[key] = _decoded(_unpinned(key, value), leaf=_leaves()[key], place=place)
             except ValueError as error:
                 self.mistakes.append((place, f"{key}: {error}"))
                 self.doubtful.add(key)
@@ -455,6 +455,12 @@ def _decoded(value: yaml.Node | str, *, leaf: _Leaf, place: _Place) -> _Given:
     if value == "null" or (not value and (leaf.optional or not leaf.takes_text)):
         return _Given(value=None, text="null", place=place)
     return _Given(value=_from_text(value, leaf=leaf), text=_short(value), place=place)
+
+
+def _unpinned(key: str, value: yaml.Node | str) -> yaml.Node | str:
+    """`auto` for a decision of the plan is what leaving it out means."""
+    text = value.value if isinstance(value, yaml.ScalarNode) else value
+    return "null" if key.startswith("plan.") and key != "plan.preset" and text == "auto" else value
 
 
 def _from_node(node: yaml.Node, *, leaf: _Leaf) -> Any:

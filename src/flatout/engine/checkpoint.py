@@ -59,7 +59,7 @@ class Checkpoints:
         partial = self.folder / f"{final.name}.tmp-{uuid.uuid4().hex[:8]}"
         try:
             partial.mkdir()
-            weights = {name: p.detach() for name, p in model.named_parameters()}
+            weights = {name: tensor.detach() for name, tensor in model.state_dict().items()}
             tensors = {"weights-rank00000.safetensors": weights}
             if optimizer is not None:
                 tensors["optimizer-rank00000.safetensors"] = _moments(model, optimizer)
@@ -171,8 +171,10 @@ def restore(checkpoint: Checkpoint, *, model: nn.Module, optimizer: torch.optim.
     weights = load_file(checkpoint.folder / "weights-rank00000.safetensors")
     parameters = dict(model.named_parameters())
     with torch.no_grad():
-        for name, parameter in parameters.items():
-            parameter.copy_(weights[name])
+        for name, tensor in model.state_dict().items():
+            # A buffer may be newer than the checkpoint: one begun without 8-bit scales has none.
+            if name in weights or name in parameters:
+                tensor.copy_(weights[name])
     if optimizer is None:
         return
     moments = load_file(checkpoint.folder / "optimizer-rank00000.safetensors")

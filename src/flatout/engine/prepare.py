@@ -1,35 +1,147 @@
-"""Turns a plain decoder into the one that trains, in the one right order: recompute, then compile."""
+"""Turns a plain decoder into the one that trains, in the one right order: kernels, recompute, then compile."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from flatout.config.settings import Recompute
 from flatout.data.stream import Batch
 from flatout.engine.resolve import Active
-from flatout.losses import RowLoss, row_loss
+from flatout.losses import RowLoss, linear_cross_entropy, row_loss
 from flatout.model import Attend, Block, Decoder, Masked, Rectangular, Varlen
 
+# (hidden_NC, head weight_VC, targets_N) -> summed loss
+HeadLoss = Callable[[Tensor, Tensor, Tensor], Tensor]
 
-def prepare(model: Decoder, *, active: Active, recompute: Recompute) -> RowLoss:
-    """Operates on the model in place; gives the row loss that goes with it."""
-    for block in model.blocks:
-        assert isinstance(block, Block)
+
+def prepare(
+    model: Decoder, *, active: Active, recompute: Recompute, loss_chunk: int
+) -> tuple[HeadLoss, EightBits | None]:
+    """Operates on the model in place; gives the loss that goes with it, and its 8-bit state if it has one."""
+    blocks = [block for block in model.blocks if isinstance(block, Block)]
+    for block in blocks:
         block.recompute = recompute
-    if active.compile == "none":
-        return row_loss
+    eight = EightBits(model, blocks, active) if active.fp8 else None
+    rows: RowLoss = row_loss
+    if active.fused_qkv or active.fused_mlp or active.fused_loss:
+        rows = _fuse(model, blocks, active=active, eight=eight)
+    if active.compile != "none":
+        rows = _compile(model, blocks, active=active, rows=rows)
+    plain = partial(linear_cross_entropy, chunk=loss_chunk, rows=rows)
+    if eight is None or eight.head is None:
+        return plain, eight
+    return eight.loss(plain, chunk=loss_chunk), eight
+
+
+def _fuse(model: Decoder, blocks: list[Block], *, active: Active, eight: EightBits | None) -> RowLoss:
+    """Puts the kernels where the model looks for them."""
+    from flatout.kernels import rows, segments
+
+    shape = model.shape
+    for i, block in enumerate(blocks):
+        if active.fused_qkv:
+            scales = None if eight is None else eight.qkv[i]
+            block.qkv_kernel = partial(
+                segments.norm_qkv_rope, eps=shape.norm_eps, heads=shape.heads, groups=shape.kv_heads, scales=scales
+            )
+        if active.fused_mlp:
+            block.mlp_kernel = partial(
+                segments.norm_mlp, eps=shape.norm_eps, scales=None if eight is None else eight.mlp[i]
+            )
+    if active.fused_mlp:
+        model.norm_kernel = partial(segments.norm, eps=shape.norm_eps)
+    return rows.cross_entropy_ if active.fused_loss else row_loss
+
+
+def _compile(model: Decoder, blocks: list[Block], *, active: Active, rows: RowLoss) -> RowLoss:
+    """Whatever is not a kernel already."""
     options: dict[str, Any] = {"fullgraph": True, "dynamic": False}
     if active.compile == "max-autotune":
         options["mode"] = "max-autotune-no-cudagraphs"
-    for block in model.blocks:
-        block.compile(**options)
+    if not (active.fused_qkv and active.fused_mlp):
+        for block in blocks:
+            block.compile(**options)
     model.enter = torch.compile(model.enter, **options)  # type: ignore[method-assign]
-    model.leave = torch.compile(model.leave, **options)  # type: ignore[method-assign]
-    compiled: Callable[..., Any] = torch.compile(row_loss, **options)
+    if not active.fused_mlp:
+        model.leave = torch.compile(model.leave, **options)  # type: ignore[method-assign]
+    if active.fused_loss:
+        return rows
+    compiled: Callable[..., Any] = torch.compile(rows, **options)
     return compiled
+
+
+class EightBits:
+    """The scales and 8-bit weights of a model, brought up to date after every update."""
+
+    def __init__(self, model: Decoder, blocks: list[Block], active: Active) -> None:
+        from flatout.kernels import fp8, head, segments
+
+        self._refresh = fp8.Weight.refresh
+        forward, backward = fp8.FORWARD, fp8.BACKWARD
+        kinds = [forward, backward, forward, forward, backward, backward]
+        self.scales = fp8.Scales(kinds * len(blocks), active.device)
+        self.qkv: list[Any] = []
+        self.mlp: list[Any] = []
+        self._weights: list[Tensor] = []
+        self._copies: list[Any] = []
+
+        def copy(weight: Tensor) -> Any:
+            self._weights.append(weight)
+            self._copies.append(fp8.Weight(weight))
+            return self._copies[-1]
+
+        for i, block in enumerate(blocks):
+            x, d_qkv, x_mlp, h, d_out, d_gate_up = (self.scales[len(kinds) * i + k] for k in range(len(kinds)))
+            eight_qkv = active.fused_qkv and block.qkv_bias is None
+            self.qkv.append(segments.Qkv8(x=x, d_qkv=d_qkv, weight=copy(block.qkv)) if eight_qkv else None)
+            self.mlp.append(
+                segments.Mlp8(
+                    x=x_mlp, h=h, d_out=d_out, d_gate_up=d_gate_up, gate_up=copy(block.gate_up), down=copy(block.down)
+                )
+                if active.fused_mlp
+                else None
+            )
+        self.head: Any = None
+        if active.fused_loss and active.fp8_head:
+            weight = model.embedding if model.head is None else model.head
+            self.head = head.Head8(weight)
+            self._weights.append(weight)
+            self._copies.append(self.head.weight)
+        # Saved with the weights: a resumed run scales as the uninterrupted one.
+        for name in ("scale", "inverse", "recent"):
+            model.register_buffer(f"fp8_{name}", getattr(self.scales, name))
+        self._stale = True
+
+    def ready(self) -> None:
+        """Before the first step, or after weights were loaded."""
+        if self._stale:
+            self._refresh(self._weights, self._copies)
+            self._stale = False
+
+    def updated(self) -> None:
+        """After an update: new scales from what the step saw, new copies of the weights."""
+        self.scales.advance()
+        self._refresh(self._weights, self._copies)
+
+    def forget(self) -> None:
+        """What an abandoned step saw."""
+        self.scales.amax.zero_()
+
+    def loss(self, plain: HeadLoss, *, chunk: int) -> HeadLoss:
+        """The head in 8 bits while training, the plain one in evaluations."""
+        from flatout.kernels.head import linear_cross_entropy8
+
+        def loss(hidden_NC: Tensor, weight_VC: Tensor, targets_N: Tensor) -> Tensor:
+            if not torch.is_grad_enabled():
+                return plain(hidden_NC, weight_VC, targets_N)
+            return linear_cross_entropy8(hidden_NC, weight_VC, targets_N, chunk=chunk, head=self.head)
+
+        return loss
 
 
 def attend_for(batch: Batch, *, active: Active) -> Attend:

@@ -33,6 +33,11 @@ class Active:
     compile: str
     fused_optimizer: bool
     facts: Mapping[str, str]
+    fused_qkv: bool = False
+    fused_mlp: bool = False
+    fused_loss: bool = False
+    fp8: bool = False
+    fp8_head: bool = False
 
 
 def check_build(hardware: Hardware) -> None:
@@ -86,6 +91,8 @@ def resolve(plan: Plan, *, local_rank: int, deterministic: bool) -> Active:
         varlen = on_gpu and dtype != torch.float32 and sm is not None and sm >= (8, 0)
         why = "on a CPU" if not on_gpu else "in fp32" if dtype == torch.float32 else "below SM 8.0"
         facts["attention"] = "variable-length flash kernel" if varlen else f"document mask: no such kernel {why}"
+    kernels, words = _kernels(plan, dtype, device)
+    facts |= words
     compiler, facts["compile"] = _compiler(wish.compile or "none", on_gpu=on_gpu)
     facts["optimizer"] = "AdamW, fused" if wish.fused_optimizer else "AdamW, one operation at a time"
     return Active(
@@ -97,7 +104,97 @@ def resolve(plan: Plan, *, local_rank: int, deterministic: bool) -> Active:
         compile=compiler,
         fused_optimizer=bool(wish.fused_optimizer),
         facts=facts,
+        **kernels,
     )
+
+
+def _kernels(plan: Plan, dtype: torch.dtype, device: torch.device) -> tuple[dict[str, bool], dict[str, str]]:
+    """Which fused kernels run here, and the reason where a wished one does not."""
+    wish = plan.decisions
+    wished = {"qkv": wish.fused_qkv, "mlp": wish.fused_mlp, "loss": wish.fused_loss}
+    granted = dict.fromkeys(wished, False)
+    words: dict[str, str] = {}
+    general = _no_triton(device) if any(wished.values()) else None
+    if wish.recompute == "selective":
+        general = "selective recomputation keeps what they would overwrite"
+    for name, wanted in wished.items():
+        problem = general or (_try_kernel(name, plan.job.shape, dtype, device) if wanted else None)
+        granted[name] = bool(wanted) and problem is None
+        words[f"{name} kernel"] = "fused" if granted[name] else f"plain: {problem}" if wanted else "plain"
+    fp8 = bool(wish.fp8) and any(granted.values())
+    if wish.fp8:
+        problem = _no_fp8(device, dtype)
+        fp8 = fp8 and problem is None
+        words["fp8"] = "on: 8-bit matmuls in the fused segments" if fp8 else f"off: {problem or 'no fused segment'}"
+    return {f"fused_{name}": on for name, on in granted.items()} | {"fp8": fp8, "fp8_head": fp8}, words
+
+
+def _no_triton(device: torch.device) -> str | None:
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed"
+    from flatout.kernels.launch import interpreted
+
+    if device.type != "cuda" and not interpreted():
+        return "kernels are for GPUs"
+    return None
+
+
+def _no_fp8(device: torch.device, dtype: torch.dtype) -> str | None:
+    """Why 8-bit matmuls cannot be had here; None if they can, and the kernels around them write what they should."""
+    if device.type != "cuda":
+        return None
+    if torch.cuda.get_device_capability(device) < (8, 9):
+        return "FP8 tensor cores begin with SM 8.9"
+    if dtype != torch.bfloat16:
+        return f"it goes with bf16, not {dtype}"
+    from flatout.kernels import fp8, head
+
+    # Triton 3.6 transposes some 8-bit tiles wrongly; whatever version is here, look.
+    x = torch.randn(64, 192, device=device, dtype=dtype)
+    try:
+        scale = head.Head8(torch.zeros(16, 16, device=device)).hidden
+        both = fp8.quantise(x, scale)
+        if not torch.equal(both.rows.float().t(), both.cols.float()):
+            return "this version of Triton transposes 8-bit tiles wrongly"
+        fp8.matmul(both.rows, both.rows, both.inverse, both.inverse, dtype=dtype, fast=True)
+    except Exception as error:  # whatever a compiler or library raises on this machine is the answer asked for
+        return f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"[:120]
+    return None
+
+
+def _try_kernel(name: str, shape: ModelShape, dtype: torch.dtype, device: torch.device) -> str | None:
+    """Why a fused segment cannot be trained with here; None if it took a forward and a backward pass."""
+    from flatout.kernels import rows, segments
+
+    if name == "qkv" and shape.qk_norm:
+        return "it has no query and key norms"
+    tokens = 16
+
+    def zeros(*size: int, kind: torch.dtype = torch.float32) -> torch.Tensor:
+        return torch.zeros(size, device=device, dtype=kind, requires_grad=True)
+
+    def stream() -> torch.Tensor:
+        return zeros(tokens, shape.hidden, kind=dtype)
+
+    try:
+        if name == "qkv":
+            weight, angles = zeros(shape.q_width + 2 * shape.kv_width, shape.hidden), (tokens, 1, shape.head_dim // 2)
+            cos = torch.ones(angles, device=device)
+            _, q, k, v = segments.norm_qkv_rope(
+                stream(), stream(), zeros(shape.hidden), weight, None, cos, cos, eps=1e-5, heads=shape.heads,
+                groups=shape.kv_heads,
+            )  # fmt: skip
+            (q.sum() + k.sum() + v.sum()).backward()
+        elif name == "mlp":
+            wide, narrow = zeros(2 * shape.intermediate, shape.hidden), zeros(shape.hidden, shape.intermediate)
+            segments.norm_mlp(stream(), stream(), zeros(shape.hidden), wide, narrow, eps=1e-5)[1].sum().backward()
+        else:
+            logits = torch.zeros(tokens, 512, device=device, dtype=dtype)
+            rows.cross_entropy_(logits, torch.zeros(tokens, dtype=torch.long, device=device))
+    except Exception as error:  # whatever a compiler raises on this machine is the answer asked for
+        text = str(error).strip().splitlines()
+        return f"{type(error).__name__}: {text[0] if text else ''}"[:120]
+    return None
 
 
 def _attention(wish: str, shape: ModelShape, dtype: torch.dtype, device: torch.device) -> tuple[str, bool, str]:

@@ -17,10 +17,9 @@ from torch import Tensor
 
 from flatout.data.stream import Batch
 from flatout.engine.faults import OutOfMemory, is_out_of_memory
-from flatout.engine.prepare import attend_for
+from flatout.engine.prepare import EightBits, HeadLoss, attend_for
 from flatout.engine.ranks import Ranks
 from flatout.engine.resolve import Active
-from flatout.losses import RowLoss, linear_cross_entropy
 from flatout.model import Decoder
 from flatout.optim import Schedule
 from flatout.probe import Phases
@@ -70,18 +69,22 @@ class Engine:
         active: Active,
         ranks: Ranks,
         phases: Phases,
-        rows: RowLoss,
-        loss_chunk: int,
+        head_loss: HeadLoss,
         clip: float | None,
         seed: int,
+        eight: EightBits | None = None,
+        batch_tokens: int = 1,
     ) -> None:
         self.model, self.optimizer, self.schedule = model, optimizer, schedule
         self.active, self.ranks, self.phases = active, ranks, phases
-        self.rows, self.loss_chunk, self.clip, self.seed = rows, loss_chunk, clip, seed
+        self.head_loss, self.clip, self.seed, self.eight = head_loss, clip, seed, eight
         self.parameters = [p for p in model.parameters() if p.requires_grad]
-        self.scaled = active.dtype == torch.float16
+        # fp16 needs a loss scale that moves; 8-bit gradients one that makes them independent of the batch's size.
+        self.scale_moves = active.dtype == torch.float16
+        self.scaled = self.scale_moves or eight is not None
         device = active.device
-        self.scale = torch.tensor(SCALE_START if self.scaled else 1.0, device=device)
+        start = SCALE_START if self.scale_moves else 2.0 ** round(math.log2(batch_tokens)) if eight is not None else 1.0
+        self.scale = torch.tensor(start, device=device)
         self.scale_streak = torch.zeros((), dtype=torch.int32, device=device)
         self._pending: deque[_Pending] = deque()
         self._spans: dict[int, tuple[Span, ...]] = {}
@@ -105,6 +108,8 @@ class Engine:
         totals = self.ranks.sum_(torch.tensor(counts, dtype=torch.float64).to(device, non_blocking=True))
         shortage = ""
         loss = torch.zeros((), device=device)
+        if self.eight is not None:
+            self.eight.ready()
         try:
             self._accumulate(batches, loss, denominator=totals[0].float())
         except (torch.OutOfMemoryError, RuntimeError) as error:
@@ -113,7 +118,7 @@ class Engine:
             shortage = str(error).splitlines()[0]
         # Only the words are kept: the exception's frames hold the tensors that have to go.
         if self.ranks.any(bool(shortage)):
-            self._abandon()
+            self.forget()
             raise OutOfMemory(shortage or "another rank ran out of memory")
         self.phases.mark("reduce")
         gradients = [p.grad for p in self.parameters if p.grad is not None]
@@ -122,6 +127,8 @@ class Engine:
         self.phases.mark("optimize")
         lr = self.schedule(step)
         norm = self._update(gradients, loss, lr)
+        if self.eight is not None:
+            self.eight.updated()
         numbers = torch.stack([loss.double(), norm.double(), self.scale.double(), *totals])
         if numbers.is_cuda:
             host = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
@@ -139,9 +146,23 @@ class Engine:
             (part * self.scale if self.scaled else part).backward()
             loss += part.detach()
 
-    def _abandon(self) -> None:
-        """Forgets the gradients of a step that will be taken again."""
+    def rehearse(self, host_batch: Batch) -> None:
+        """A forward and a backward pass whose gradients nobody uses; `forget` ends a rehearsal."""
+        if self.eight is not None:
+            self.eight.ready()
+        loss = self.loss(host_batch.to(self.active.device)) / max(1, host_batch.num_target_tokens)
+        (loss * self.scale if self.scaled else loss).backward()
+
+    def wait(self) -> None:
+        """For the device; never in a step."""
+        if self.active.device.type == "cuda":
+            torch.cuda.synchronize()
+
+    def forget(self) -> None:
+        """Drops the gradients of passes that led to no update, and the memory they took."""
         self.optimizer.zero_grad(set_to_none=True)
+        if self.eight is not None:
+            self.eight.forget()
         if self.active.device.type == "cuda":
             torch.cuda.synchronize()
             torch.cuda.empty_cache()
@@ -161,7 +182,7 @@ class Engine:
         attend = attend_for(batch, active=self.active)
 
         def head(hidden_NC: Tensor, weight_VC: Tensor) -> Tensor:
-            return linear_cross_entropy(hidden_NC, weight_VC, batch.targets, chunk=self.loss_chunk, rows=self.rows)
+            return self.head_loss(hidden_NC, weight_VC, batch.targets)
 
         loss: Tensor = self.model(batch.tokens, batch.positions, attend, head)
         return loss
@@ -193,7 +214,7 @@ class Engine:
             torch._foreach_div_(gradients, divisor)
             self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        if self.scaled:
+        if self.scale_moves:
             torch._amp_update_scale_(self.scale, self.scale_streak, not_finite, 2.0, 0.5, SCALE_GROWTH_INTERVAL)
         return norm
 
@@ -219,7 +240,7 @@ class Engine:
                     grad_norm=norm,
                     lr=pending.lr,
                     skipped=not math.isfinite(norm + loss),
-                    loss_scale=scale if self.scaled else None,
+                    loss_scale=scale if self.scale_moves else None,
                 )
             )
         return due

@@ -1,1 +1,1 @@
-"""What a run tells: why it is slow (`diagnose`), for any script (`attach`), with proof (`prove`). Reads run folders."""
+"""Reads run folders and says what they mean; nothing here can slow or break training."""

@@ -79,6 +79,9 @@ class Block(nn.Module):
         self.gate_up = nn.Parameter(torch.empty(2 * shape.intermediate, shape.hidden))
         self.down = nn.Parameter(torch.empty(shape.hidden, shape.intermediate))
         self.recompute: Recompute = "none"
+        # Fused kernels for two segments of the body, where `engine.prepare` put them.
+        self.qkv_kernel: Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]] | None = None
+        self.mlp_kernel: Callable[..., tuple[Tensor, Tensor]] | None = None
 
     def forward(self, *inputs: Any) -> tuple[Tensor, Tensor]:
         """`body`, its intermediates kept or recomputed in the backward pass."""
@@ -94,6 +97,16 @@ class Block(nn.Module):
     def body(
         self, residual_NC: Tensor, delta_NC: Tensor | None, cos: Tensor, sin: Tensor, attend: Attend
     ) -> tuple[Tensor, Tensor]:
+        residual_NC, q_NHD, k_NGD, v_NGD = self.norm_qkv_rope(residual_NC, delta_NC, cos, sin)
+        mixed_NHD = attend(q_NHD, k_NGD, v_NGD)
+        return self.norm_mlp(residual_NC, linear(mixed_NHD.flatten(1), self.out))
+
+    def norm_qkv_rope(
+        self, residual_NC: Tensor, delta_NC: Tensor | None, cos: Tensor, sin: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """The residual stream with delta in it, and q, k, v at their positions."""
+        if self.qkv_kernel is not None:
+            return self.qkv_kernel(residual_NC, delta_NC, self.attention_norm, self.qkv, self.qkv_bias, cos, sin)
         s = self.shape
         if delta_NC is not None:
             residual_NC = residual_NC + delta_NC
@@ -103,10 +116,14 @@ class Block(nn.Module):
         if self.q_norm is not None and self.k_norm is not None:
             q_NHD = rms_norm(q_NHD, self.q_norm, s.norm_eps)
             k_NGD = rms_norm(k_NGD, self.k_norm, s.norm_eps)
-        mixed_NHD = attend(rotate(q_NHD, cos, sin), rotate(k_NGD, cos, sin), v_NGD)
+        return residual_NC, rotate(q_NHD, cos, sin), rotate(k_NGD, cos, sin), v_NGD
 
-        residual_NC = residual_NC + linear(mixed_NHD.flatten(1), self.out)
-        x_NC = rms_norm(residual_NC, self.mlp_norm, s.norm_eps)
+    def norm_mlp(self, residual_NC: Tensor, delta_NC: Tensor) -> tuple[Tensor, Tensor]:
+        """The residual stream with attention in it, and what the MLP adds next."""
+        if self.mlp_kernel is not None:
+            return self.mlp_kernel(residual_NC, delta_NC, self.mlp_norm, self.gate_up, self.down)
+        residual_NC = residual_NC + delta_NC
+        x_NC = rms_norm(residual_NC, self.mlp_norm, self.shape.norm_eps)
         gate_NF, up_NF = linear(x_NC, self.gate_up).chunk(2, dim=-1)
         return residual_NC, linear(F.silu(gate_NF) * up_NF, self.down)
 
@@ -120,6 +137,7 @@ class Decoder(nn.Module):
         self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.layers))
         self.norm = nn.Parameter(torch.ones(shape.hidden))
         self.head = None if shape.tied else nn.Parameter(torch.empty(shape.vocab, shape.hidden))
+        self.norm_kernel: Callable[..., Tensor] | None = None
         self.frequencies: Tensor
         self.register_buffer("frequencies", rope_frequencies(shape), persistent=False)
 
@@ -144,6 +162,8 @@ class Decoder(nn.Module):
         return F.embedding(tokens_N, self.embedding).to(self.compute_dtype), angles.cos(), angles.sin()
 
     def leave(self, residual_NC: Tensor, delta_NC: Tensor) -> Tensor:
+        if self.norm_kernel is not None:
+            return self.norm_kernel(residual_NC, delta_NC, self.norm)
         return rms_norm(residual_NC + delta_NC, self.norm, self.shape.norm_eps)
 
     def hidden(self, tokens_N: Tensor, positions_N: Tensor, attend: Attend) -> Tensor:

@@ -2,7 +2,7 @@
 
 A sample holds what could be read and lacks the key of what could not: without NVML there is no `gpus`, never a zero.
 `busy` of a GPU is NVML's utilisation: the share of time in which some kernel was running, not how well it used
-the chip.
+the chip; where the device counts them, `sm_active`, `tensor_active` and `dram_active` say that.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from typing import Any, Self
 
 import psutil
 import pynvml
+
+from flatout.probe.gpm import Activity
 
 log = logging.getLogger(__name__)
 
@@ -50,7 +52,7 @@ class Monitor:
         self._latest: Mapping[str, Any] = {}
         self._peak: dict[str, float] = {}
         self._process = psutil.Process()
-        self._gpus: list[tuple[int, Any]] = []
+        self._gpus: list[tuple[int, Any, Activity]] = []
         self._has_nvml = False
         self._stopping = threading.Event()
         self._thread: threading.Thread | None = None
@@ -62,12 +64,11 @@ class Monitor:
         try:
             pynvml.nvmlInit()
             self._has_nvml = True
-            self._gpus = [(n, handle) for n, handle in visible_gpus() if self._gpu in (None, n)]
+            self._gpus = [(n, handle, Activity(handle)) for n, handle in visible_gpus() if self._gpu in (None, n)]
         except pynvml.NVMLError as error:
             log.debug("no NVML, so no GPU numbers: %s", error)
         self._stopping.clear()
-        # psutil's CPU shares cover the time since the call before: the first one only starts the clock.
-        psutil.cpu_percent()
+        # CPU shares cover the time since the call before: the first one only starts the clock.
         self._process.cpu_percent()
         self._take(with_cpu=False)
         self._thread = threading.Thread(target=self._loop, name="flatout-monitor", daemon=True)
@@ -80,6 +81,8 @@ class Monitor:
             self._thread.join()
             self._thread = None
         if self._has_nvml:
+            for _, _, activity in self._gpus:
+                activity.close()
             self._has_nvml, self._gpus = False, []
             pynvml.nvmlShutdown()
 
@@ -117,13 +120,14 @@ class Monitor:
         return dict(self._peak)
 
     def _loop(self) -> None:
+        psutil.cpu_percent()  # likewise, and this clock is each thread's own
         while not self._stopping.wait(self._interval_s):
             self._take(with_cpu=True)
 
     def _take(self, *, with_cpu: bool) -> None:
         sample = {"time": time.time(), **self._host(with_cpu=with_cpu)}
         if self._gpus:
-            sample["gpus"] = [{"index": index, **_gpu(handle)} for index, handle in self._gpus]
+            sample["gpus"] = [{"index": index, **_gpu(handle, activity)} for index, handle, activity in self._gpus]
         for key, value in _numbers(sample):
             self._peak[key] = max(value, self._peak.get(key, value))
         self._latest = sample
@@ -164,7 +168,7 @@ def visible_gpus() -> list[tuple[int, Any]]:
     return list(enumerate(handles))
 
 
-def _gpu(handle: Any) -> dict[str, Any]:
+def _gpu(handle: Any, activity: Activity) -> dict[str, Any]:
     sample: dict[str, Any] = {}
 
     def read(metric: Callable[[], dict[str, Any]]) -> None:
@@ -187,6 +191,7 @@ def _gpu(handle: Any) -> dict[str, Any]:
     read(lambda: {"power_w": pynvml.nvmlDeviceGetPowerUsage(handle) / 1000})
     read(lambda: {"temperature_c": pynvml.nvmlDeviceGetTemperature(handle, pynvml.NVML_TEMPERATURE_GPU)})
     read(lambda: {"sm_clock_mhz": pynvml.nvmlDeviceGetClockInfo(handle, pynvml.NVML_CLOCK_SM)})
+    read(activity.read)
     return sample
 
 

@@ -5,7 +5,9 @@
 
 from __future__ import annotations
 
+import json
 import math
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, fields, replace
@@ -18,7 +20,9 @@ from flatout import hub
 from flatout.config.settings import Decisions, PlanSettings, Settings
 from flatout.cost import checkpoint_bytes
 from flatout.data.corpus import Corpus, open_corpus
-from flatout.data.stream import Stream
+from flatout.data.prepare import cache_folder
+from flatout.data.stream import Batch, Stream
+from flatout.engine import search
 from flatout.engine.faults import OutOfMemory, explained, require_space
 from flatout.engine.prepare import prepare
 from flatout.engine.ranks import Ranks, from_environment, joined
@@ -86,6 +90,7 @@ def run(
         active = resolve(plan, local_rank=ranks.local_rank, deterministic=settings.train.deterministic)
         phases = Phases(device=active.device.type)
         engine = build_engine(settings, plan, active, ranks=ranks, phases=phases, total_steps=total_steps)
+        plan = with_found_micro_batch(plan, engine, stream, session, ranks, cache=cache_folder(settings.data))
         ledger = Ledger(session, plan=plan, active=active)
         introduce(session, plan, active, hardware=hardware, ranks=ranks, corpus=corpus, total_steps=total_steps)
 
@@ -239,7 +244,12 @@ def build_engine(
         with torch.device(active.device):
             model = Decoder(plan.job.shape, compute_dtype=active.dtype)
         model.initialise(settings.seed)
-    rows = prepare(model, active=active, recompute=plan.decisions.recompute or "none")
+    head_loss, eight = prepare(
+        model,
+        active=active,
+        recompute=plan.decisions.recompute or "none",
+        loss_chunk=plan.decisions.loss_chunk or 1024,
+    )
     return Engine(
         model=model,
         optimizer=adamw(model, settings.train, fused=active.fused_optimizer),
@@ -247,11 +257,48 @@ def build_engine(
         active=active,
         ranks=ranks,
         phases=phases,
-        rows=rows,
-        loss_chunk=plan.decisions.loss_chunk or 1024,
+        head_loss=head_loss,
+        eight=eight,
+        batch_tokens=settings.train.batch_tokens,
         clip=settings.train.clip,
         seed=settings.seed,
     )
+
+
+def with_found_micro_batch(
+    plan: Plan, engine: Engine, stream: Stream, session: Session, ranks: Ranks, *, cache: Path
+) -> Plan:
+    """The plan with the micro-batch that runs fastest here, unless it was pinned or there is no GPU to fill."""
+    pins = plan.job.pins
+    if pins.micro_batch or pins.accumulation or engine.active.device.type != "cuda":
+        return plan
+    key, folder = search.key_of(plan), cache / "micro-batch"
+    known = search.remembered(folder, key) if ranks.first else None
+    text = ranks.agree("" if known is None else json.dumps([asdict(trial) for trial in known]))
+    if text:
+        trials, source = [search.Trial(**trial) for trial in json.loads(text)], "measured here before"
+    else:
+
+        def batch_of(size: int) -> Batch:
+            return stream.micro_batches(0, rank=ranks.rank, world=ranks.world, micro_batch=size)[0]
+
+        began = time.perf_counter()
+        trials, source = search.search(engine, plan, ranks, batch_of), "measured here"
+        session.recorder.event(
+            "micro_batch",
+            trials=[asdict(trial) for trial in trials],
+            seconds=time.perf_counter() - began,
+            compile_seconds=sum(trial.first_s for trial in trials),
+        )
+        if ranks.first:
+            search.remember(folder, key, trials)
+        # The peak that is recorded is the run's own.
+        torch.cuda.reset_peak_memory_stats()
+    size = int(ranks.agree(str(search.chosen(trials).micro_batch)))
+    plan = search.fitted(plan, trials, size=size, source=source)
+    if ranks.first:
+        session.run.replan(plan.to_json())
+    return plan
 
 
 def introduce(

@@ -23,7 +23,7 @@ from flatout.engine.resolve import Active
 from flatout.engine.step import StepFacts
 from flatout.plan import Plan, compile_break_even
 from flatout.probe import Monitor, describe
-from flatout.recipes.verdict import BESIDE, WARM_STEPS, LossTrend, Outcome, Speedometer
+from flatout.recipes.verdict import WARM_STEPS, LossTrend, Outcome, Speedometer
 from flatout.record import Recorder, Run, Sink, StepRecord
 
 # Steps between collections of Python garbage when the plan takes them out of Python's hands.
@@ -148,8 +148,7 @@ class Ledger:
         """Says once what compiling took, from the first steps, and from which step on it has paid."""
         if self.active.compile == "none" or len(self._early) > WARM_STEPS:
             return
-        beside = sum(span.seconds for span in record.spans if span.phase in BESIDE)
-        self._early.append(record.seconds - beside)
+        self._early.append(record.training_s)
         if len(self._early) > WARM_STEPS:
             took = max(0.0, self._early[0] - self._early[-1])
             paid = compile_break_even(self.plan.job, precision=self.plan.decisions.precision or "fp32", compile_s=took)

@@ -13,8 +13,6 @@ from flatout.record import StepRecord
 
 # Steps at the start that compile, warm caches and fill queues; they do not count towards speed.
 WARM_STEPS = 3
-# Phases that are not training.
-BESIDE = ("eval", "save", "profile")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,11 +41,10 @@ class Speedometer:
         if self.warm_left:
             self.warm_left -= 1
             return
-        beside = sum(s.seconds for s in record.spans if s.phase in BESIDE)
         self.steps += 1
         self.tokens += record.tokens
         self.wall += record.seconds
-        self.seconds += max(record.seconds - beside, 1e-9)
+        self.seconds += record.training_s
         self.spans += sum(s.seconds for s in record.spans)
         self.data += sum(s.seconds for s in record.spans if s.phase == "data")
 

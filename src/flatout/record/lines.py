@@ -87,6 +87,26 @@ def read_lines(path: Path, *, start_byte: int = 0, end_byte: int | None = None) 
             start_byte += len(text)
 
 
+def spread_lines(path: Path, *, count: int) -> Iterator[Line]:
+    """At most `count` lines, evenly spread over the file, however long it is; the first is among them."""
+    if not path.exists():
+        return
+    size, after = path.stat().st_size, 0
+    with path.open("rb") as file:
+        for at in range(count):
+            start = max(after, size * at // count)
+            if start > after:
+                file.seek(start - 1)
+                start += len(file.readline()) - 1  # to the start of the next line
+            else:
+                file.seek(start)
+            text = file.readline()
+            if not text.endswith(b"\n"):
+                return
+            after = start + len(text)
+            yield Line(decode(text, source=f"{path}, the line at byte {start},"), start, after)
+
+
 def last_line(path: Path) -> Line | None:
     """The last whole line, found from the end."""
     if not path.exists():

@@ -9,6 +9,9 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, Protocol
 
+# Phases that are not training: a step's speed is what is left without them.
+BESIDE = ("eval", "save", "profile")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Span:
@@ -35,6 +38,11 @@ class StepRecord:
     memory: Mapping[str, float] = field(default_factory=dict)  # allocated_gib, reserved_gib, peak_gib, total_gib
     utilisation: Mapping[str, float] = field(default_factory=dict)  # fractions: gpu, cpu, ram
     extra: Mapping[str, Any] = field(default_factory=dict)  # lr, grad_norm, loss_scale, skipped, recompiles
+
+    @property
+    def training_s(self) -> float:
+        """Seconds without what was done beside training."""
+        return max(self.seconds - sum(span.seconds for span in self.spans if span.phase in BESIDE), 1e-9)
 
 
 @dataclass(frozen=True, kw_only=True)

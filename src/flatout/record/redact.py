@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 MASK = "***"
@@ -46,24 +46,32 @@ _SHAPES = re.compile(
 
 def redact(text: str) -> str:
     """The text with its secrets masked; the rest, line structure included, stays as it is."""
-    for secret in _secrets_of_this_process():
+    return _masked(text, _secrets_of_this_process())
+
+
+def redacted(value: Any) -> Any:
+    """The same for JSON-like data: text inside it is redacted, and text under a secret's name is masked."""
+    return _walked(value, _secrets_of_this_process())
+
+
+def _masked(text: str, secrets: Sequence[str]) -> str:
+    for secret in secrets:
         text = text.replace(secret, MASK)
     for rule in _RULES:
         text = rule.sub(rf"\g<keep>{MASK}", text)
     return _SHAPES.sub(MASK, text)
 
 
-def redacted(value: Any) -> Any:
-    """The same for JSON-like data: text inside it is redacted, and text under a secret's name is masked."""
+def _walked(value: Any, secrets: Sequence[str]) -> Any:
     if isinstance(value, str):
-        return redact(value)
+        return _masked(value, secrets)
     if isinstance(value, Mapping):
         return {
-            key: MASK if isinstance(item, str) and item and _NAMED.fullmatch(str(key)) else redacted(item)
+            key: MASK if isinstance(item, str) and item and _NAMED.fullmatch(str(key)) else _walked(item, secrets)
             for key, item in value.items()
         }
     if isinstance(value, list | tuple):
-        return [redacted(item) for item in value]
+        return [_walked(item, secrets) for item in value]
     return value
 
 

@@ -32,9 +32,13 @@ class Rollup:
     first_time: float
     last_time: float
     seconds: float
+    fastest_s: float  # the shortest and the longest step, without what was done beside training
+    slowest_s: float
     tokens: int
     padded_tokens: int
-    loss: float | None  # mean of the finite ones
+    loss: float | None  # mean of the finite ones, then their range
+    loss_low: float | None
+    loss_high: float | None
     num_non_finite: int  # losses that were NaN or infinite
     spans: Mapping[str, float]  # seconds by phase; by role/phase where the role is not "train"
     memory: Mapping[str, float]  # highest
@@ -125,6 +129,40 @@ def shortened(rollup: Rollup, *, steps_path: Path, before_step: int) -> Rollup:
     return _summary([step for step in steps if step.record.step < before_step])
 
 
+def single(record: StepRecord) -> Rollup:
+    """One step as a roll-up of its own."""
+    return _summary([_Step(record, 0, 0)])
+
+
+def merged(parts: Sequence[Rollup]) -> Rollup:
+    """Several roll-ups in a row as one; means are weighted by steps."""
+    first, last = parts[0], parts[-1]
+    losses = [(part.loss, part.num_steps - part.num_non_finite) for part in parts if part.loss is not None]
+    return Rollup(
+        attempt=last.attempt,
+        first_step=first.first_step,
+        last_step=last.last_step,
+        num_steps=sum(part.num_steps for part in parts),
+        start_byte=first.start_byte,
+        end_byte=last.end_byte,
+        first_time=first.first_time,
+        last_time=last.last_time,
+        seconds=sum(part.seconds for part in parts),
+        fastest_s=min(part.fastest_s for part in parts),
+        slowest_s=max(part.slowest_s for part in parts),
+        tokens=sum(part.tokens for part in parts),
+        padded_tokens=sum(part.padded_tokens for part in parts),
+        loss=_weighted(losses),
+        loss_low=min((part.loss_low for part in parts if part.loss_low is not None), default=None),
+        loss_high=max((part.loss_high for part in parts if part.loss_high is not None), default=None),
+        num_non_finite=sum(part.num_non_finite for part in parts),
+        spans={key: sum(values) for key, values in _columns(part.spans for part in parts).items()},
+        memory={key: max(values) for key, values in _columns(part.memory for part in parts).items()},
+        utilisation=_weighted_columns([(part.utilisation, part.num_steps) for part in parts]),
+        extra=_weighted_columns([(part.extra, part.num_steps) for part in parts]),
+    )
+
+
 def step_of(line: Line) -> StepRecord:
     try:
         return step_from_json(line.value)
@@ -165,15 +203,33 @@ def _summary(steps: Sequence[_Step]) -> Rollup:
         first_time=first.time,
         last_time=last.time,
         seconds=sum(record.seconds for record in records),
+        fastest_s=min(record.training_s for record in records),
+        slowest_s=max(record.training_s for record in records),
         tokens=sum(record.tokens for record in records),
         padded_tokens=sum(record.padded_tokens for record in records),
         loss=sum(finite) / len(finite) if finite else None,
+        loss_low=min(finite, default=None),
+        loss_high=max(finite, default=None),
         num_non_finite=len(losses) - len(finite),
         spans=dict(spans),
         memory={key: max(values) for key, values in _columns(record.memory for record in records).items()},
         utilisation=_means(record.utilisation for record in records),
         extra=_means(record.extra for record in records),
     )
+
+
+def _weighted(values: Sequence[tuple[float, int]]) -> float | None:
+    weight = sum(count for _, count in values)
+    return sum(value * count for value, count in values) / weight if weight else None
+
+
+def _weighted_columns(rows: Sequence[tuple[Mapping[str, float], int]]) -> dict[str, float]:
+    columns: dict[str, list[tuple[float, int]]] = defaultdict(list)
+    for row, count in rows:
+        for key, value in row.items():
+            columns[key].append((value, count))
+    means = {key: _weighted(values) for key, values in columns.items()}
+    return {key: mean for key, mean in means.items() if mean is not None}
 
 
 def _means(rows: Iterable[Mapping[str, object]]) -> dict[str, float]:

@@ -17,7 +17,7 @@ from typing import Any, Literal, Self
 
 from flatout.errors import EnvironmentLacks, FlatoutError, UsageError
 from flatout.record import rollup
-from flatout.record.lines import LineWriter, decode, encode, last_line, read_lines, write_atomic
+from flatout.record.lines import LineWriter, decode, encode, last_line, read_lines, spread_lines, write_atomic
 from flatout.record.records import (
     Diagnosis,
     Event,
@@ -42,6 +42,8 @@ _CONFIG_TEXT, _CONFIG, _PLAN, _HARDWARE, _ENVIRONMENT = (
     "env.json",
 )
 _FINDINGS = "findings.json"
+# Below so many roll-ups' worth of steps, a history reads every step.
+_FEW_ROLLUPS = 16
 _WRITTEN_ONCE = (_CONFIG_TEXT, _CONFIG, _PLAN, _HARDWARE, _ENVIRONMENT)
 
 # A forked child (a loader worker) shares its parent's lock; unless it lets go, the lock outlives a killed parent.
@@ -98,6 +100,11 @@ class Run:
         with _writing(self.path):
             write_atomic(self.path / _CONFIG, encode(redacted(config), indent=2))
             write_atomic(self.path / _CONFIG_TEXT, redact(config_text).encode())
+
+    def replan(self, plan: Mapping[str, Any]) -> None:
+        """The plan after what was tried on the device before the first step."""
+        with _writing(self.path):
+            write_atomic(self.path / _PLAN, encode(redacted(plan), indent=2))
 
     @classmethod
     def open(cls, path: Path | str) -> Run:
@@ -182,12 +189,42 @@ class Run:
             for part, before_step in rollup.standing(self.rollups(rank=rank))
         ]
 
+    def history(self, *, at_most: int, rank: int = 0, latest: Sequence[Rollup] | None = None) -> list[Rollup]:
+        """`latest_steps` in at most so many parts of like length, for charts: a short run step by step.
+
+        Whoever has the `latest_rollups` already gives them as `latest`.
+        """
+        parts = self.latest_rollups(rank=rank) if latest is None else latest
+        if sum(part.num_steps for part in parts) <= rollup.STEPS_PER_ROLLUP * _FEW_ROLLUPS:
+            parts = [rollup.single(record) for part in parts for record in self.steps_in(part, rank=rank)]
+        size = max(1, -(-len(parts) // at_most))
+        return [rollup.merged(parts[at : at + size]) for at in range(0, len(parts), size)]
+
+    def steps_in(self, part: Rollup, *, rank: int = 0) -> Iterator[StepRecord]:
+        """The lines a roll-up covers."""
+        return rollup.steps_of(part, steps_path=self.file("steps", rank))
+
     def events(self, *, rank: int = 0) -> Iterator[Event]:
         return (event_from_json(line.value) for line in read_lines(self.file("events", rank)))
 
-    def samples(self, *, rank: int = 0) -> Iterator[Mapping[str, Any]]:
-        """What the monitor saw on this rank's machine."""
-        return (line.value for line in read_lines(self.file("monitor", rank)))
+    def recent_steps(self, count: int, *, rank: int = 0, latest: Sequence[Rollup] | None = None) -> list[StepRecord]:
+        """The last lines of `latest_steps`, at most `count`, found from the end; `latest` as for `history`."""
+        found: list[StepRecord] = []
+        for part in reversed(self.latest_rollups(rank=rank) if latest is None else latest):
+            found = [*self.steps_in(part, rank=rank), *found]
+            if len(found) >= count:
+                break
+        return found[-count:]
+
+    def samples(self, *, rank: int = 0, at_most: int | None = None) -> Iterator[Mapping[str, Any]]:
+        """What the monitor saw on this rank's machine; `at_most` so many, evenly spread over the run."""
+        path = self.file("monitor", rank)
+        lines = read_lines(path) if at_most is None else spread_lines(path, count=at_most)
+        return (line.value for line in lines)
+
+    def last_sample(self, *, rank: int = 0) -> Mapping[str, Any] | None:
+        line = last_line(self.file("monitor", rank))
+        return line.value if line else None
 
     def ranks(self) -> list[int]:
         """The ranks that recorded steps."""
@@ -219,7 +256,13 @@ class Run:
         """What the doctor last said of this run; None if it was never asked."""
         if not (self.path / _FINDINGS).is_file():
             return None
-        return diagnosis_from_json(self._read(_FINDINGS))
+        try:
+            return diagnosis_from_json(self._read(_FINDINGS))
+        except (KeyError, TypeError) as error:
+            raise UsageError(
+                f"{self.path / _FINDINGS} is not what this version of flatout writes ({error}). "
+                "Ask the doctor again, or delete it."
+            ) from error
 
     def write_diagnosis(self, diagnosis: Diagnosis) -> None:
         with _writing(self.path):

@@ -1,0 +1,169 @@
+"""Finds the micro-batch that runs fastest on this device by trying a few (`plan.micro_batch: auto`).
+
+Each candidate runs real forward and backward passes over the longest sequences, with gradients standing as in a real
+step. One that does not fit is only left out. The batch of a step stays what was asked for, and nothing is changed:
+no weight, no scale, no random state that a step uses. What was found is kept in the user's cache folder.
+"""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import json
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from flatout import __version__
+from flatout.data.stream import Batch
+from flatout.engine.faults import is_out_of_memory
+from flatout.engine.ranks import Ranks
+from flatout.engine.step import Engine
+from flatout.errors import RunFailed, UsageError
+from flatout.plan import Plan
+from flatout.record.lines import write_atomic
+
+# Passes timed of each candidate, seconds after which no other is tried, and how near the best is as good.
+PASSES, BUDGET_S, NEAR = 3, 50.0, 0.99
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trial:
+    micro_batch: int
+    tokens_per_s: float | None  # None: it did not fit
+    first_s: float  # of the first pass, which compiles
+
+
+def candidates(plan: Plan) -> list[int]:
+    """The predicted size, then its neighbours: twice as large where memory may allow it, and smaller ones."""
+    sequences, predicted = plan.job.rank_sequences, plan.decisions.micro_batch or 1
+    sizes = [n for n in range(1, sequences + 1) if sequences % n == 0]
+    larger = [n for n in sizes if predicted < n <= 2 * predicted and _may_fit(plan, n)][-1:]
+    smaller = [next((n for n in reversed(sizes) if n <= predicted // part), None) for part in (2, 4)]
+    return [predicted, *larger, *(n for n in dict.fromkeys(smaller) if n is not None)]
+
+
+def search(engine: Engine, plan: Plan, ranks: Ranks, batch_of: Callable[[int], Batch]) -> list[Trial]:
+    """Tries the candidates on all ranks; where none of them fits, halves of the smallest until one does."""
+    trials: list[Trial] = []
+    began = time.perf_counter()
+    waiting = candidates(plan)
+    while waiting:
+        size = waiting.pop(0)
+        trial = _try(engine, batch_of, size, ranks)
+        trials.append(trial)
+        if not waiting and not _fitting(trials) and size > 1:
+            waiting.append(_half(plan, size))
+        spent = time.perf_counter() - began - sum(t.first_s for t in trials)
+        if ranks.any(spent > BUDGET_S) and _fitting(trials):
+            break
+    if not _fitting(trials):
+        raise RunFailed("not even one sequence fits into this device's memory: shorten data.sequence_length")
+    return trials
+
+
+def chosen(trials: Sequence[Trial]) -> Trial:
+    """The smallest of those as fast as the fastest: what memory it leaves is worth more than a percent."""
+    fitting = _fitting(trials)
+    best = max(trial.tokens_per_s or 0.0 for trial in fitting)
+    return min((t for t in fitting if (t.tokens_per_s or 0.0) >= NEAR * best), key=lambda t: t.micro_batch)
+
+
+def key_of(plan: Plan) -> str:
+    """All that the answer depends on."""
+    loose = ("micro_batch", "accumulation", "loss_chunk", "workers", "prefetch", "pin_memory", "manual_gc")
+    facts = {
+        "versions": [__version__, str(torch.__version__)],
+        "device": [plan.job.hardware.name, plan.job.hardware.memory_gib],
+        "shape": plan.job.shape.to_json(),
+        "job": [plan.job.sequence_length, plan.job.rank_sequences, plan.job.num_ranks, plan.job.packing],
+        "decisions": {k: v for k, v in asdict(plan.decisions).items() if k not in loose},
+    }
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+
+
+def remembered(folder: Path, key: str) -> list[Trial] | None:
+    """What an earlier search found; None if there was none, or its file cannot be read."""
+    try:
+        trials = [Trial(**trial) for trial in json.loads((folder / f"{key[:32]}.json").read_text())]
+    except (OSError, ValueError, TypeError):
+        return None
+    return trials if _fitting(trials) else None
+
+
+def remember(folder: Path, key: str, trials: Sequence[Trial]) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        write_atomic(folder / f"{key[:32]}.json", json.dumps([asdict(trial) for trial in trials]).encode())
+    except OSError:
+        return  # a cache that cannot be written is searched again
+
+
+def longest(batch: Batch) -> Batch:
+    """The same tokens as one document per sequence: the most attention a batch of this shape can ask for."""
+    if batch.cu_seqlens is None:
+        return batch
+    tokens, length = batch.tokens.numel(), batch.sequence_length
+    ends = torch.full_like(batch.cu_seqlens, tokens)
+    whole = torch.arange(0, tokens + 1, length, dtype=ends.dtype)
+    ends[: len(whole)] = whole
+    return replace(batch, cu_seqlens=ends, positions=torch.arange(length).repeat(batch.num_sequences))
+
+
+def fitted(plan: Plan, trials: Sequence[Trial], *, size: int, source: str) -> Plan:
+    """The plan with the size that was found, and why."""
+    found = plan.but(micro_batch=size)
+    speeds = {trial.micro_batch: trial.tokens_per_s for trial in trials}
+    others = [f"{n}: {f'{speed:,.0f}' if speed else 'did not fit'}" for n, speed in speeds.items() if n != size]
+    reason = f"{speeds[size]:,.0f} tokens/s forward and backward, {source}" + (
+        f" ({', '.join(others)})" if others else ""
+    )
+    return replace(found, reasons={**found.reasons, "micro_batch": reason})
+
+
+def _try(engine: Engine, batch_of: Callable[[int], Batch], size: int, ranks: Ranks) -> Trial:
+    seconds, first_s, short = None, 0.0, False
+    try:
+        batch = longest(batch_of(size))
+        start = time.perf_counter()
+        engine.rehearse(batch)
+        engine.wait()
+        first_s = time.perf_counter() - start
+        start = time.perf_counter()
+        for _ in range(PASSES):
+            engine.rehearse(batch)
+        engine.wait()
+        seconds = (time.perf_counter() - start) / PASSES
+    except (torch.OutOfMemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        short = True
+    engine.forget()
+    gc.collect()
+    if ranks.any(short) or seconds is None:
+        return Trial(micro_batch=size, tokens_per_s=None, first_s=first_s)
+    tokens = size * batch.sequence_length * ranks.world
+    return Trial(micro_batch=size, tokens_per_s=tokens / seconds, first_s=max(0.0, first_s - seconds))
+
+
+def _fitting(trials: Sequence[Trial]) -> list[Trial]:
+    return [trial for trial in trials if trial.tokens_per_s is not None]
+
+
+def _half(plan: Plan, size: int) -> int:
+    return next(n for n in range(size // 2, 0, -1) if plan.job.rank_sequences % n == 0)
+
+
+def _may_fit(plan: Plan, size: int) -> bool:
+    total = plan.job.hardware.memory_gib
+    if total is None:
+        return False
+    pins: dict[str, Any] = {"micro_batch": size, "recompute": plan.decisions.recompute}
+    try:
+        return plan.but(**pins).predicted.peak_gib <= (plan.decisions.memory_fraction or 1.0) * total
+    except UsageError:  # the plan itself says that it does not fit
+        return False

@@ -1,0 +1,231 @@
+"""Which charts a run has, and what they are drawn from."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from flatout.insight.report.charts import Band, Bands, Chart, Level, Line, Point, share, short
+from flatout.insight.speed import training_s
+from flatout.insight.story import Story
+from flatout.record import Rollup
+
+# Phases in the order they are stacked, with the class that colours them.
+PHASES = {
+    "data": "p2",
+    "forward": "p1",
+    "backward": "p4",
+    "reduce": "p3",
+    "optimize": "p6",
+    "optimizer": "p6",
+    "generate": "p3",
+    "reference": "p8",
+    "reward": "p5",
+    "record": "p7",
+    "eval": "p5",
+    "save": "p8",
+    "profile": "p7",
+    "other": "p0",
+    "unattributed": "p0",
+}
+# Of the monitor's numbers, those that are shares of one; `busy` is NVML's utilisation.
+ACTIVITY = {"busy": "GPU busy", "sm_active": "SM", "tensor_active": "tensor", "dram_active": "DRAM"}
+
+
+def charts(story: Story, *, id: str) -> list[Chart | Bands]:
+    """All charts of one run."""
+    return [
+        loss_chart([story], id=f"{id}loss"),
+        speed_chart([story], id=f"{id}speed"),
+        _mfu(story, id=f"{id}mfu"),
+        _memory(story, id=f"{id}memory"),
+        _bands(story, id=f"{id}phases"),
+        _utilisation(story, id=f"{id}utilisation"),
+    ]
+
+
+def loss_chart(stories: Sequence[Story], *, id: str) -> Chart:
+    lines = [
+        Line(name=_label(stories, n, "training"), colour=_colour(stories, n, 1), points=_points(story, _loss))
+        for n, story in enumerate(stories)
+    ]
+    if len(stories) == 1:
+        points = [Point(x=found.step, y=found.val_loss) for found in stories[0].evaluations]
+        lines.append(Line(name="validation", colour=2, points=points, dots=True))
+    broken = [part.last_step + 1.0 for story in stories for part in story.parts if part.num_non_finite]
+    return Chart(
+        id=id,
+        title="Loss",
+        about=_about(stories, "Loss", lines, number=short)
+        + (f" Not finite in {len(broken)} places." if broken else ""),
+        show=short,
+        lines=lines,
+        broken=broken,
+        from_zero=False,
+    )
+
+
+def speed_chart(stories: Sequence[Story], *, id: str) -> Chart:
+    lines = [
+        Line(name=_label(stories, n, "tokens/s"), colour=_colour(stories, n, 1), points=_points(story, _speed))
+        for n, story in enumerate(stories)
+    ]
+    levels = _level("predicted", stories[0].plan.get("predicted", {}).get("tokens_per_s")) if len(stories) == 1 else ()
+    about = _about(stories, "Tokens per second, evaluations and saves apart", lines, number=short)
+    return Chart(id=id, title="Tokens per second", about=about, show=short, lines=lines, levels=levels)
+
+
+def _mfu(story: Story, *, id: str) -> Chart:
+    def by(convention: str) -> Callable[[Rollup], Point | None]:
+        def read(part: Rollup) -> Point | None:
+            shares = story.rates.shares(tokens=part.tokens, seconds=training_s(part)) if story.rates else None
+            value = getattr(shares, convention, None)
+            return None if value is None else Point(x=part.last_step + 1, y=value)
+
+        return read
+
+    lines = [
+        Line(name="as done", colour=1, points=_points(story, by("mfu"))),
+        Line(name="6N + 12LHT", colour=2, points=_points(story, by("mfu_common"))),
+    ]
+    levels = _level("predicted, as done", story.plan.get("predicted", {}).get("mfu"))
+    about = _about([story], "Share of the device's peak arithmetic", lines, number=share)
+    return Chart(
+        id=id,
+        title="MFU",
+        about=about,
+        show=share,
+        lines=lines,
+        levels=levels,
+        missing="the peak of this device, or the operations of this model, are not known",
+    )
+
+
+def _memory(story: Story, *, id: str) -> Chart:
+    def by(key: str) -> Callable[[Rollup], Point | None]:
+        return lambda part: Point(x=part.last_step + 1, y=part.memory[key]) if key in part.memory else None
+
+    names = {"peak_gib": "peak", "reserved_gib": "reserved"}
+    lines = [
+        Line(name=name, colour=n, points=_points(story, by(key))) for n, (key, name) in enumerate(names.items(), 1)
+    ]
+    levels = [
+        *_level("predicted peak", story.plan.get("predicted", {}).get("peak_gib")),
+        *_level(f"all there is: {short(story.total_gib or 0)} GiB", story.total_gib),
+    ]
+    about = _about([story], "Memory in GiB", lines, number=short)
+    return Chart(id=id, title="Memory, GiB", about=about, show=short, lines=lines, levels=levels)
+
+
+def _bands(story: Story, *, id: str) -> Bands:
+    parts = [part for part in story.parts if part.spans]
+    names = sorted({name for part in parts for name in part.spans}, key=_order)
+    whole = {phase.name: phase.share for phase in story.phases}
+    shares = {name: [part.spans.get(name, 0.0) / _wall(part) for part in parts] for name in names}
+    if "unattributed" in whole:
+        shares["unattributed"] = [1 - sum(part.spans.values()) / _wall(part) for part in parts]
+    bands = [
+        Band(name=name, colour=phase_colour(name), shares=column, share=whole[name]) for name, column in shares.items()
+    ]
+    about = ", ".join(f"{phase.name} {100 * phase.share:.1f} %" for phase in story.phases)
+    return Bands(
+        id=id,
+        title="Phases",
+        about=f"Share of time by phase. Over the whole run: {about}.",
+        xs=[part.last_step + 1 for part in parts],
+        bands=bands,
+    )
+
+
+def _utilisation(story: Story, *, id: str) -> Chart:
+    lines = [
+        Line(name=name, colour=colour, points=_samples(story, partial(_of_gpus, key=key)))
+        for colour, (key, name) in zip((1, 3, 2, 4), ACTIVITY.items(), strict=True)
+    ]
+    lines.append(Line(name="CPU", colour=5, points=_samples(story, lambda sample: sample.get("cpu"))))
+    about = _about([story], "Share of time the machine was busy", [line for line in lines if line.points], number=share)
+    return Chart(id=id, title="Utilisation", about=about, show=share, lines=lines)
+
+
+def phase_colour(name: str) -> str:
+    return PHASES.get(name.rsplit("/", 1)[-1], "p7")
+
+
+def _order(name: str) -> tuple[int, str]:
+    base = name.rsplit("/", 1)[-1]
+    return ([*PHASES].index(base) if base in PHASES else len(PHASES), name)
+
+
+def _wall(part: Rollup) -> float:
+    """Recorded seconds; where the phases' own clock runs ahead of it, theirs."""
+    return max(part.seconds, sum(part.spans.values()), 1e-9)
+
+
+def _points(story: Story, read: Callable[[Rollup], Point | None]) -> list[Point]:
+    return [point for part in story.parts if (point := read(part)) is not None]
+
+
+def _loss(part: Rollup) -> Point | None:
+    if part.loss is None:
+        return None
+    return Point(x=part.last_step + 1, y=part.loss, low=part.loss_low, high=part.loss_high)
+
+
+def _speed(part: Rollup) -> Point:
+    a_step = part.tokens / part.num_steps
+    return Point(
+        x=part.last_step + 1,
+        y=part.tokens / training_s(part),
+        low=a_step / part.slowest_s,
+        high=a_step / part.fastest_s,
+    )
+
+
+def _samples(story: Story, read: Callable[[Mapping[str, Any]], float | None]) -> list[Point]:
+    """A number of the monitor at the step that was under way."""
+    times = [part.last_time for part in story.parts]
+    points: list[Point] = []
+    for sample in story.samples:
+        value = read(sample)
+        if value is not None and times and sample["time"] <= times[-1]:
+            points.append(Point(x=_step_at(story.parts, times, sample), y=value))
+    return points
+
+
+def _of_gpus(sample: Mapping[str, Any], *, key: str) -> float | None:
+    """Mean over the GPUs that tell."""
+    values = [float(gpu[key]) for gpu in sample.get("gpus", []) if key in gpu]
+    return sum(values) / len(values) if values else None
+
+
+def _step_at(parts: Sequence[Rollup], times: Sequence[float], sample: Mapping[str, Any]) -> float:
+    part = parts[bisect_left(times, sample["time"])]
+    spent = part.last_time - part.first_time + part.seconds / part.num_steps
+    done = 1 - (part.last_time - float(sample["time"])) / max(spent, 1e-9)
+    return part.first_step + max(0.0, min(1.0, done)) * part.num_steps
+
+
+def _level(name: str, y: float | None) -> Sequence[Level]:
+    return () if y is None else (Level(name=name, y=y),)
+
+
+def _label(stories: Sequence[Story], at: int, alone: str) -> str:
+    """What stands at the end of a line; runs are told apart by their number in the table."""
+    return alone if len(stories) == 1 else f"run {at + 1}"
+
+
+def _colour(stories: Sequence[Story], at: int, alone: int) -> int:
+    return alone if len(stories) == 1 else at % 6 + 1
+
+
+def _about(stories: Sequence[Story], what: str, lines: Sequence[Line], *, number: Callable[[float], str]) -> str:
+    said = []
+    for line in lines:
+        if not line.points:
+            continue
+        low, high = min(point.bottom for point in line.points), max(point.top for point in line.points)
+        said.append(f"{line.name} from {number(low)} to {number(high)}, last {number(line.points[-1].y)}")
+    steps = max((story.num_steps for story in stories), default=0)
+    return f"{what} over {steps:,} steps: {'; '.join(said) or 'nothing recorded'}."

@@ -1,0 +1,532 @@
+"""The pieces of a report, one function a section; the page on paper and the live page are made of the same ones."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, TypeVar
+
+from flatout.insight import hints, numbers
+from flatout.insight.machine import Machine
+from flatout.insight.report.charts import Bands, Chart, draw, draw_bands
+from flatout.insight.report.figures import charts, loss_chart, phase_colour, speed_chart
+from flatout.insight.report.html import Child, Html, join, tag, text
+from flatout.insight.story import Choice, Forecast, Gpu, Story
+from flatout.record import Finding
+from flatout.terminal import duration, notice, number, percent
+
+T = TypeVar("T")
+
+GRADES = {"good": "Good", "bad": "Not good", "open": "Open"}
+# The numbers that stand at the top, beside the time spent or left; the last section has all, with their sources.
+HEADLINE = ("tokens_per_s", "mfu", "step_s", "peak_gib", "data_share", "loss", "val_loss")
+# Rows of the table beside a chart, and of the list of events.
+NUM_ROWS, NUM_EVENTS = 9, 60
+GAUGES = {
+    "busy": ("some kernel running", percent),
+    "sm_active": ("SM active", percent),
+    "tensor_active": ("tensor cores active", percent),
+    "dram_active": ("DRAM bandwidth", percent),
+    "memory_gib": ("memory, GiB", number),
+    "power_w": ("power, W", number),
+    "temperature_c": ("temperature, °C", number),
+    "sm_clock_mhz": ("SM clock, MHz", number),
+}
+
+
+def run_sections(story: Story, *, id: str = "", level: int = 2) -> list[Html]:
+    """Every section of one run, the verdict first."""
+    return [
+        verdict(story, id=id, level=level),
+        findings(story, id=id, level=level),
+        chart_section(story, id=id, level=level),
+        time_spent(story, id=id, level=level),
+        plan(story, id=id, level=level),
+        criteria(story, id=id, level=level),
+        machine(story, id=id, level=level),
+        happened(story, id=id, level=level),
+        environment(story, id=id, level=level),
+        provenance(story, id=id, level=level),
+    ]
+
+
+def contents(*, id: str = "") -> Html:
+    """Links to the sections of one run."""
+    names = {
+        "findings": "Findings",
+        "charts": "Charts",
+        "time": "Time",
+        "plan": "Plan",
+        "criteria": "Criteria",
+        "machine": "Machine",
+        "events": "Events",
+        "environment": "Environment",
+        "provenance": "Sources",
+    }
+    return _nav({f"{id}{key}": name for key, name in names.items()}, label="Sections")
+
+
+def runs_contents(stories: Sequence[Story]) -> Html:
+    """Links to the parts of a page of several runs."""
+    parts = {"runs": "Side by side", "same-axes": "On the same axes", "differences": "Settings that differ"}
+    runs = {f"r{at}-verdict": f"Run {at}" for at, _ in enumerate(stories, 1)}
+    return _nav(parts | runs, label="Parts")
+
+
+def _nav(links: Mapping[str, str], *, label: str) -> Html:
+    items = [tag("li", tag("a", name, href=f"#{target}")) for target, name in links.items()]
+    return tag("nav", tag("ul", items), aria_label=label)
+
+
+def verdict(story: Story, *, id: str, level: int) -> Html:
+    found = {figure.key: figure for figure in numbers.figures(story)}
+    tiles = [
+        tag("div", tag("dt", found[key].name), tag("dd", found[key].text), class_="tile")
+        for key in (*HEADLINE, "seconds" if story.state.over else "left_s")
+    ]
+    limit = story.limit
+    near = None
+    if limit.get("share") is not None:
+        ceiling = number(limit.get("ceiling_tokens_per_s"))
+        near = f"{percent(limit['share'])} of the limit of {ceiling} tokens/s for this model on this device"
+        near += f" ({limit['source']})." if limit.get("source") else "."
+    return _section(
+        story.name,
+        tag(
+            "div",
+            tag("p", tag("strong", GRADES[story.grade], class_="grade"), f" {_state(story)}", class_="said"),
+            tag("p", story.verdict, class_="doctor") if story.verdict else None,
+            tag("p", near) if near else None,
+            tag("p", story.judged),
+            class_=f"verdict {story.grade}",
+        ),
+        tag("dl", tiles, class_="tiles"),
+        id=f"{id}verdict",
+        level=level - 1,
+    )
+
+
+def _state(story: Story) -> str:
+    steps = f"{story.num_steps:,} steps" if story.total_steps in (None, story.num_steps) else ""
+    steps = steps or f"step {story.num_steps:,} of {story.total_steps:,}"
+    left = "" if story.left_s is None or story.state.over else f", about {duration(story.left_s)} left"
+    times = "" if story.num_attempts < 2 else f", in {story.num_attempts} attempts"
+    return f"{story.state.sentence}: {steps}, {story.tokens:,} tokens in {duration(story.seconds)}{left}{times}."
+
+
+def findings(story: Story, *, id: str, level: int) -> Html:
+    found = hints.findings(story)
+    asked = story.verdict is not None
+    who = (
+        "By the doctor, the costliest first."
+        if asked
+        else "From the record alone; the doctor was not asked. It looks deeper: flatout doctor RUN."
+    )
+    body: Child = [_finding(finding, level=level + 1) for finding in found]
+    if not found:
+        body = tag("p", nothing_found(story), class_="none")
+    return _section("Findings", tag("p", who, class_="note"), body, id=f"{id}findings", level=level)
+
+
+def nothing_found(story: Story) -> str:
+    return f"{'No cause was found' if story.grade == 'bad' else 'Nothing is wrong'}, as far as was looked."
+
+
+def _finding(finding: Finding, *, level: int) -> Html:
+    facts = [("cause", finding.cause)]
+    facts += [("share of step time", percent(finding.share))] if finding.share is not None else []
+    facts += [(f"gain, {finding.status}", percent(finding.gain))] if finding.gain is not None else []
+    return tag(
+        "article",
+        tag(f"h{level}", finding.sentence),
+        tag("p", finding.fix, class_="fix"),
+        tag("ul", [tag("li", line) for line in finding.evidence], class_="evidence"),
+        tag("dl", [tag("div", tag("dt", name), tag("dd", value)) for name, value in facts], class_="facts"),
+        class_="finding",
+    )
+
+
+def chart_section(story: Story, *, id: str, level: int) -> Html:
+    made = charts(story, id=id)
+    each = max((part.num_steps for part in story.parts), default=1)
+    note = "Every point is one step." if each == 1 else f"A point is the mean of up to {each:,} steps"
+    shaded = "" if each == 1 else "; the shaded range runs from their lowest to their highest value."
+    return _section(
+        "Step by step",
+        tag("p", f"{note}{shaded}", class_="note"),
+        tag("div", [figure(chart, level=level + 1) for chart in made], class_="charts"),
+        id=f"{id}charts",
+        level=level,
+    )
+
+
+def figure(chart: Chart | Bands, *, level: int) -> Html:
+    drawn = draw_bands(chart) if isinstance(chart, Bands) else draw(chart)
+    return tag(
+        "figure",
+        tag("figcaption", tag(f"h{level}", chart.title)),
+        drawn,
+        _numbers(chart),
+        id=chart.id,
+    )
+
+
+def _numbers(chart: Chart | Bands) -> Html | None:
+    """A chart's numbers as a short table, for those who cannot or would not read curves."""
+    if isinstance(chart, Bands):
+        heads = [band.name for band in chart.bands]
+        rows = [
+            [f"{x:,.0f}", *(percent(band.shares[at]) for band in chart.bands)]
+            for at, x in _spread(list(enumerate(chart.xs)))
+        ]
+    else:
+        heads = [line.name for line in chart.lines if line.points]
+        rows = []
+        for line in chart.lines:
+            for point in _spread(line.points):
+                cells = [chart.show(point.y) if other is line else "" for other in chart.lines if other.points]
+                rows.append([f"{point.x:,.0f}", *cells])
+        rows.sort(key=lambda row: float(row[0].replace(",", "")))
+    if not rows:
+        return None
+    return tag(
+        "details",
+        tag("summary", "In numbers"),
+        table(["step", *heads], rows, caption=chart.title, numeric=True),
+        id=f"{chart.id}-numbers",
+    )
+
+
+def _spread(values: Sequence[T]) -> list[T]:
+    """At most a few of them, the last included."""
+    size = -(-len(values) // NUM_ROWS) or 1
+    return [*reversed(values[::-1][::size])]
+
+
+def time_spent(story: Story, *, id: str, level: int) -> Html:
+    phases = sorted(story.phases, key=lambda phase: -phase.seconds)
+    rows = [
+        [
+            tag("span", phase.name, class_=f"key {phase_colour(phase.name)}"),
+            duration(phase.seconds) if phase.seconds >= 60 else number(phase.seconds, unit=" s"),
+            percent(phase.share),
+            _bar(phase.share, phase_colour(phase.name)),
+        ]
+        for phase in phases
+    ]
+    body = table(["phase", "time", "share", ""], rows, caption="Time by phase") if rows else _none("no phases")
+    return _section(
+        "Where the time went",
+        tag(
+            "p",
+            "All recorded steps, on the device's clock where there is one; source: steps.jsonl, spans.",
+            class_="note",
+        ),
+        body,
+        id=f"{id}time",
+        level=level,
+    )
+
+
+def _bar(value: float, colour: str) -> Html:
+    width = round(100 * min(1.0, max(0.0, value)), 1)
+    return tag(
+        "svg",
+        tag("rect", x=0, y=0, width=width, height=8, rx=1, class_=f"band {colour}"),
+        viewBox="0 0 100 8",
+        preserveAspectRatio="none",
+        class_="bar",
+        aria_hidden="true",
+    )
+
+
+def plan(story: Story, *, id: str, level: int) -> Html:
+    if not story.choices and not story.forecasts:
+        return _section("Plan", _none("this run had no plan of flatout's"), id=f"{id}plan", level=level)
+    return _section(
+        "Plan against measurement",
+        tag("p", "Predicted before the first step (plan.json), measured over the steps (steps.jsonl).", class_="note"),
+        table(
+            ["what", "predicted", "measured", "measured / predicted"],
+            [_forecast(row) for row in story.forecasts],
+            caption="Predictions and what came of them",
+            numeric=True,
+        ),
+        tag(
+            "p",
+            "Predicted memory: ",
+            ", ".join(f"{name.replace('_', ' ')} {size:.2f}" for name, size in story.memory_parts.items()),
+            " GiB.",
+            class_="note",
+        )
+        if story.memory_parts
+        else None,
+        table(
+            ["decision", "value", "reason", "as found on the device"],
+            [_choice(choice) for choice in story.choices],
+            caption="Decisions with their reasons",
+        ),
+        id=f"{id}plan",
+        level=level,
+    )
+
+
+def _forecast(row: Forecast) -> list[Child]:
+    show = percent if row.name.startswith("mfu") else number
+    ratio = "n/a" if row.ratio is None else f"{row.ratio:.2f}"
+    return [row.unit, show(row.predicted), show(row.measured), ratio]
+
+
+def _choice(choice: Choice) -> list[Child]:
+    value = {True: "yes", False: "no"}.get(choice.value) if isinstance(choice.value, bool) else str(choice.value)
+    return [tag("code", choice.name), tag("strong", value), choice.reason, choice.active or ""]
+
+
+def criteria(story: Story, *, id: str, level: int) -> Html:
+    words = {True: ("met", "good"), False: ("not met", "bad"), None: ("not measured", "open")}
+    rows = [
+        [
+            tag("code", verdict.criterion),
+            verdict.wanted,
+            verdict.got,
+            tag("strong", words[verdict.met][0], class_=f"word {words[verdict.met][1]}"),
+        ]
+        for verdict in story.criteria
+    ]
+    ended = "as judged at the end (events.jsonl, end)" if story.state.over else "as they stand so far"
+    body = table(["criterion", "wanted", "got", "verdict"], rows, caption=f"Criteria, {ended}") if rows else None
+    none = _none("the configuration has no criteria: section")
+    return _section("Criteria", body or none, id=f"{id}criteria", level=level)
+
+
+def machine(story: Story, *, id: str, level: int) -> Html:
+    note = f"{len(story.samples)} samples read, evenly spread over the run; source: monitor.jsonl."
+    ranks = [
+        [str(rank.rank), f"{rank.steps:,}", number(rank.step_s), percent(rank.data_share), number(rank.peak_gib)]
+        for rank in story.ranks
+    ]
+    return _section(
+        "Machine",
+        tag("p", note, class_="note"),
+        _gpus(story.gpus) if story.gpus else _none("no GPU was seen by the monitor"),
+        table(["rank", "steps", "s a step", "waiting for data", "peak GiB"], ranks, caption="Ranks", numeric=True)
+        if ranks
+        else None,
+        id=f"{id}machine",
+        level=level,
+    )
+
+
+def _gpus(gpus: Sequence[Gpu]) -> Html:
+    shown = [key for key in GAUGES if any(key in gpu.gauges for gpu in gpus)]
+    rows: list[list[Child]] = [[GAUGES[key][0], *(_gauge(gpu, key) for gpu in gpus)] for key in shown]
+    rows.append(["held back", *(_held(gpu) for gpu in gpus)])
+    return table(["", *(f"GPU {gpu.index}" for gpu in gpus)], rows, caption="Mean, and highest seen", numeric=True)
+
+
+def _gauge(gpu: Gpu, key: str) -> str:
+    gauge, show = gpu.gauges.get(key), GAUGES[key][1]
+    return "n/a" if gauge is None else f"{show(gauge.mean)} (up to {show(gauge.high)})"
+
+
+def _held(gpu: Gpu) -> str:
+    reasons = (f"{reason.replace('_', ' ')} {percent(share)}" for reason, share in gpu.throttle.items())
+    return ", ".join(reasons) or "never"
+
+
+def now(machine: Machine, *, level: int = 2) -> Html:
+    """This machine at this moment, for the live page."""
+    shown = [key for key in GAUGES if any(key in gpu for gpu in machine.gpus)]
+    rows = [
+        [
+            f"GPU {gpu['index']}",
+            machine.memory_of(gpu),
+            *(GAUGES[key][1](gpu.get(key)) for key in shown if key != "memory_gib"),
+            ", ".join(gpu["throttle"]).replace("_", " ") or "no" if "throttle" in gpu else "n/a",
+        ]
+        for gpu in machine.gpus
+    ]
+    heads = ["", "memory", *(GAUGES[key][0] for key in shown if key != "memory_gib"), "held back"]
+    host = [tag("div", tag("dt", name), tag("dd", value)) for name, value in machine.host().items()]
+    return _section(
+        "This machine, now",
+        tag("dl", host, class_="facts"),
+        table(heads, rows, caption="GPUs", numeric=True) if rows else _none("no GPU is visible to NVML here"),
+        id="now",
+        level=level,
+    )
+
+
+def happened(story: Story, *, id: str, level: int) -> Html:
+    said = [(event, _sentence(event.kind, event.data) or notice(event)) for event in story.events]
+    rows: list[list[Child]] = [
+        ["" if event.step is None else f"{event.step:,}", event.kind, sentence] for event, sentence in said if sentence
+    ]
+    left = len(rows) - NUM_EVENTS
+    note = tag("p", f"{left:,} more before these, in events.jsonl.", class_="note") if left > 0 else None
+    body = table(["step", "event", "what"], rows[-NUM_EVENTS:], caption="Events") if rows else _none("nothing of note")
+    return _section("What happened", note, body, id=f"{id}events", level=level)
+
+
+def _sentence(kind: str, data: Mapping[str, Any]) -> str | None:
+    match kind:
+        case "eval":
+            return f"validation loss {number(data['val_loss'], digits=4)}"
+        case "save":
+            return f"saved {data['checkpoint']}"
+        case "save-failed":
+            return f"NOT saved: {data.get('error')}"
+        case "attempt":
+            return f"attempt began: process {data.get('pid')} on {data.get('host')}"
+        case "end":
+            return f"ended by {data['outcome']['stopped_by']}"
+        case "target":
+            return f"target reached after {duration(data['seconds'])}"
+        case _:
+            return None
+
+
+def environment(story: Story, *, id: str, level: int) -> Html:
+    flat = [("hardware.json", story.hardware), ("env.json", story.environment)]
+    tables = [
+        table(
+            ["what", "value"],
+            [[tag("code", key), _value(value)] for key, value in flatten(facts)],
+            caption=f"From {name}",
+        )
+        for name, facts in flat
+    ]
+    return _section(
+        "Environment",
+        tables,
+        tag(
+            "details",
+            tag("summary", "Configuration (config.yaml)"),
+            tag("pre", tag("code", story.config_text), tabindex="0"),
+            id=f"{id}config",
+        ),
+        id=f"{id}environment",
+        level=level,
+    )
+
+
+def provenance(story: Story, *, id: str, level: int) -> Html:
+    rows: list[list[Child]] = [[figure.name, figure.text, figure.source] for figure in numbers.figures(story)]
+    return _section(
+        "Where the numbers come from",
+        tag("p", "Run folder ", tag("code", story.path), ". Nothing else was read.", class_="note"),
+        table(["number", "value", "source"], rows, caption="Every number of the first section"),
+        id=f"{id}provenance",
+        level=level,
+    )
+
+
+def side_by_side(stories: Sequence[Story]) -> list[Html]:
+    """Several runs in one table and on the same axes, and which settings differ."""
+    names = [f"run {at}" for at, _ in enumerate(stories, 1)]
+    rows: list[list[Child]] = [["state", *(story.state.sentence for story in stories)]]
+    rows += [["criteria", *(story.judged for story in stories)]]
+    rows += [
+        [row[0].name, *(figure.text for figure in row)]
+        for row in zip(*(numbers.figures(story) for story in stories), strict=True)
+    ]
+    listed = [
+        tag(
+            "li",
+            tag("a", f"run {at}", href=f"#r{at}-verdict", class_=f"t{(at - 1) % 6 + 1}"),
+            " ",
+            tag("strong", story.name),
+            " ",
+            tag("span", story.path, class_="path"),
+        )
+        for at, story in enumerate(stories, 1)
+    ]
+    differing = [
+        [tag("code", key), *(_value(value) for value in values)]
+        for key, values in differences([story.config for story in stories])
+    ]
+    return [
+        _section(
+            f"{len(stories)} runs side by side",
+            tag("ul", listed, class_="runs"),
+            table(["", *names], rows, caption="Side by side", numeric=True),
+            id="runs",
+            level=1,
+        ),
+        _section(
+            "On the same axes",
+            tag(
+                "div",
+                [figure(chart(stories, id=f"all-{n}"), level=3) for n, chart in enumerate((loss_chart, speed_chart))],
+                class_="charts",
+            ),
+            id="same-axes",
+            level=2,
+        ),
+        _section(
+            "Settings that differ",
+            table(["setting", *names], differing, caption="From config.json") if differing else _none("none differ"),
+            id="differences",
+            level=2,
+        ),
+    ]
+
+
+def differences(configs: Sequence[Mapping[str, Any]]) -> list[tuple[str, list[Any]]]:
+    """Settings that are not the same in all; one that is missing counts as unset."""
+    flat = [dict(flatten(config)) for config in configs]
+    keys = dict.fromkeys(key for config in flat for key in config)
+    rows = [(key, [config.get(key) for config in flat]) for key in keys]
+    return [(key, values) for key, values in rows if any(value != values[0] for value in values)]
+
+
+def flatten(facts: Mapping[str, Any], *, under: str = "") -> Iterable[tuple[str, Any]]:
+    """Nested facts as dotted names."""
+    for key, value in facts.items():
+        name = f"{under}{key}"
+        if isinstance(value, Mapping) and value:
+            yield from flatten(value, under=f"{name}.")
+        elif isinstance(value, list) and any(isinstance(item, Mapping) for item in value):
+            yield from flatten({str(at): item for at, item in enumerate(value)}, under=f"{name}.")
+        else:
+            yield name, value
+
+
+def table(heads: Sequence[str], rows: Sequence[Sequence[Child]], *, caption: str, numeric: bool = False) -> Html:
+    """Rows named by their first cell; it scrolls by itself where the page is narrow, by keyboard too."""
+    body = [tag("tr", tag("th", row[0], scope="row"), [tag("td", cell) for cell in row[1:]]) for row in rows]
+    return tag(
+        "div",
+        tag(
+            "table",
+            tag("caption", caption),
+            tag("thead", tag("tr", [tag("th", head, scope="col") if head else tag("td") for head in heads])),
+            tag("tbody", body),
+            class_="numbers" if numeric else None,
+        ),
+        class_="scroll",
+        tabindex="0",
+        role="region",
+        aria_label=caption,
+    )
+
+
+def _section(title: str, *children: Child, id: str, level: int) -> Html:
+    return tag("section", tag(f"h{level}", title, id=f"{id}-h"), *children, id=id, aria_labelledby=f"{id}-h")
+
+
+def _none(what: str) -> Html:
+    return tag("p", f"n/a: {what}", class_="none")
+
+
+def _value(value: Any) -> Html:
+    match value:
+        case None | [] | {}:
+            return tag("span", "n/a", class_="none")
+        case bool():
+            return text("yes" if value else "no")
+        case list():
+            return text(", ".join(str(item) for item in value))
+        case float():
+            return text(number(value, digits=6))
+        case _:
+            return join(str(value))

@@ -1,0 +1,355 @@
+"""What a run folder says, worked out once for all who show it (`report`, `watch`): speed, phases, memory, verdict.
+
+Everything is derived from the folder alone, from roll-ups where the run is long. Unknown is None. A folder made by
+a foreign script has no plan and no criteria: what is missing there is left out, never guessed.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any, Literal
+
+from flatout.config.settings import CriteriaSettings
+from flatout.cost import Rates
+from flatout.insight.speed import loss_ends, speed_of, speed_of_steps, warm_steps
+from flatout.insight.state import State, state_of, watched
+from flatout.recipes.verdict import Outcome, Speed, Verdict, judge
+from flatout.record import Event, Finding, Rollup, Run, StepRecord, redact, redacted
+
+# Parts a history is drawn from, steps the current speed is averaged over, samples that are read of a long run.
+NUM_PARTS, RECENT_STEPS, NUM_SAMPLES = 240, 20, 400
+# A gain above this share of step time is worth calling a run not good.
+MUCH_GAIN = 0.05
+
+Grade = Literal["good", "bad", "open"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluation:
+    step: int
+    val_loss: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Phase:
+    name: str
+    seconds: float
+    share: float  # of all recorded time
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """One decision of the plan: why it was taken, and what the device then granted."""
+
+    name: str
+    value: Any
+    reason: str
+    active: str | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Forecast:
+    """A prediction beside what came of it."""
+
+    name: str
+    unit: str
+    predicted: float | None
+    measured: float | None
+
+    @property
+    def ratio(self) -> float | None:
+        if self.measured is None or not self.predicted:
+            return None
+        return self.measured / self.predicted
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gauge:
+    """One number of a GPU over the samples that were read."""
+
+    mean: float
+    high: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gpu:
+    index: int
+    gauges: Mapping[str, Gauge]
+    throttle: Mapping[str, float]  # reason to share of the samples in which it held
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rank:
+    rank: int
+    steps: int
+    step_s: float | None
+    data_share: float | None
+    peak_gib: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Story:
+    name: str
+    path: str
+    recipe: str | None
+    state: State
+    num_attempts: int
+    num_steps: int
+    total_steps: int | None
+    tokens: int
+    padded_tokens: int
+    seconds: float
+    speed: Speed
+    recent: Speed
+    left_s: float | None
+    last: StepRecord | None
+    parts: Sequence[Rollup]
+    evaluations: Sequence[Evaluation]
+    phases: Sequence[Phase]
+    peak_gib: float | None
+    total_gib: float | None
+    num_non_finite: int
+    rates: Rates | None
+    criteria: Sequence[Verdict]
+    choices: Sequence[Choice]
+    active: Mapping[str, str]
+    forecasts: Sequence[Forecast]
+    memory_parts: Mapping[str, float]
+    gpus: Sequence[Gpu]
+    samples: Sequence[Mapping[str, Any]]
+    last_sample: Mapping[str, Any] | None
+    ranks: Sequence[Rank]
+    events: Sequence[Event]
+    host: str | None  # where the last attempt ran
+    verdict: str | None  # the doctor's sentence
+    limit: Mapping[str, Any]
+    findings: Sequence[Finding]  # the doctor's
+    config_text: str
+    config: Mapping[str, Any]
+    plan: Mapping[str, Any]
+    hardware: Mapping[str, Any]
+    environment: Mapping[str, Any]
+    told_at: float
+
+    @property
+    def memory_share(self) -> float | None:
+        return self.peak_gib / self.total_gib if self.peak_gib is not None and self.total_gib else None
+
+    @property
+    def grade(self) -> Grade:
+        """The verdict in one word: bad where something failed or the doctor found much to gain, good where neither
+        did and someone looked, by criteria or as the doctor."""
+        met = [verdict.met for verdict in self.criteria]
+        slow = any((finding.gain or 0.0) > MUCH_GAIN for finding in self.findings)
+        if False in met or slow or self.state.kind == "lost" or (self.last and _broken(self.last.loss)):
+            return "bad"
+        return "good" if self.state.kind == "finished" and (True in met or self.verdict is not None) else "open"
+
+    @property
+    def judged(self) -> str:
+        """How the criteria stand, in one sentence."""
+        if not self.criteria:
+            return "No criteria were set."
+        met = [verdict.met for verdict in self.criteria]
+        so_far = "" if self.state.over else " so far"
+        words = [f"{met.count(True)} of {len(met)} criteria met{so_far}"]
+        words += [f"{met.count(False)} not met"] if False in met else []
+        words += [f"{met.count(None)} not measured"] if None in met else []
+        return f"{', '.join(words)}."
+
+
+def tell(run: Run, *, num_parts: int = NUM_PARTS, now: float | None = None) -> Story:
+    """Reads a run folder; `now` is the time to judge signs of life by."""
+    now = time.time() if now is None else now
+    written = list(run.events())
+    masked = redacted([event.data for event in written])
+    events = [replace(event, data=data) for event, data in zip(written, masked, strict=True)]
+    attempts = [event for event in events if event.kind == "attempt"]
+    current = [event for event in events if not attempts or event.time >= attempts[-1].time]
+    plan = redacted(_last(current, "plan") or run.plan)
+    rates = Rates.from_json(plan["rates"]) if "rates" in plan else None
+    latest = run.latest_rollups()
+    recent = run.recent_steps(RECENT_STEPS, latest=latest)
+    speed = speed_of(latest, rates=rates, warm=warm_steps(run, latest))
+    config, diagnosis = redacted(run.config), run.diagnosis
+    memory = [part.memory for part in latest]
+    samples = list(run.samples(at_most=NUM_SAMPLES))
+    start, outcome = _last(events, "start"), _last(current, "end")
+    total_steps = start.get("total_steps") if start else plan.get("job", {}).get("steps")
+    num_steps = latest[-1].last_step + 1 if latest else 0
+    now_speed = speed_of_steps(recent, rates=rates)
+    story = Story(
+        name=redact(run.path.resolve().name),
+        path=redact(str(run.path)),
+        recipe=config.get("recipe"),
+        state=watched(current) or state_of(attempts, outcome, recent[-1] if recent else None, now=now),
+        num_attempts=len(attempts),
+        num_steps=num_steps,
+        total_steps=total_steps,
+        tokens=sum(part.tokens for part in latest),
+        padded_tokens=sum(part.padded_tokens for part in latest),
+        seconds=sum(part.seconds for part in latest),
+        speed=speed,
+        recent=now_speed,
+        left_s=_left(num_steps, total_steps, now_speed, over=outcome is not None),
+        last=recent[-1] if recent else None,
+        parts=run.history(at_most=num_parts, latest=latest),
+        evaluations=_evaluations(events),
+        phases=_phases(latest),
+        peak_gib=max((row["peak_gib"] for row in memory if "peak_gib" in row), default=None),
+        total_gib=max((row["total_gib"] for row in memory if "total_gib" in row), default=None),
+        num_non_finite=sum(part.num_non_finite for part in latest),
+        rates=rates,
+        criteria=(),
+        choices=_choices(plan, _last(current, "active") or {}),
+        active=_last(current, "active") or {},
+        forecasts=(),
+        memory_parts=plan.get("predicted", {}).get("memory_gib", {}),
+        gpus=_gpus(samples),
+        samples=samples,
+        last_sample=run.last_sample(),
+        ranks=[_rank(run, rank) for rank in run.ranks()] if len(run.ranks()) > 1 else (),
+        events=events,
+        host=attempts[-1].data.get("host") if attempts else None,
+        verdict=redact(diagnosis.verdict) if diagnosis else None,
+        limit=redacted(diagnosis.limit) if diagnosis else {},
+        findings=[_redacted_finding(finding) for finding in diagnosis.findings] if diagnosis else (),
+        config_text=redact(run.config_text),
+        config=config,
+        plan=plan,
+        hardware=redacted(run.hardware),
+        environment=redacted(run.environment),
+        told_at=now,
+    )
+    return replace(story, criteria=_criteria(story, outcome), forecasts=_forecasts(story))
+
+
+def _phases(parts: Iterable[Rollup]) -> list[Phase]:
+    spans: dict[str, float] = defaultdict(float)
+    total = 0.0
+    for part in parts:
+        total += part.seconds
+        for phase, seconds in part.spans.items():
+            spans[phase] += seconds
+    if spans and total > sum(spans.values()) * 1.001:
+        spans["unattributed"] = total - sum(spans.values())
+    return [Phase(name=name, seconds=seconds, share=seconds / total) for name, seconds in spans.items() if total]
+
+
+def _evaluations(events: Iterable[Event]) -> list[Evaluation]:
+    """What led to the weights as they are now: a resumed run forgets what came after the step it went back to."""
+    found: dict[int, Evaluation] = {}
+    for event in events:
+        if event.kind == "resume" and event.step is not None:
+            found = {step: evaluation for step, evaluation in found.items() if step <= event.step}
+        if event.kind == "eval" and event.step is not None:
+            found[event.step] = Evaluation(step=event.step, val_loss=float(event.data["val_loss"]))
+    return [found[step] for step in sorted(found)]
+
+
+def _criteria(story: Story, outcome: Mapping[str, Any] | None) -> list[Verdict]:
+    """The verdict the run ended with; before its end, how it stands so far."""
+    if outcome is not None:
+        return [Verdict(**verdict) for verdict in outcome["verdicts"]]
+    known = {field.name for field in fields(CriteriaSettings)}
+    wanted = {name: value for name, value in story.config.get("criteria", {}).items() if name in known}
+    if not wanted or not story.num_steps:
+        return []
+    busy = [(part.utilisation["gpu"], part.num_steps) for part in story.parts if "gpu" in part.utilisation]
+    first, last = loss_ends(story.parts)
+    so_far = Outcome(
+        steps=story.num_steps,
+        tokens=story.tokens,
+        hours=story.seconds / 3600,
+        speed=story.speed,
+        loss_first_tenth=first,
+        loss_last_tenth=last,
+        val_losses=tuple(evaluation.val_loss for evaluation in story.evaluations),
+        peak_gib=story.peak_gib,
+        memory_share=story.memory_share,
+        utilisation=sum(v * n for v, n in busy) / sum(n for _, n in busy) if busy else None,
+        saves=sum(event.kind == "save" for event in story.events),
+    )
+    return judge(CriteriaSettings(**wanted), so_far)
+
+
+def _choices(plan: Mapping[str, Any], active: Mapping[str, str]) -> list[Choice]:
+    decisions, reasons = plan.get("decisions", {}), plan.get("reasons", {})
+    granted = {**active, "fused_optimizer": active.get("optimizer")}
+    return [
+        Choice(name=name, value=value, reason=str(reasons.get(name, "")), active=granted.get(name))
+        for name, value in decisions.items()
+    ]
+
+
+def _forecasts(story: Story) -> list[Forecast]:
+    predicted, speed = story.plan.get("predicted", {}), story.speed
+    if not predicted:
+        return []
+    whole = story.total_steps is not None and story.num_steps >= story.total_steps
+    rows = [
+        ("tokens_per_s", "tokens/s", speed.tokens_per_s),
+        ("step_s", "s a step", speed.step_s),
+        ("mfu", "MFU, as done", speed.mfu),
+        ("mfu_common", "MFU, 6N + 12LHT", speed.mfu_common),
+        ("peak_gib", "GiB at the peak", story.peak_gib),
+        ("hours", "hours", story.seconds / 3600 if whole else None),
+    ]
+    return [Forecast(name=name, unit=unit, predicted=predicted.get(name), measured=got) for name, unit, got in rows]
+
+
+def _gpus(samples: Sequence[Mapping[str, Any]]) -> list[Gpu]:
+    seen: dict[int, list[Mapping[str, Any]]] = defaultdict(list)
+    for sample in samples:
+        for gpu in sample.get("gpus", []):
+            seen[gpu["index"]].append(gpu)
+    return [_gpu(index, rows) for index, rows in sorted(seen.items())]
+
+
+def _gpu(index: int, rows: Sequence[Mapping[str, Any]]) -> Gpu:
+    columns: dict[str, list[float]] = defaultdict(list)
+    reasons: dict[str, int] = defaultdict(int)
+    for row in rows:
+        for key, value in row.items():
+            if key != "index" and isinstance(value, int | float):
+                columns[key].append(value)
+        for reason in row.get("throttle", []):
+            reasons[reason] += 1
+    gauges = {key: Gauge(mean=sum(values) / len(values), high=max(values)) for key, values in columns.items()}
+    return Gpu(index=index, gauges=gauges, throttle={reason: n / len(rows) for reason, n in reasons.items()})
+
+
+def _rank(run: Run, rank: int) -> Rank:
+    parts = run.latest_rollups(rank=rank)
+    speed = speed_of(parts, rates=None, warm=warm_steps(run, parts, rank=rank))
+    peaks = [part.memory["peak_gib"] for part in parts if "peak_gib" in part.memory]
+    return Rank(
+        rank=rank,
+        steps=sum(part.num_steps for part in parts),
+        step_s=speed.step_s,
+        data_share=speed.data_share,
+        peak_gib=max(peaks, default=None),
+    )
+
+
+def _redacted_finding(finding: Finding) -> Finding:
+    told = redacted(asdict(finding))
+    return Finding(**{**told, "evidence": tuple(told["evidence"])})
+
+
+def _left(num_steps: int, total: int | None, speed: Speed, *, over: bool) -> float | None:
+    if over or total is None or speed.step_s is None:
+        return None
+    return max(0, total - num_steps) * speed.step_s
+
+
+def _last(events: Sequence[Event], kind: str) -> Mapping[str, Any] | None:
+    return next((event.data for event in reversed(events) if event.kind == kind), None)
+
+
+def _broken(loss: float | None) -> bool:
+    return loss is not None and not math.isfinite(loss)

@@ -1,0 +1,224 @@
+"""Runs and the machine, live in a terminal: `flatout watch [RUN...]`. Reads only; a run never notices.
+
+In a pipe it prints one plain line a look; it ends by itself when every run is over, and by Ctrl-C at any time.
+"""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from flatout.errors import UsageError
+from flatout.insight import hints, numbers
+from flatout.insight.clean import clean
+from flatout.insight.machine import LOOK_S, Looking, Machine, looking
+from flatout.insight.report.plain import to_json
+from flatout.insight.story import Story, tell
+from flatout.record import Run
+from flatout.terminal import duration, number, percent, table
+
+BLOCKS = "▁▂▃▄▅▆▇█"
+# Where the story of a run is told in full elsewhere; a look needs less.
+NUM_PARTS = 48
+_STYLES = {"running": "green", "finished": "green", "stopped": "yellow", "lost": "red", "silent": "yellow"}
+_LEFT_OUT = ("history", "config", "environment", "hardware")
+
+
+class Reader:
+    """Tells a run's story again only when its folder has changed."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._seen: tuple[int, ...] = ()
+        self._story: Story | None = None
+
+    def read(self) -> Story:
+        files = [self._run.file(what, 0) for what in ("steps", "events")]
+        seen = tuple(file.stat().st_size if file.exists() else 0 for file in files)
+        # A run that goes on may also die or stand still, which no file says.
+        if self._story is None or seen != self._seen or not self._story.state.over:
+            try:
+                self._seen, self._story = seen, tell(self._run, num_parts=NUM_PARTS)
+            except FileNotFoundError as error:
+                raise UsageError(f"{self._run.path} is no longer there: its {error.filename} is gone") from error
+        return self._story
+
+
+def watch(runs: Sequence[Run], *, console: Console, once: bool = False, interval_s: float = 2.0) -> None:
+    """Shows the runs, and this machine, until all runs are over; without runs, the machine until Ctrl-C."""
+    readers = [Reader(run) for run in runs]
+    disk = runs[0].path if runs else Path()
+    with looking(disk=disk, interval_s=LOOK_S if once else max(LOOK_S, interval_s / 2)) as eyes:
+        if once:
+            console.print(view([reader.read() for reader in readers], eyes.look_twice(), console=console))
+            return
+        try:
+            if console.is_terminal:
+                with Live(console=console, auto_refresh=False) as live:
+                    _repeat(readers, eyes, interval_s, lambda *seen: _redraw(live, *seen))
+            else:
+                _repeat(readers, eyes, interval_s, lambda *seen: _say(console, *seen))
+        except KeyboardInterrupt:
+            return
+
+
+def snapshot(runs: Sequence[Run]) -> dict[str, Any]:
+    """One look, for programs."""
+    with looking(disk=runs[0].path if runs else Path(), interval_s=LOOK_S) as eyes:
+        told = [to_json(tell(run, num_parts=NUM_PARTS)) for run in runs]
+        for run in told:
+            for key in _LEFT_OUT:
+                del run[key]
+        return {"machine": eyes.look_twice().to_json(), "runs": told}
+
+
+def _repeat(
+    readers: Sequence[Reader],
+    eyes: Looking,
+    interval_s: float,
+    show: Callable[[Sequence[Story], Machine], None],
+) -> None:
+    eyes.look_twice()
+    while True:
+        stories = [reader.read() for reader in readers]
+        show(stories, eyes.look())
+        if stories and all(story.state.over for story in stories):
+            return
+        time.sleep(interval_s)
+
+
+def _redraw(live: Live, stories: Sequence[Story], machine: Machine) -> None:
+    live.update(view(stories, machine, console=live.console), refresh=True)
+
+
+def _say(console: Console, stories: Sequence[Story], machine: Machine) -> None:
+    lines = [line(story) for story in stories] or [machine_line(machine)]
+    for said in lines:
+        console.print(Text(said), soft_wrap=True)
+
+
+def view(stories: Sequence[Story], machine: Machine, *, console: Console) -> RenderableType:
+    """Everything at once, at any width from 80 columns on."""
+    parts: list[RenderableType] = []
+    for story in stories:
+        parts += [run_view(story, unicode=console.encoding.startswith("utf")), Text("")]
+    return Group(*parts, machine_view(machine))
+
+
+def run_view(story: Story, *, unicode: bool = True) -> RenderableType:
+    head = Text.assemble((clean(story.name), "bold"), "  ", (_state(story), _STYLES.get(story.state.kind, "")))
+    rows = Table.grid(padding=(0, 2, 0, 0))
+    rows.add_column(style="dim", no_wrap=True)
+    rows.add_column(overflow="fold")
+    if story.total_steps and not story.state.over:
+        rows.add_row("", ProgressBar(total=story.total_steps, completed=story.num_steps, width=60))
+    for name, said in _rows(story, unicode=unicode).items():
+        rows.add_row(name, Text(said))
+    parts: list[RenderableType] = [head, rows]
+    for finding in hints.findings(story)[:4]:
+        gain = "" if finding.gain is None else f" (gain {percent(finding.gain)}, {finding.status})"
+        parts.append(Text(f"! {clean(finding.sentence)}{gain} {clean(finding.fix)}", style="yellow"))
+    if story.last_sample and story.state.kind == "running" and story.host != socket.gethostname():
+        parts.append(machine_view(Machine(sample=story.last_sample), title=clean(story.host)))
+    return Group(*parts)
+
+
+def _state(story: Story) -> str:
+    total = "" if story.total_steps is None else f"/{story.total_steps:,}"
+    left = "" if story.state.over else f", ETA {duration(story.left_s)}"
+    return f"{clean(story.state.sentence)}, step {story.num_steps:,}{total}{left}"
+
+
+def _rows(story: Story, *, unicode: bool) -> dict[str, str]:
+    val = story.evaluations[-1].val_loss if story.evaluations else None
+    drawn = f"  {spark([part.loss for part in story.parts])}" if unicode and story.parts else ""
+    phases = sorted(story.phases, key=lambda phase: -phase.share)[:6]
+    return {
+        "loss": f"{_loss(story)}, validation {number(val, digits=4)}, lr {_lr(story)}{drawn}",
+        "speed": f"{_speed(story)}, {number(story.recent.step_s, unit=' s')} a step",
+        "MFU": f"{percent(story.recent.mfu)} as done, {percent(story.recent.mfu_common)} by 6N + 12LHT",
+        "memory": numbers.figure(story, "peak_gib").text + " at the peak",
+        "phases": "  ".join(f"{clean(phase.name)} {100 * phase.share:.1f}%" for phase in phases) or "n/a",
+        "criteria": story.judged,
+        **({"doctor": clean(story.verdict)} if story.verdict else {}),
+    }
+
+
+def line(story: Story) -> str:
+    """A run in one line, for pipes."""
+    parts = [
+        f"{clean(story.name)}: {_state(story)}",
+        f"loss {_loss(story)}",
+        f"lr {_lr(story)}",
+        _speed(story),
+        f"MFU {percent(story.recent.mfu)}",
+        f"mem {numbers.figure(story, 'peak_gib').text}",
+        *(f"! {clean(finding.sentence)}" for finding in hints.findings(story)[:1]),
+    ]
+    return "  ".join(parts)
+
+
+def machine_line(machine: Machine) -> str:
+    parts = [f"{name} {said}" for name, said in machine.host().items()]
+    for gpu in machine.gpus:
+        parts.append(f"GPU {gpu['index']} {machine.memory_of(gpu)} busy {percent(gpu.get('busy'))}")
+    return "  ".join(parts)
+
+
+def machine_view(machine: Machine, *, title: str = "this machine") -> RenderableType:
+    said = "  ".join(f"{name} {value}" for name, value in machine.host().items())
+    host = Text.assemble((title, "bold"), "  ", said)
+    if not machine.gpus:
+        return Group(host, Text("no GPU is visible to NVML here", style="dim"))
+    # Short heads: all of it has to stand in 80 columns. `busy`: some kernel was running.
+    rows = table("", "GPU", "memory GiB", "busy", "SM", "tensor", "DRAM", "W", "temp", "MHz", "held back")
+    for gpu in machine.gpus:
+        rows.add_row(*_gpu_cells(gpu))
+    return Group(host, rows)
+
+
+def _gpu_cells(gpu: Mapping[str, Any]) -> list[str]:
+    def whole(key: str) -> str:
+        return f"{gpu[key]:.0f}" if key in gpu else "n/a"
+
+    def share(key: str) -> str:
+        return f"{100 * gpu[key]:.0f}%" if key in gpu else "n/a"
+
+    used, total = gpu.get("memory_gib"), gpu.get("memory_total_gib")
+    memory = "n/a" if used is None or not total else f"{used:.0f}/{total:.0f} {100 * used / total:.0f}%"
+    held = ",".join(gpu["throttle"]).replace("_", " ") or "no" if "throttle" in gpu else "n/a"
+    shares = [share(key) for key in ("busy", "sm_active", "tensor_active", "dram_active")]
+    return [str(gpu["index"]), memory, *shares, *map(whole, ("power_w", "temperature_c", "sm_clock_mhz")), held]
+
+
+def spark(values: Sequence[float | None]) -> str:
+    """A curve of one line; unknown or not finite is a gap."""
+    known = [value for value in values if value is not None]
+    if not known:
+        return ""
+    low, room = min(known), max(known) - min(known) or 1.0
+    scaled = [None if value is None else int((value - low) / room * (len(BLOCKS) - 1)) for value in values]
+    return "".join(" " if value is None else BLOCKS[value] for value in scaled)
+
+
+def _loss(story: Story) -> str:
+    return "n/a" if story.last is None or story.last.loss is None else f"{story.last.loss:.4f}"
+
+
+def _lr(story: Story) -> str:
+    lr = story.last.extra.get("lr") if story.last else None
+    return f"{lr:.2e}" if isinstance(lr, int | float) else "n/a"
+
+
+def _speed(story: Story) -> str:
+    a_second = None if not story.recent.step_s else 1 / story.recent.step_s
+    return f"{number(story.recent.tokens_per_s)} tok/s, {number(a_second)} it/s"

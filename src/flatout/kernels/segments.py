@@ -1,0 +1,205 @@
+"""The two fused segments of a block, each a function with a hand-written gradient.
+
+`norm_qkv_rope`: residual addition, RMSNorm, the qkv projection, rotary positions.
+`norm_mlp`: residual addition, RMSNorm, gate and up, SwiGLU, down.
+
+Each takes the compute type of the activations, or 8 bits for its matmuls when given the scales. What lies between
+them, attention and its output projection, is left to the libraries.
+
+Legend: N tokens, C hidden width, H query heads, G key/value heads, D head width, F intermediate width.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flatout.kernels import fp8
+from flatout.kernels.norm import add_norm, add_norm_backward
+from flatout.kernels.rope import rotate_, rotate_back
+from flatout.kernels.swiglu import swiglu, swiglu_backward
+
+
+@dataclass(frozen=True, kw_only=True)
+class Qkv8:
+    """What the first segment needs for 8-bit matmuls."""
+
+    x: fp8.Scale
+    d_qkv: fp8.Scale
+    weight: fp8.Weight
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mlp8:
+    """What the second segment needs for 8-bit matmuls."""
+
+    x: fp8.Scale
+    h: fp8.Scale
+    d_out: fp8.Scale
+    d_gate_up: fp8.Scale
+    gate_up: fp8.Weight
+    down: fp8.Weight
+
+
+def weight_gradient(dy_NM: Tensor, x_NK: Tensor, dtype: torch.dtype) -> Tensor:
+    """dy.T @ x in the weight's own type, without a rounding in between where the device can."""
+    if dy_NM.is_cuda and dtype == torch.float32 and dy_NM.dtype != torch.float32:
+        out: Tensor = torch.mm(dy_NM.t(), x_NK, out_dtype=dtype)
+        return out
+    return (dy_NM.t() @ x_NK).to(dtype)
+
+
+class _NormQkvRope(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, residual: Tensor, delta: Tensor | None, norm: Tensor, weight: Tensor, bias: Tensor | None,
+        cos: Tensor, sin: Tensor, eps: float, heads: int, groups: int, scales: Qkv8 | None,
+    ) -> tuple[Tensor | None, Tensor, Tensor, Tensor]:  # fmt: skip
+        summed, x, rstd = add_norm(residual, delta, norm, eps, fp8=None if scales is None else scales.x)
+        if scales is None:
+            cast = weight.to(x.dtype)
+            qkv = torch.nn.functional.linear(x, cast, None if bias is None else bias.to(x.dtype))
+            kept = [x, cast]
+        else:
+            both = scales.weight.both
+            qkv = fp8.matmul(x, both.rows, scales.x.inverse, both.inverse, dtype=residual.dtype, fast=True)
+            kept = [fp8.transposed(x)]
+        d = 2 * cos.shape[-1]
+        rotate_(qkv, cos, sin, rotated_heads=heads + groups)
+        q, k, v = qkv.view(qkv.shape[0], -1, d).split([heads, groups, groups], dim=1)
+        ctx.save_for_backward(summed, rstd, norm, cos, sin, *kept)
+        ctx.set_materialize_grads(False)
+        ctx.scales, ctx.types = scales, (weight.dtype, bias.dtype if bias is not None else None)
+        ctx.has_delta = delta is not None
+        return (summed if delta is not None else None), q, k, v
+
+    @staticmethod
+    def backward(ctx: Any, d_summed: Tensor | None, dq: Tensor, dk: Tensor, dv: Tensor) -> tuple[Any, ...]:
+        summed, rstd, norm, cos, sin, *kept = ctx.saved_tensors
+        scales, (weight_type, bias_type) = ctx.scales, ctx.types
+        d_bias = None
+        if scales is None:
+            x, cast = kept
+            d_qkv = rotate_back(dq, dk, dv, cos, sin)
+            dx = d_qkv @ cast
+            d_weight = weight_gradient(d_qkv, x, weight_type)
+            if bias_type is not None:
+                d_bias = d_qkv.sum(0, dtype=torch.float32).to(bias_type)
+        else:
+            (x_cols,) = kept
+            both = scales.weight.both
+            d_rows = rotate_back(dq, dk, dv, cos, sin, fp8=scales.d_qkv)
+            dx = fp8.matmul(d_rows, both.cols, scales.d_qkv.inverse, both.inverse, dtype=summed.dtype, fast=True)
+            d_weight = fp8.matmul(
+                fp8.transposed(d_rows), x_cols, scales.d_qkv.inverse, scales.x.inverse, dtype=weight_type, fast=False
+            )
+        d_input, d_norm = add_norm_backward(dx, d_summed, summed, rstd, norm)
+        d_delta = d_input if ctx.has_delta else None
+        return d_input, d_delta, d_norm, d_weight, d_bias, None, None, None, None, None, None
+
+
+class _NormMlp(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, residual: Tensor, delta: Tensor, norm: Tensor, gate_up: Tensor, down: Tensor, eps: float,
+        scales: Mlp8 | None,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        summed, x, rstd = add_norm(residual, delta, norm, eps, fp8=None if scales is None else scales.x)
+        if scales is None:
+            wide, narrow = gate_up.to(x.dtype), down.to(x.dtype)
+            hidden = x @ wide.t()
+            h = swiglu(hidden)
+            out = h @ narrow.t()
+            ctx.save_for_backward(summed, rstd, norm, x, hidden, h, wide, narrow)
+        else:
+            w, n, dtype = scales.gate_up.both, scales.down.both, residual.dtype
+            hidden = fp8.matmul(x, w.rows, scales.x.inverse, w.inverse, dtype=dtype, fast=True)
+            h = swiglu(hidden, fp8=scales.h)
+            out = fp8.matmul(h, n.rows, scales.h.inverse, n.inverse, dtype=dtype, fast=True)
+            ctx.save_for_backward(summed, rstd, norm, fp8.transposed(x), hidden, fp8.transposed(h))
+        ctx.scales, ctx.types = scales, (gate_up.dtype, down.dtype)
+        ctx.set_materialize_grads(False)
+        return summed, out
+
+    @staticmethod
+    def backward(ctx: Any, d_summed: Tensor | None, d_out: Tensor) -> tuple[Any, ...]:
+        scales, (wide_type, narrow_type) = ctx.scales, ctx.types
+        if scales is None:
+            summed, rstd, norm, x, hidden, h, wide, narrow = ctx.saved_tensors
+            d_hidden = swiglu_backward(d_out @ narrow, hidden)
+            d_down = weight_gradient(d_out, h, narrow_type)
+            dx = d_hidden @ wide
+            d_gate_up = weight_gradient(d_hidden, x, wide_type)
+        else:
+            summed, rstd, norm, x_cols, hidden, h_cols = ctx.saved_tensors
+            w, n, dtype = scales.gate_up.both, scales.down.both, summed.dtype
+            d8 = fp8.quantise(d_out, scales.d_out)
+            dh = fp8.matmul(d8.rows, n.cols, d8.inverse, n.inverse, dtype=dtype, fast=True)
+            d_down = fp8.matmul(d8.cols, h_cols, d8.inverse, scales.h.inverse, dtype=narrow_type, fast=False)
+            g, g_inverse = swiglu_backward(dh, hidden, fp8=scales.d_gate_up), scales.d_gate_up.inverse
+            dx = fp8.matmul(g, w.cols, g_inverse, w.inverse, dtype=dtype, fast=True)
+            d_gate_up = fp8.matmul(fp8.transposed(g), x_cols, g_inverse, scales.x.inverse, dtype=wide_type, fast=False)
+        d_input, d_norm = add_norm_backward(dx, d_summed, summed, rstd, norm)
+        return d_input, d_input, d_norm, d_gate_up, d_down, None, None
+
+
+class _Norm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, residual: Tensor, delta: Tensor, norm: Tensor, eps: float) -> Tensor:
+        summed, x, rstd = add_norm(residual, delta, norm, eps)
+        ctx.save_for_backward(summed, rstd, norm)
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, dx: Tensor) -> tuple[Any, ...]:
+        summed, rstd, norm = ctx.saved_tensors
+        d_input, d_norm = add_norm_backward(dx.contiguous(), None, summed, rstd, norm)
+        return d_input, d_input, d_norm, None
+
+
+def norm_qkv_rope(
+    residual_NC: Tensor,
+    delta_NC: Tensor | None,
+    norm_C: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    *,
+    eps: float,
+    heads: int,
+    groups: int,
+    scales: Qkv8 | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(residual + delta, q_NHD, k_NGD, v_NGD), the last three views of one projection."""
+    n = residual_NC.shape[0]
+    summed, q, k, v = _NormQkvRope.apply(
+        residual_NC, delta_NC, norm_C, weight, bias, cos.view(n, -1), sin.view(n, -1), eps, heads, groups,
+        scales if torch.is_grad_enabled() else None,
+    )  # fmt: skip
+    return (residual_NC if summed is None else summed), q, k, v
+
+
+def norm_mlp(
+    residual_NC: Tensor,
+    delta_NC: Tensor,
+    norm_C: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    *,
+    eps: float,
+    scales: Mlp8 | None = None,
+) -> tuple[Tensor, Tensor]:
+    """(residual + delta, the MLP of its norm)."""
+    scales = scales if torch.is_grad_enabled() else None
+    summed, out = _NormMlp.apply(residual_NC, delta_NC, norm_C, gate_up, down, eps, scales)
+    return summed, out
+
+
+def norm(residual_NC: Tensor, delta_NC: Tensor, norm_C: Tensor, *, eps: float) -> Tensor:
+    """RMSNorm of residual + delta, at the end of a model."""
+    x: Tensor = _Norm.apply(residual_NC, delta_NC, norm_C, eps)
+    return x

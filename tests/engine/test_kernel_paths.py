@@ -1,0 +1,158 @@
+"""Training with fused kernels against the plain path: by Triton's interpreter on a CPU, natively on a GPU."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="no Triton for this platform")
+
+from tests.engine import test_step
+from tests.engine.test_step import ACTIVE, build, train
+
+from flatout.cost import ModelShape
+from flatout.data.stream import Batch
+from flatout.engine.checkpoint import Checkpoints, restore
+from flatout.engine.resolve import Active
+from flatout.engine.step import Engine
+from flatout.kernels import rope, swiglu
+
+ALL = {"fused_qkv": True, "fused_mlp": True, "fused_loss": True}
+
+
+T = 8
+SHAPE = ModelShape(layers=2, hidden=32, heads=2, kv_heads=1, head_dim=16, intermediate=48, vocab=32, positions=T)
+
+
+@pytest.fixture(autouse=True)
+def _small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter takes milliseconds a tile: few tokens, large tiles."""
+    monkeypatch.setattr(test_step, "SHAPE", SHAPE)
+    monkeypatch.setattr(test_step, "micro_batches", micro_batches)
+    if not torch.cuda.is_available():
+        monkeypatch.setattr(rope, "ROWS", 16)
+        monkeypatch.setattr(swiglu, "ROWS", 16)
+        monkeypatch.setattr(swiglu, "COLS", 64)
+
+
+def micro_batches(step: int, size: int) -> list[Batch]:
+    tokens = torch.randint(0, 5, (4, T + 1), generator=torch.Generator().manual_seed(step))
+    return [
+        Batch(
+            tokens=tokens[i : i + size, :-1].flatten(),
+            targets=tokens[i : i + size, 1:].flatten().clone(),
+            positions=torch.arange(T).repeat(size),
+            cu_seqlens=None,
+            num_sequences=size,
+            sequence_length=T,
+            num_target_tokens=size * T,
+        )
+        for i in range(0, 4, size)
+    ]
+
+
+def active(**kernels: bool) -> Active:
+    return replace(ACTIVE, **kernels)
+
+
+@pytest.mark.parametrize(
+    "kernels", [{"fused_qkv": True}, {"fused_mlp": True}, {"fused_loss": True}, ALL], ids=lambda k: "+".join(k)
+)
+def test_each_kernel_follows_the_plain_path(kernels: dict[str, bool]) -> None:
+    plain, fused = train(build(), steps=4), train(build(active=active(**kernels)), steps=4)
+    assert plain[-1].loss < plain[0].loss
+    for one, other in zip(plain, fused, strict=True):
+        assert other.loss == pytest.approx(one.loss, abs=2e-5)
+        assert other.grad_norm == pytest.approx(one.grad_norm, rel=1e-3)
+
+
+def test_kernels_and_full_recomputation_go_together() -> None:
+    kept = train(build(active=active(**ALL)), steps=2)
+    recomputed = train(build(active=active(**ALL), recompute="full"), steps=2)
+    assert [f.loss for f in kept] == pytest.approx([f.loss for f in recomputed], abs=1e-6)
+
+
+def test_eight_bits_learn_as_the_plain_path_does() -> None:
+    plain, eight = train(build(), steps=10), train(build(active=active(**ALL, fp8=True, fp8_head=True)), steps=10)
+    assert plain[-1].loss < 0.9 * plain[0].loss
+    for one, other in zip(plain, eight, strict=True):
+        assert other.loss == pytest.approx(one.loss, rel=0.05)
+    assert all(other.loss_scale is None for other in eight), "a fixed scale is no event"
+
+
+def test_evaluation_with_eight_bits_is_that_of_the_weights() -> None:
+    engine = build(active=active(**ALL, fp8=True, fp8_head=True))
+    train(engine, steps=2)
+    plain = build()
+    with torch.no_grad():
+        for one, other in zip(plain.model.parameters(), engine.model.parameters(), strict=True):
+            one.copy_(other)
+    batches = micro_batches(0, 4)
+    assert engine.evaluate(batches) == pytest.approx(plain.evaluate(batches), abs=1e-5)
+
+
+def test_eight_bit_scales_are_saved_and_a_resumed_run_goes_on_exactly(tmp_path: Path) -> None:
+    def fresh() -> Engine:
+        return build(active=active(**ALL, fp8=True, fp8_head=True))
+
+    expected = train(fresh(), steps=5)
+    first = fresh()
+    train(first, steps=3)
+    checkpoints = Checkpoints(tmp_path, identity="a", keep=2)
+    checkpoints.save(3, model=first.model, optimizer=first.optimizer, state={})
+    second = fresh()
+    found, _ = checkpoints.latest()
+    restore(found, model=second.model, optimizer=second.optimizer)
+    facts = []
+    for step in (3, 4):
+        second.begin_step(step)
+        second.step(step, micro_batches(step, 4))
+        second.end_step()
+        facts += second.finished(all=True)
+    assert [f.loss for f in facts] == [f.loss for f in expected[3:]]
+    assert [f.grad_norm for f in facts] == [f.grad_norm for f in expected[3:]]
+
+
+def test_an_abandoned_step_leaves_no_trace_in_the_scales() -> None:
+    engine = build(active=active(**ALL, fp8=True, fp8_head=True))
+    engine.rehearse(micro_batches(0, 4)[0])
+    assert engine.eight.scales.amax.any()
+    engine.forget()
+    assert not engine.eight.scales.amax.any()
+    assert all(p.grad is None for p in engine.model.parameters())
+    fresh = train(build(active=engine.active), steps=2)
+    assert [f.loss for f in train(engine, steps=2)] == [f.loss for f in fresh]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_kernels_in_bf16_follow_the_plain_path(recompute: str) -> None:
+    device = torch.device("cuda")
+    plain = train(build(active=replace(ACTIVE, device=device)), steps=20)
+    here = replace(active(**ALL), device=device, dtype=torch.bfloat16)
+    for one, other in zip(plain, train(build(active=here, recompute=recompute), steps=20), strict=True):
+        assert other.loss == pytest.approx(one.loss, rel=0.02)
+
+
+@pytest.mark.gpu
+def test_a_steady_step_never_waits_for_the_device() -> None:
+    here = replace(active(**ALL), device=torch.device("cuda"), dtype=torch.bfloat16)
+    engine = build(active=here)
+    train(engine, steps=4)
+    # As the feed gives them: from pinned memory, so that the copy does not wait either.
+    batches = [
+        replace(b, tokens=b.tokens.pin_memory(), targets=b.targets.pin_memory(), positions=b.positions.pin_memory())
+        for b in micro_batches(4, 4)
+    ]  # fmt: skip
+    kinds = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=kinds) as p:
+        for step in range(4, 7):
+            engine.begin_step(step)
+            engine.step(step, batches)
+            engine.end_step()
+    names = [event.name for event in p.events()]
+    assert any("cudaLaunchKernel" in name or "cuLaunchKernel" in name for name in names)
+    # The profiler itself synchronises the device once, at its end.
+    waits = [name for name in names if name in ("cudaStreamSynchronize", "aten::item", "aten::_local_scalar_dense")]
+    assert waits == []

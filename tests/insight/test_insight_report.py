@@ -1,0 +1,325 @@
+"""The report as a file: whole, quiet, accessible, and deaf to what strangers write into it."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import re
+from collections import Counter
+from collections.abc import Iterator
+from html.parser import HTMLParser
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from tests.insight import hostile
+
+from flatout.insight import numbers
+from flatout.insight.report import page, render
+from flatout.insight.report.figures import charts
+from flatout.insight.report.html import Html, join, tag
+from flatout.insight.story import tell
+from flatout.record import Diagnosis, Finding, Run, Span, StepRecord
+
+ALLOWED = """
+html head meta title style body a header main footer p nav ul li section div h1 h2 h3 h4 h5 dl dt dd article figure
+figcaption svg desc line text tspan polyline polygon circle path rect details summary table caption thead tbody tr th td
+strong span code pre
+"""
+VOID = {"meta", "br", "hr", "link", "img", "input"}
+
+
+class Page(HTMLParser):
+    """A page as a list of (tag, attributes) and the text in it."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(convert_charrefs=True)
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.texts: list[str] = []
+        self.open: list[str] = []
+        self.feed(text)
+        self.close()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.texts.append(data)
+
+    def named(self, name: str) -> Iterator[dict[str, str | None]]:
+        return (attributes for tag, attributes in self.tags if tag == name)
+
+    @property
+    def text(self) -> str:
+        return "".join(self.texts)
+
+
+def harmless(found: Page) -> None:
+    """No tag that runs or fetches, no handler, no style, no link that leaves the page."""
+    allowed = set(ALLOWED.split())
+    for name, attributes in found.tags:
+        assert name in allowed, name
+        for key, value in attributes.items():
+            assert not key.startswith("on"), key
+            assert key not in ("style", "src", "srcdoc", "action", "formaction", "xlink:href"), key
+            assert key != "href" or (value or "").startswith("#")
+    assert found.open == []
+
+
+def test_the_page_is_whole_and_fetches_nothing(h200: Run):
+    text = render([h200])
+    found = Page(text)
+    harmless(found)
+    assert text.startswith("<!doctype html>")
+    assert not re.search(r"https?://", text)
+    assert "url(" not in text
+    assert "@import" not in text
+    assert len(text) < 500_000
+
+
+def test_the_policy_allows_only_the_style_sheet_that_is_there(h200: Run):
+    text = render([h200])
+    (policy,) = [meta["content"] for meta in Page(text).named("meta") if meta.get("http-equiv")]
+    sheet = re.search(r"<style>(.*?)</style>", text, re.DOTALL)[1]
+    digest = base64.b64encode(hashlib.sha256(sheet.encode()).digest()).decode()
+    rules = dict(rule.split(" ", 1) for rule in policy.split("; "))
+    assert rules == {
+        "default-src": "'none'",
+        "base-uri": "'none'",
+        "form-action": "'none'",
+        "style-src": f"'sha256-{digest}'",
+    }
+
+
+def test_the_verdict_comes_first_and_all_sections_follow(h200: Run):
+    found = Page(render([h200]))
+    ids = [section["id"] for section in found.named("section")]
+    assert ids == [
+        "verdict",
+        "findings",
+        "charts",
+        "time",
+        "plan",
+        "criteria",
+        "machine",
+        "events",
+        "environment",
+        "provenance",
+    ]
+    titles = [figure["id"] for figure in found.named("figure")]
+    assert titles == ["loss", "speed", "mfu", "memory", "phases", "utilisation"]
+
+
+def test_links_lead_somewhere_and_names_are_unique(h200: Run, long_run: Run):
+    for runs in ([h200], [h200, long_run]):
+        found = Page(render(runs))
+        ids = Counter(attributes["id"] for _, attributes in found.tags if "id" in attributes)
+        assert [name for name, count in ids.items() if count > 1] == []
+        for link in found.named("a"):
+            assert link["href"][1:] in ids
+        for _, attributes in found.tags:
+            for name in (attributes.get("aria-labelledby") or "").split():
+                assert name in ids
+
+
+def test_it_can_be_read_without_seeing_it(h200: Run):
+    found = Page(render([h200]))
+    assert next(found.named("html"))["lang"] == "en"
+    for landmark in ("header", "main", "nav", "footer"):
+        assert len(list(found.named(landmark))) == 1, landmark
+    levels = [int(name[1]) for name, _ in found.tags if re.fullmatch(r"h[1-6]", name)]
+    assert levels[0] == 1
+    assert levels.count(1) == 1
+    assert all(after <= before + 1 for before, after in pairwise(levels))
+    tables = list(found.named("table"))
+    assert len(list(found.named("caption"))) == len(tables) > 8
+    assert all(head.get("scope") in ("col", "row") for head in found.named("th"))
+    for chart in found.named("svg"):
+        assert chart.get("role") == "img" or chart.get("aria-hidden") == "true"
+    for region in found.named("div"):
+        if "scroll" in (region.get("class") or ""):
+            assert (region["tabindex"], region["role"]) == ("0", "region")
+            assert region["aria-label"]
+
+
+def test_the_numbers_of_the_first_section_are_named_with_their_sources(h200: Run):
+    text = render([h200])
+    provenance = text[text.index('id="provenance"') :]
+    for figure in numbers.figures(tell(h200)):
+        assert join(figure.text) in provenance
+        assert join(figure.source) in provenance
+
+
+def test_utilisation_is_drawn_at_the_step_that_was_under_way(h200: Run):
+    (chart,) = [chart for chart in charts(tell(h200), id="") if chart.id == "utilisation"]
+    lines = {line.name: line.points for line in chart.lines}
+    assert set(lines) == {"GPU busy", "SM", "tensor", "DRAM", "CPU"}
+    steps = [record.time for record in h200.latest_steps()]
+    for point, sample in zip(lines["tensor"], h200.samples(), strict=True):
+        under_way = sum(done <= sample["time"] for done in steps)
+        assert point.x == pytest.approx(under_way, abs=4)
+        assert point.y == sample["gpus"][0]["tensor_active"]
+
+
+def test_unknown_is_said_as_such(bare: Run):
+    found = Page(render([bare]))
+    harmless(found)
+    assert "the peak of this device, or the operations of this model, are not known" in found.text
+    tiles = re.findall(r'<div class="tile"><dt>(.*?)</dt><dd>(.*?)</dd></div>', render([bare]))
+    assert dict(tiles)["tokens/s"] == dict(tiles)["MFU, as done"] == "n/a"
+
+
+def test_several_runs_stand_side_by_side(h200: Run, long_run: Run):
+    text = render([h200, long_run])
+    found = Page(text)
+    harmless(found)
+    assert "2 runs side by side" in found.text
+    assert {"runs", "same-axes", "differences", "r1-verdict", "r2-verdict"} <= {
+        section.get("id") for section in found.named("section")
+    }
+    assert "<code>train.steps</code></th><td>600</td><td>20000</td>" in text
+    levels = [int(name[1]) for name, _ in found.tags if re.fullmatch(r"h[1-6]", name)]
+    assert levels.count(1) == 1
+    assert all(after <= before + 1 for before, after in pairwise(levels))
+
+
+def test_a_long_run_is_read_by_its_roll_ups_and_its_spike_is_seen(long_run: Run):
+    def bytes_read() -> int:
+        fields = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
+        return int(fields["rchar"])
+
+    before = bytes_read()
+    text = render([long_run])
+    assert bytes_read() - before < (long_run.path / "steps.jsonl").stat().st_size / 5
+    assert re.search(r"43\.\d at 12\.5k", text)  # the mean of its 256 steps would hide it
+    assert len(text) < 500_000
+
+
+# Strangers' words
+
+
+@pytest.fixture(scope="module")
+def hostile_run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """Every payload everywhere a stranger can write: names, settings, events, phases, findings, the environment."""
+    name = "run<img src=x onerror=alert(1)>\"'&"
+    payloads = {payload: payload for payload in hostile.ALL}
+    run = Run.create(
+        tmp_path_factory.mktemp("hostile") / name,
+        config_text="\n".join(hostile.ALL),
+        config={"recipe": hostile.ALL[0], **payloads, "criteria": {}},
+        plan={
+            "decisions": payloads,
+            "reasons": payloads,
+            "predicted": {"memory_gib": dict.fromkeys(hostile.ALL, 1.0), "tokens_per_s": None},
+        },
+        hardware={"gpu": hostile.ALL[10], **payloads},
+        environment={"packages": payloads, "hostname": hostile.ALL[11]},
+    )
+    with run.recorder() as recorder:
+        recorder.event("active", **{f"path{at}": payload for at, payload in enumerate(hostile.ALL)})
+        for at, payload in enumerate(hostile.ALL):
+            recorder.event("notice", text=payload)
+            recorder.event("save-failed", step=at, error=payload)
+            spans = (Span(phase=payload, seconds=0.1), Span(phase="forward", role=payload, seconds=0.1))
+            recorder.step(
+                StepRecord(
+                    attempt=1, step=at, time=1e9 + at, seconds=0.5, tokens=10, padded_tokens=10, loss=2.0, spans=spans
+                )
+            )
+        gpu = {"index": 0, "busy": 1.0, "throttle": list(hostile.ALL)}
+        recorder.sample({"time": 1e9, "gpus": [gpu]})
+        verdict = {"criterion": hostile.ALL[0], "wanted": hostile.ALL[1], "got": hostile.ALL[2], "met": False}
+        recorder.event("end", step=60, outcome={"stopped_by": hostile.ALL[12]}, verdicts=[verdict])
+    findings = [
+        Finding(cause=it, sentence=it, share=0.1, gain=0.1, status="measured", evidence=(it,), fix=it)
+        for it in hostile.ALL
+    ]
+    run.write_diagnosis(Diagnosis(verdict=hostile.ALL[0], limit={"share": 0.5}, findings=tuple(findings)))
+    return run
+
+
+def test_nothing_of_strangers_becomes_markup(hostile_run: Run):
+    for runs in ([hostile_run], [hostile_run, hostile_run]):
+        found = Page(render(runs))
+        harmless(found)
+        # It is there to be read, as text.
+        for payload in hostile.SCRIPTS + hostile.HANDLERS + hostile.LINKS:
+            assert payload in found.text
+
+
+def test_nothing_that_moves_a_cursor_or_turns_a_line_is_left(hostile_run: Run):
+    for format in ("html", "md"):
+        text = render([hostile_run], format=format)
+        assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e]", text)
+
+
+def test_markdown_has_no_markup_of_strangers(hostile_run: Run):
+    text = render([hostile_run], format="md")
+    assert not re.search(r"(?<!\\)<", text)
+    assert not re.search(r"(?<!\\)!?\[[^\]]*\](?=\()", text)
+    for row in text.splitlines():
+        if row.startswith("|"):
+            assert len(re.findall(r"(?<!\\)\|", row)) in (4, 5), row
+
+
+@pytest.mark.parametrize("attributes", [{"onclick": "x()"}, {"style": "color: red"}, {"href": "https://example.org"}])
+def test_what_could_run_or_fetch_cannot_be_written(attributes: dict[str, str]):
+    with pytest.raises(ValueError, match="has no place in a report"):
+        tag("a", "x", **attributes)
+
+
+def test_text_is_escaped_unless_it_was_made_here():
+    assert tag("p", "a < b", Html("<br>"), title='"x"') == '<p title="&quot;x&quot;">a &lt; b<br></p>'
+    assert tag("p", hidden=True, title=None, lang=False) == "<p hidden></p>"
+
+
+# Plain forms
+
+
+def test_json_is_strict_and_has_the_same_numbers(h200: Run, bare: Run):
+    with bare.recorder() as recorder:
+        record = StepRecord(
+            attempt=1, step=0, time=1.0, seconds=0.5, tokens=1, padded_tokens=1, loss=float("nan"), extra={}
+        )
+        recorder.step(record)
+
+    def refuse(word: str) -> None:
+        raise AssertionError(word)
+
+    one, other = json.loads(render([h200, bare], format="json"), parse_constant=refuse)
+    story = tell(h200)
+    assert one["figures"]["tokens_per_s"]["value"] == story.speed.tokens_per_s
+    assert sum(part["num_steps"] for part in one["history"]) == 600
+    assert other["history"][0]["loss"] is None
+    assert other["figures"]["mfu"]["value"] is None
+
+
+def test_markdown_has_the_verdict_first_and_the_same_numbers(h200: Run):
+    text = render([h200], format="md")
+    assert text.startswith("# h200\n\n**Good.** Finished. 4 of 4 criteria met.")
+    for figure in numbers.figures(tell(h200)):
+        assert figure.text in text
+
+
+# Colours
+
+
+def luminance(colour: str) -> float:
+    channels = [int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5)]
+    red, green, blue = (c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels)
+    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+
+def test_all_text_stands_out_from_the_page_in_light_and_dark():
+    light, dark = page.style().split("@media screen and (prefers-color-scheme: dark)")[:2]
+    for sheet in (light, dark):
+        colours = dict(re.findall(r"--([a-z]+\d?): (#[0-9a-f]{6})", sheet[: sheet.index("}")]))
+        for name in ("ink", "soft", "link", "good", "bad", "open", "c1", "c2", "c3", "c4", "c5", "c6"):
+            one, other = sorted((luminance(colours[name]), luminance(colours["paper"])))
+            assert (other + 0.05) / (one + 0.05) >= 4.5, name
