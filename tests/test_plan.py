@@ -551,6 +551,9 @@ def test_kernels_and_8_bits_where_they_gain() -> None:
     assert ampere.decisions.fused_mlp
     assert not ampere.decisions.fp8
     assert "SM 8.9" in ampere.reasons["fp8"]
+    ada = decide(job(hardware="RTX 4090", sequences=64))
+    assert not ada.decisions.fp8
+    assert "plan.fp8: true" in ada.reasons["fp8"]
     assert not decide(job(hardware="T4")).decisions.fused_mlp
     assert not decide(job(hardware="CPU")).decisions.fused_mlp
     assert not decide(job(sequences=64, pins={"preset": "safe"})).decisions.fp8
