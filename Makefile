@@ -22,6 +22,10 @@ test-compat: $(VENV)/.dev $(COMPAT)/.made
 bench-gpu: $(VENV)/.train
 	$(BIN)/python -m benchmarks.pretrain $(BENCH_ARGS)
 	$(BIN)/python -m benchmarks.memory
+	$(BIN)/python -m benchmarks.growth
+	$(BIN)/python -m benchmarks.micro_batch
+	$(BIN)/python -m benchmarks.overhead
+	$(BIN)/python -m benchmarks.profile_step --fp8
 	$(BIN)/python -m benchmarks.doctor_gpu
 
 check: $(VENV)/.dev
