@@ -22,7 +22,7 @@ def folder(name: str, *, weights: bool, revision: str | None = None, code: bool 
     `code` fetches Python files too, and asks for a commit: a branch or tag can be moved to other code.
     """
     local = Path(name).expanduser()
-    if local.is_dir():
+    if name and local.is_dir():
         if revision is not None:
             raise UsageError(f"model.revision {revision!r} beside the folder {name}, which has none: leave it out")
         return local
@@ -49,7 +49,8 @@ def folder(name: str, *, weights: bool, revision: str | None = None, code: bool 
             "go online once, or give a folder"
         ) from None
     except (HfHubHTTPError, HFValidationError) as error:
-        raise UsageError(f"the hub refused {name!r}: {str(error).splitlines()[0]}") from None
+        where = repr(name) + (f" at {revision!r}" if revision else "")
+        raise UsageError(f"the hub refused {where}: {str(error).splitlines()[0]}") from None
 
 
 def read_json(path: Path) -> dict[str, Any]:
