@@ -76,10 +76,7 @@ def export_model(model: Model, folder: Path, *, dtype: torch.dtype = torch.bfloa
 def _random(
     shape: ModelShape, *, device: torch.device | str, dtype: torch.dtype, compute_dtype: torch.dtype, seed: int
 ) -> Decoder:
-    with torch.device(device):
+    with torch.device(device), weights.default_dtype(dtype):
         model = Decoder(shape, compute_dtype=compute_dtype)
     model.initialise(seed)
-    if dtype != torch.float32:
-        for parameter in model.parameters():
-            parameter.data = parameter.data.to(dtype)
     return model

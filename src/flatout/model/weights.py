@@ -93,10 +93,9 @@ def load(
         files.require_tied()
     elif HEAD not in files.file_of:
         note(f"{HEAD} is not in the files: the head begins as a copy of the embedding")
-    with torch.device("meta"):
-        model = Decoder(shape, compute_dtype=compute_dtype).to(dtype)
-    model.to_empty(device=device)
-    model.frequencies = rope.frequencies(shape).to(device)
+    with torch.device(device), default_dtype(dtype):
+        model = Decoder(shape, compute_dtype=compute_dtype)
+    model.frequencies.copy_(rope.frequencies(shape))  # from the host, as `initialise` has them
     parameters = dict(model.named_parameters())
     for ours, parts in _parts(shape).items():
         for name, into in _pieces(parameters[ours].data, parts):
@@ -105,6 +104,17 @@ def load(
             else:
                 _fill(into, files.read(name), name=name, folder=folder)
     return model
+
+
+@contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """New parameters in this type at once, never in a wider one first."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 def export(model: Decoder, folder: Path, *, dtype: torch.dtype = torch.bfloat16, **extra: Any) -> None:
