@@ -1,6 +1,7 @@
 """Models of other architectures, as transformers builds them, behind what the step asks of a model."""
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -31,7 +32,7 @@ from transformers import (
 
 from flatout.config.settings import ModelSettings
 from flatout.cost import ModelShape
-from flatout.errors import UsageError
+from flatout.errors import EnvironmentLacks, UsageError
 from flatout.losses import linear_cross_entropy
 from flatout.model import Foreign, Masked, Rectangular, load_model
 from flatout.model.loading import empty_model, export_model
@@ -185,7 +186,29 @@ def test_random_weights_are_seeded_and_leave_the_generator_alone(tmp_path: Path)
     assert isinstance(empty_model(ModelSettings(name=str(tmp_path)), shape=shape), Foreign)
 
 
+def test_the_compute_type_is_not_the_one_weights_are_kept_in(tmp_path: Path) -> None:
+    theirs = save("gpt2", tmp_path)
+    model = ModelSettings(name=str(tmp_path))
+    ours = load_model(model, compute_dtype=torch.bfloat16)
+    assert isinstance(ours, Foreign)
+    hidden = ours.hidden(TOKENS.flatten(), positions(TOKENS), Rectangular(batch=2))
+    assert hidden.dtype == torch.bfloat16
+    assert {parameter.dtype for parameter in ours.parameters()} == {torch.float32}
+    with torch.no_grad():
+        found, expected = (hidden.float() @ ours.head_weight.t()).flatten(), theirs(TOKENS).logits.flatten()
+    assert torch.cosine_similarity(found, expected, dim=0) > 0.999
+    hidden.float().square().mean().backward()
+    assert {p.grad.dtype for p in ours.parameters() if p.grad is not None} == {torch.float32}
+
+
 # Refusals
+
+
+def test_without_transformers_it_is_said_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save("gpt2", tmp_path)
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(EnvironmentLacks, match=r"pip install 'flatout\[hf\]'"):
+        opened(tmp_path)
 
 
 @pytest.mark.parametrize(("kind", "words"), [("gemma2", "final_logit_softcapping 3.0"), ("phi", "a bias")])
