@@ -37,21 +37,20 @@ class Hub(BaseHTTPRequestHandler):
     """As much of the Hugging Face hub as one public repository, `owner/model`, needs."""
 
     def do_GET(self) -> None:
-        path = self.path.split("?")[0]
+        path = self.path.split("?")[0].replace("/bare/", "/owner/model/").replace("/models/bare", "/models/owner/model")
         name = path.removeprefix(f"/owner/model/resolve/{COMMIT}/")
         if path.startswith("/api/models/owner/model/tree/"):
             entries = [{"type": "file", "path": n, "size": len(b), "oid": _etag(b)} for n, b in FILES.items()]
             self.reply(json.dumps(entries).encode())
+        elif path.startswith("/api/models/owner/model/revision/no-such-branch"):
+            self.refuse("RevisionNotFound")
         elif path.startswith("/api/models/owner/model"):
             siblings = [{"rfilename": name} for name in FILES]
             self.reply(json.dumps({"id": "owner/model", "sha": COMMIT, "siblings": siblings}).encode())
         elif name in FILES:
             self.reply(FILES[name])
         else:
-            self.send_response(404)
-            self.send_header("X-Error-Code", "RepoNotFound")
-            self.send_header("Content-Length", "0")
-            self.end_headers()
+            self.refuse("RepoNotFound")
 
     do_HEAD = do_GET
 
@@ -63,6 +62,12 @@ class Hub(BaseHTTPRequestHandler):
         self.end_headers()
         if self.command == "GET":
             self.wfile.write(body)
+
+    def refuse(self, why: str) -> None:
+        self.send_response(404)
+        self.send_header("X-Error-Code", why)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
 
     def log_message(self, *_: object) -> None:
         pass
@@ -76,13 +81,13 @@ def endpoint() -> Iterator[str]:
         server.shutdown()
 
 
-def ask(name: str, *, endpoint: str, home: Path, weights: bool = True, offline: bool = False) -> str:
+def ask(name: str, *, endpoint: str, home: Path, weights: bool = True, offline: bool = False, **more: object) -> str:
     """What `hub.folder` answers in a process that knows only this hub: a path, or the error's kind and message."""
     program = f"""
 from flatout import hub
 from flatout.errors import FlatoutError
 try:
-    print(hub.folder({name!r}, weights={weights}))
+    print(hub.folder({name!r}, weights={weights}, **{more}))
 except FlatoutError as error:
     print(f"{{type(error).__name__}}: {{error}}")
 """
@@ -111,7 +116,7 @@ def test_a_local_folder_is_taken_as_it_is(tmp_path: Path, monkeypatch: pytest.Mo
     assert hub.folder("~/owner", weights=False) == tmp_path / "owner"
 
 
-@pytest.mark.parametrize("name", ["./model", "/no/such/model", "~/model", "model", "a/b/c"])
+@pytest.mark.parametrize("name", ["./model", "/no/such/model", "~/model", "", "a/b/c"])
 def test_what_is_neither_a_folder_nor_a_name_is_refused(name: str) -> None:
     with pytest.raises(UsageError, match="OWNER/NAME"):
         hub.folder(name, weights=False)
@@ -140,6 +145,34 @@ def test_nothing_that_could_run_is_fetched(tmp_path: Path, endpoint: str) -> Non
     }
     # What was fetched once is there without the hub.
     assert Path(ask("owner/model", endpoint="http://127.0.0.1:9", home=tmp_path, offline=True)) == whole
+
+
+def test_a_revision_is_the_one_that_is_fetched(tmp_path: Path, endpoint: str) -> None:
+    found = Path(ask("owner/model", endpoint=endpoint, home=tmp_path, revision=COMMIT))
+    assert found.name == COMMIT
+    answer = ask("owner/model", endpoint=endpoint, home=tmp_path, revision="no-such-branch")
+    assert answer.startswith("UsageError: the hub refused 'owner/model' at 'no-such-branch': ")
+
+
+def test_a_bare_name_is_one_of_the_hub(tmp_path: Path, endpoint: str) -> None:
+    found = Path(ask("bare", endpoint=endpoint, home=tmp_path))
+    assert hub.read_json(found / "config.json") == {"model_type": "llama"}
+
+
+def test_code_is_fetched_only_of_a_pinned_commit(tmp_path: Path, endpoint: str) -> None:
+    for revision in (None, "main", "v1.0", COMMIT[:12]):
+        answer = ask("owner/model", endpoint=endpoint, home=tmp_path, code=True, revision=revision)
+        assert answer.startswith("UsageError: model.trust_remote_code would run the code of 'owner/model'")
+        assert "40 hexadecimal digits" in answer
+    found = Path(ask("owner/model", endpoint=endpoint, home=tmp_path, code=True, revision=COMMIT))
+    assert (found / "modeling.py").is_file()
+    assert not (found / "pytorch_model.bin").exists()
+
+
+def test_a_folder_has_no_revision(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"model\.revision 'main' beside the folder"):
+        hub.folder(str(tmp_path), weights=True, revision="main")
+    assert hub.folder(str(tmp_path), weights=True, code=True) == tmp_path
 
 
 def test_a_name_the_hub_does_not_know_is_a_mistake(tmp_path: Path, endpoint: str) -> None:

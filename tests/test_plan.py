@@ -584,3 +584,28 @@ def test_selective_recomputation_is_for_the_plain_path() -> None:
     plan = decide(job(sequences=64, pins={"recompute": "selective"}))
     assert not plan.decisions.fused_mlp
     assert not plan.decisions.fp8
+
+
+def test_a_foreign_model_has_no_fast_paths_and_no_figures_nobody_counted() -> None:
+    plan = decide(job(shape=replace(SMALL, adapter="model_type 'gpt2' is not ours"), pins={"preset": "max"}))
+    chosen = plan.decisions
+    assert (chosen.fused_qkv, chosen.fused_mlp, chosen.fp8, chosen.compile) == (False, False, False, "none")
+    assert chosen.fused_loss, "the loss is ours whatever the model is"
+    assert plan.reasons["fused_mlp"] == "the model runs as transformers builds it"
+    assert (plan.predicted.mfu, plan.predicted.tokens_per_s, plan.rates.peak_flops) == (None, None, None)
+    assert plan.predicted.peak_gib > 0
+
+
+def test_what_a_foreign_model_cannot_have_is_refused_all_at_once() -> None:
+    shape = replace(SMALL, adapter="model_type 'gpt2' is not ours")
+    text = refusal(job(shape=shape, packing="documents", pins={"fp8": True, "fused_mlp": True, "compile": "default"}))
+    assert text.startswith("data.packing documents, plan.fused_mlp, plan.fp8, plan.compile default cannot be had: ")
+    assert "model_type 'gpt2' is not ours" in text
+
+
+def test_a_window_shorter_than_the_sequences_goes_to_the_adapter(tmp_path: Path) -> None:
+    folder = model_folder(tmp_path / "model", model_type="mistral", sliding_window=256, max_position_embeddings=1024)
+    model = {"name": str(folder)}
+    fits = shape(model=model, sequence_length=256)
+    assert (fits.adapter, fits.positions, fits.max_positions) == ("", 256, 1024)
+    assert "sliding window of 256 is shorter than sequences of 512" in shape(model=model, sequence_length=512).adapter

@@ -246,7 +246,7 @@ def export(
     _require_torch()
     from flatout.engine.resolve import DTYPES
     from flatout.engine.trained import open_trained
-    from flatout.model import weights
+    from flatout.model.loading import export_model
     from flatout.record import Run
 
     if dtype not in DTYPES:
@@ -255,7 +255,7 @@ def export(
         raise UsageError(f"{to} is no empty folder, and nothing is overwritten: choose another folder")
     trained = open_trained(Run.open(run))
     trained.tokenizer.save(to)
-    weights.export(trained.model, to, dtype=DTYPES[dtype], eos_token_id=trained.tokenizer.eos_id)
+    export_model(trained.model, to, dtype=DTYPES[dtype], eos_token_id=trained.tokenizer.eos_id)
     out.print(f"wrote step {trained.step} of {run} to {to}", highlight=False, markup=False, soft_wrap=True)
 
 

@@ -20,6 +20,10 @@ class UsageError(FlatoutError):
     exit_code = 2
 
 
+class Unsupported(UsageError):
+    """A model that our decoder cannot run; the adapter may."""
+
+
 class EnvironmentLacks(FlatoutError):
     """The machine lacks something (a package, disk space, a GPU build): says what, and how to get it."""
 

@@ -1,11 +1,13 @@
 """Finds a model's files: a local folder as it is, any other name on the Hugging Face hub.
 
-Only JSON, text and safetensors are ever fetched; nothing pickled, nothing executable.
+Only JSON, text and safetensors are fetched; nothing pickled ever, and nothing executable unless the user trusts the
+code of one commit.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +16,23 @@ from flatout.errors import EnvironmentLacks, UsageError
 SMALL_FILES = ["*.json", "*.jinja", "*.txt", "*.model"]
 
 
-def folder(name: str, *, weights: bool) -> Path:
-    """The folder that holds `name`, fetched from the hub if it is no folder here."""
+def folder(name: str, *, weights: bool, revision: str | None = None, code: bool = False) -> Path:
+    """The folder that holds `name`, fetched from the hub at `revision` if it is no folder here.
+
+    `code` fetches Python files too, and asks for a commit: a branch or tag can be moved to other code.
+    """
     local = Path(name).expanduser()
-    if local.is_dir():
+    if name and local.is_dir():
+        if revision is not None:
+            raise UsageError(f"model.revision {revision!r} beside the folder {name}, which has none: leave it out")
         return local
-    if name.startswith((".", "/", "~")) or name.count("/") != 1:
+    if name.startswith((".", "/", "~")) or name.count("/") > 1 or not name:
         raise UsageError(f"model {name!r} is no folder here, and a name on the hub looks like OWNER/NAME")
+    if code and not re.fullmatch(r"[0-9a-f]{40}", revision or ""):
+        raise UsageError(
+            f"model.trust_remote_code would run the code of {name!r} at {revision or 'its newest revision'}, which can "
+            "change: pin model.revision to a commit of 40 hexadecimal digits, or give a folder"
+        )
     try:
         from huggingface_hub import snapshot_download
         from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
@@ -28,16 +40,17 @@ def folder(name: str, *, weights: bool) -> Path:
         raise EnvironmentLacks(
             f"model {name!r} is not a local folder, and fetching it needs huggingface_hub: pip install 'flatout[train]'"
         ) from None
-    wanted = [*SMALL_FILES, "*.safetensors"] if weights else SMALL_FILES
+    wanted = [*SMALL_FILES, *(["model*.safetensors"] if weights else []), *(["*.py"] if code else [])]
     try:
-        return Path(snapshot_download(name, allow_patterns=wanted))
+        return Path(snapshot_download(name, revision=revision, allow_patterns=wanted))
     except LocalEntryNotFoundError:
         raise EnvironmentLacks(
             f"model {name!r} is not a local folder, not in the local cache, and the hub cannot be reached: "
             "go online once, or give a folder"
         ) from None
     except (HfHubHTTPError, HFValidationError) as error:
-        raise UsageError(f"the hub refused {name!r}: {str(error).splitlines()[0]}") from None
+        where = repr(name) + (f" at {revision!r}" if revision else "")
+        raise UsageError(f"the hub refused {where}: {str(error).splitlines()[0]}") from None
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from flatout import hub
-from flatout.config.settings import DataSettings, Decisions, PlanSettings, Settings
+from flatout.config.settings import DataSettings, Decisions, ModelSettings, PlanSettings, Settings
 from flatout.cost import (
     GIB,
     BlockPath,
@@ -39,6 +39,8 @@ THIN_TOKENS = 2048
 # Seconds the first step takes longer with nothing compiled yet, as seen on an H200's host.
 COMPILE_S = 40.0
 LOSS_ROWS = {"gpu": 8192, "cpu": 2048}
+# Why a model of another architecture has no fast paths.
+ADAPTED = "the model runs as transformers builds it"
 # Narrower layers gain nothing by 8-bit matmuls.
 FP8_HIDDEN = 768
 
@@ -149,7 +151,7 @@ def shape_of(settings: Settings) -> ModelShape:
     """The decoder a configuration asks for: its own numbers, or a Hugging Face config.json."""
     model, length = settings.model, settings.data.sequence_length
     if model.name is not None:
-        shape = ModelShape.from_hf(hub.read_json(hub.folder(model.name, weights=False) / "config.json"))
+        shape = named_shape(model, length=length)
     else:
         if model.layers is None or model.hidden is None or model.heads is None:
             raise UsageError("model needs `name`, or `layers`, `hidden` and `heads`")
@@ -174,6 +176,14 @@ def shape_of(settings: Settings) -> ModelShape:
             "shorten the sequences" + ("" if model.name else ", or raise model.positions")
         )
     return shape
+
+
+def named_shape(model: ModelSettings, *, length: int | None = None) -> ModelShape:
+    """The shape of a model by its folder or name, to be run on sequences of at most `length`."""
+    if model.name is None:
+        raise UsageError("model.name is missing: give a folder or a name on the hub")
+    folder = hub.folder(model.name, weights=False, revision=model.revision, code=model.trust_remote_code)
+    return ModelShape.of_config(hub.read_json(folder / "config.json"), length=length)
 
 
 def vocabulary(data: DataSettings) -> int:
@@ -206,6 +216,7 @@ def tokenizer_size(spec: str) -> int:
 
 def decide(job: Job) -> Plan:
     """One pass over the decisions, later ones standing on earlier ones; a pinned value is taken as it is."""
+    _refuse_for_adapter(job)
     chosen: dict[str, Any] = {}
     reasons: dict[str, str] = {}
 
@@ -242,6 +253,24 @@ def decide(job: Job) -> Plan:
     return Plan(job=job, decisions=decisions, reasons=reasons, predicted=_predict(job, decisions, memory))
 
 
+def _refuse_for_adapter(job: Job) -> None:
+    """What was asked for and cannot be had where a model runs as transformers builds it; all of it at once."""
+    pins = job.pins
+    asked = {
+        "data.packing documents": job.packing == "documents",
+        "plan.fused_qkv": bool(pins.fused_qkv),
+        "plan.fused_mlp": bool(pins.fused_mlp),
+        "plan.fp8": bool(pins.fp8),
+        f"plan.compile {pins.compile}": pins.compile not in (None, "none"),
+        "plan.recompute selective": pins.recompute == "selective",
+    }
+    if job.shape.adapter and (found := [name for name, present in asked.items() if present]):
+        raise UsageError(
+            f"{', '.join(found)} cannot be had: {job.shape.adapter}, so the model runs as transformers builds it; "
+            "leave out what is named, or choose a model of the llama, mistral, qwen2 or qwen3 family"
+        )
+
+
 def _fused(chosen: Mapping[str, Any]) -> bool:
     return all(chosen[name] for name in ("fused_qkv", "fused_mlp", "fused_loss"))
 
@@ -271,6 +300,7 @@ def _precision(job: Job) -> tuple[str, str]:
 def _kernels(job: Job, *, precision: str) -> list[tuple[str, bool, str]]:
     """The fused segments, and 8-bit matmuls in them."""
     sm, shape = job.hardware.sm, job.shape
+    foreign = ADAPTED if shape.adapter else None
     no = None
     if job.device == "cpu":
         no = "kernels are for GPUs"
@@ -283,11 +313,12 @@ def _kernels(job: Job, *, precision: str) -> list[tuple[str, bool, str]]:
     odd_heads = shape.qk_norm and shape.head_dim & (shape.head_dim - 1)
     uneven = f"query and key norms need heads of a power of two, not {shape.head_dim}" if odd_heads else None
     rows = [
-        ("fused_qkv", no or uneven, "norm and rotary positions, one pass each way"),
-        ("fused_mlp", no, "norm and SwiGLU, one pass each way"),
+        ("fused_qkv", no or foreign or uneven, "norm and rotary positions, one pass each way"),
+        ("fused_mlp", no or foreign, "norm and SwiGLU, one pass each way"),
         ("fused_loss", no, "one read and one write of each logit"),
     ]
-    eight = ("fp8", *_fp8(job, precision=precision, no=no or ("it needs all fused segments" if uneven else None)))
+    lacking = "it needs all fused segments" if foreign or uneven else None
+    eight = ("fp8", *_fp8(job, precision=precision, no=no or lacking))
     return [*((name, problem is None, problem or gain) for name, problem, gain in rows), eight]
 
 
@@ -318,6 +349,8 @@ def _compile(job: Job, *, precision: str, fused: bool) -> tuple[str, str]:
         return "none", "eager kernels are near the limit of a CPU, and compiling takes minutes"
     if job.pins.preset == "safe":
         return "none", "preset safe runs eager"
+    if job.shape.adapter:
+        return "none", ADAPTED
     if fused:
         return "none", "every segment has its kernel: nothing is left to fuse, and nothing to wait for"
     gain = "fuses norms, rotary positions, SwiGLU and the loss; one graph serves every block"
@@ -447,7 +480,7 @@ def _batch(job: Job, *, precision: str, path: BlockPath) -> tuple[int, int, str,
         sizes = fitting or [1]
 
     # Fused kernels overwrite what selective recomputation would keep.
-    modes = ["none", "full"] if path in ("fused", "fp8") else ["none", "selective", "full"]
+    modes = ["none", "full"] if path in ("fused", "fp8") or job.shape.adapter else ["none", "selective", "full"]
     modes = [pins.recompute] if pins.recompute else modes
 
     def peak(size: int, mode: str) -> float:
@@ -544,7 +577,9 @@ def _step_s(
 
 
 def _peak(job: Job, *, precision: str, tf32: bool) -> float | None:
-    """The device's peak in the arithmetic the matmuls really use."""
+    """The device's peak in the arithmetic the matmuls really use; None for a model whose operations nobody counted."""
+    if job.shape.adapter:
+        return None
     return job.hardware.peak_flops.get("tf32" if precision == "fp32" and tf32 else precision)
 
 

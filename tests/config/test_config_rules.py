@@ -53,6 +53,14 @@ def test_the_small_configuration_is_valid() -> None:
         ({"model.head_dim": 15}, "model.head_dim: heads of width 15; rotary positions need an even width"),
         ({"model.kv_heads": 3}, "model.kv_heads: 3 must divide model.heads (4)"),
         (
+            {"model.revision": "main"},
+            "model.revision: main without model.name, whose files it is about; give model.name",
+        ),
+        (
+            {"model.trust_remote_code": True},
+            "model.trust_remote_code: True without model.name, whose files it is about; give model.name",
+        ),
+        (
             {"train.batch_tokens": 1000},
             "train.batch_tokens: 1000 is not a multiple of data.sequence_length (128); take 896 or 1024",
         ),
@@ -87,6 +95,14 @@ def test_a_broken_rule_is_the_one_mistake(changes: dict[str, Any], mistake: str)
         {"train.steps": None, "train.epochs": 0.5},
         {"model.hidden": 66, "model.head_dim": 16},
         {"model.name": "some/model", "model.layers": None, "model.hidden": None, "model.heads": None},
+        {
+            "model.name": "bare",
+            "model.revision": "v2",
+            "model.trust_remote_code": True,
+            "model.layers": None,
+            "model.hidden": None,
+            "model.heads": None,
+        },
         {"model.positions": 128},
         {"data.source": "text", "data.path": "corpus"},
         {"train.warmup_steps": 9},

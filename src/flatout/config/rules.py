@@ -7,6 +7,9 @@ from dataclasses import dataclass, fields
 
 from flatout.config.settings import DataSettings, ModelSettings, Settings
 
+# What may stand beside `model.name`; everything else of the section is a shape.
+OF_NAME = ("name", "weights", "revision", "trust_remote_code")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Breach:
@@ -50,10 +53,16 @@ def _model(model: ModelSettings) -> Iterator[Breach]:
             text="missing; give model.name, or all of model.layers, model.hidden and model.heads",
         )
 
+    if model.name is None:
+        for key, value in {"revision": model.revision, "trust_remote_code": model.trust_remote_code or None}.items():
+            if value is not None:
+                text = f"{value} without model.name, whose files it is about; give model.name"
+                yield Breach(keys=(f"model.{key}", "model.name"), text=text)
+
     if model.name is not None:
         default = ModelSettings()
         for field in fields(model):
-            if field.name not in ("name", "weights") and getattr(model, field.name) != getattr(default, field.name):
+            if field.name not in OF_NAME and getattr(model, field.name) != getattr(default, field.name):
                 value = getattr(model, field.name)
                 yield Breach(
                     keys=(f"model.{field.name}", "model.name"),

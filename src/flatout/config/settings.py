@@ -31,6 +31,10 @@ def section(kind: type[Any], help: str) -> Any:
 class ModelSettings:
     name: str | None = setting(None, "Hugging Face name or local folder; its config.json gives the shape")
     weights: Literal["load", "random"] = setting("load", "with `name`: load its weights, or start from random ones")
+    revision: str | None = setting(None, "with `name` of the hub: branch, tag or commit (default: main)")
+    trust_remote_code: bool = setting(
+        False, "run the Python code that comes with the model; needs a folder, or a 40-digit commit as revision"
+    )
     layers: int | None = setting(None, "number of decoder blocks", gt=0)
     hidden: int | None = setting(None, "width of the residual stream", gt=0)
     heads: int | None = setting(None, "number of query heads", gt=0)

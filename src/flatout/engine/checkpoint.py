@@ -59,7 +59,7 @@ class Checkpoints:
         partial = self.folder / f"{final.name}.tmp-{uuid.uuid4().hex[:8]}"
         try:
             partial.mkdir()
-            weights = {name: tensor.detach() for name, tensor in model.state_dict().items()}
+            weights = _once(model.state_dict())
             tensors = {"weights-rank00000.safetensors": weights}
             if optimizer is not None:
                 tensors["optimizer-rank00000.safetensors"] = _moments(model, optimizer)
@@ -182,6 +182,14 @@ def restore(checkpoint: Checkpoint, *, model: nn.Module, optimizer: torch.optim.
         for moment in _MOMENTS:
             if (value := moments.get(f"{moment}.{name}")) is not None:
                 optimizer.state[parameter][moment] = value.to(parameter.device)
+
+
+def _once(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Each tensor under its first name: a tied head is the embedding."""
+    first: dict[tuple[Any, ...], str] = {}
+    for name, tensor in state.items():
+        first.setdefault((tensor.data_ptr(), tensor.shape, tensor.stride()) if tensor.numel() else (name,), name)
+    return {name: state[name].detach() for name in first.values()}
 
 
 def _write_tensors(tensors: Mapping[str, Tensor], path: Path) -> dict[str, Any]:

@@ -13,16 +13,19 @@ from flatout.config.settings import Recompute
 from flatout.data.stream import Batch
 from flatout.engine.resolve import Active
 from flatout.losses import RowLoss, linear_cross_entropy, row_loss
-from flatout.model import Attend, Block, Decoder, Masked, Rectangular, Varlen
+from flatout.model import Attend, Block, Decoder, Foreign, Masked, Model, Rectangular, Varlen
 
 # (hidden_NC, head weight_VC, targets_N) -> summed loss
 HeadLoss = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def prepare(
-    model: Decoder, *, active: Active, recompute: Recompute, loss_chunk: int
+    model: Model, *, active: Active, recompute: Recompute, loss_chunk: int
 ) -> tuple[HeadLoss, EightBits | None]:
     """Operates on the model in place; gives the loss that goes with it, and its 8-bit state if it has one."""
+    if isinstance(model, Foreign):
+        model.recompute(recompute)
+        return partial(linear_cross_entropy, chunk=loss_chunk, rows=_rows(active)), None
     blocks = [block for block in model.blocks if isinstance(block, Block)]
     for block in blocks:
         block.recompute = recompute
@@ -40,7 +43,7 @@ def prepare(
 
 def _fuse(model: Decoder, blocks: list[Block], *, active: Active, eight: EightBits | None) -> RowLoss:
     """Puts the kernels where the model looks for them."""
-    from flatout.kernels import rows, segments
+    from flatout.kernels import segments
 
     shape = model.shape
     for i, block in enumerate(blocks):
@@ -55,7 +58,15 @@ def _fuse(model: Decoder, blocks: list[Block], *, active: Active, eight: EightBi
             )
     if active.fused_mlp:
         model.norm_kernel = partial(segments.norm, eps=shape.norm_eps)
-    return rows.cross_entropy_ if active.fused_loss else row_loss
+    return _rows(active)
+
+
+def _rows(active: Active) -> RowLoss:
+    if not active.fused_loss:
+        return row_loss
+    from flatout.kernels import rows
+
+    return rows.cross_entropy_
 
 
 def _compile(model: Decoder, blocks: list[Block], *, active: Active, rows: RowLoss) -> RowLoss:
@@ -113,7 +124,7 @@ class EightBits:
             )
         self.head: Any = None
         if active.fused_loss and active.fp8_head:
-            weight = model.embedding if model.head is None else model.head
+            weight = model.head_weight
             self.head = head.Head8(weight)
             self._weights.append(weight)
             self._copies.append(self.head.weight)

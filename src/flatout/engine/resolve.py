@@ -84,7 +84,11 @@ def resolve(plan: Plan, *, local_rank: int, deterministic: bool) -> Active:
     facts["precision"] = f"{wish.precision}, weights and optimizer in fp32" + (
         ", dynamic loss scaling" if dtype == torch.float16 else ""
     )
-    attention, repeat_kv, facts["attention"] = _attention(wish.attention or "math", plan.job.shape, dtype, device)
+    if plan.job.shape.adapter:
+        facts["model"] = f"as transformers builds it: {plan.job.shape.adapter}"
+        attention, repeat_kv, facts["attention"] = "transformers", False, "as transformers chooses it"
+    else:
+        attention, repeat_kv, facts["attention"] = _attention(wish.attention or "math", plan.job.shape, dtype, device)
     varlen = False
     if plan.job.packing == "documents":
         sm = plan.job.hardware.sm

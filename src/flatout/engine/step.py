@@ -20,7 +20,7 @@ from flatout.engine.faults import OutOfMemory, is_out_of_memory
 from flatout.engine.prepare import EightBits, HeadLoss, attend_for
 from flatout.engine.ranks import Ranks
 from flatout.engine.resolve import Active
-from flatout.model import Decoder
+from flatout.model import Model
 from flatout.optim import Schedule
 from flatout.probe import Phases
 from flatout.record import Span
@@ -63,7 +63,7 @@ class Engine:
     def __init__(
         self,
         *,
-        model: Decoder,
+        model: Model,
         optimizer: torch.optim.AdamW,
         schedule: Schedule,
         active: Active,

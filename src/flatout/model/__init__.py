@@ -1,6 +1,8 @@
-"""The decoder and its weights, in and out of Hugging Face format."""
+"""The decoder and its weights, in and out of Hugging Face format; other models of transformers behind an adapter."""
 
 from flatout.model.attention import Attend, Masked, Rectangular, Varlen
 from flatout.model.decoder import Block, Decoder
+from flatout.model.foreign import Foreign
+from flatout.model.loading import Model, load_model
 
-__all__ = ["Attend", "Block", "Decoder", "Masked", "Rectangular", "Varlen"]
+__all__ = ["Attend", "Block", "Decoder", "Foreign", "Masked", "Model", "Rectangular", "Varlen", "load_model"]

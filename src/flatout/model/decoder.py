@@ -20,6 +20,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from flatout.config.settings import Recompute
 from flatout.cost import ModelShape
+from flatout.model import rope
 from flatout.model.attention import Attend
 
 if TYPE_CHECKING:
@@ -75,6 +76,7 @@ class Block(nn.Module):
         self.q_norm = nn.Parameter(torch.ones(shape.head_dim)) if shape.qk_norm else None
         self.k_norm = nn.Parameter(torch.ones(shape.head_dim)) if shape.qk_norm else None
         self.out = nn.Parameter(torch.empty(shape.hidden, shape.q_width))
+        self.out_bias = nn.Parameter(torch.zeros(shape.hidden)) if shape.out_bias else None
         self.mlp_norm = nn.Parameter(torch.ones(shape.hidden))
         self.gate_up = nn.Parameter(torch.empty(2 * shape.intermediate, shape.hidden))
         self.down = nn.Parameter(torch.empty(shape.hidden, shape.intermediate))
@@ -99,7 +101,7 @@ class Block(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         residual_NC, q_NHD, k_NGD, v_NGD = self.norm_qkv_rope(residual_NC, delta_NC, cos, sin)
         mixed_NHD = attend(q_NHD, k_NGD, v_NGD)
-        return self.norm_mlp(residual_NC, linear(mixed_NHD.flatten(1), self.out))
+        return self.norm_mlp(residual_NC, linear(mixed_NHD.flatten(1), self.out, self.out_bias))
 
     def norm_qkv_rope(
         self, residual_NC: Tensor, delta_NC: Tensor | None, cos: Tensor, sin: Tensor
@@ -140,7 +142,8 @@ class Decoder(nn.Module):
         self.head = None if shape.tied else nn.Parameter(torch.empty(shape.vocab, shape.hidden))
         self.norm_kernel: Callable[..., Tensor] | None = None
         self.frequencies: Tensor
-        self.register_buffer("frequencies", rope_frequencies(shape), persistent=False)
+        self.register_buffer("frequencies", rope.frequencies(shape), persistent=False)
+        self.amplitude = rope.amplitude(shape)
 
     @torch.no_grad()
     def initialise(self, seed: int) -> None:
@@ -155,12 +158,15 @@ class Decoder(nn.Module):
             else:
                 std = narrow if name.endswith((".out", ".down")) else INIT_STD
                 parameter.normal_(0.0, std, generator=generator)
-        self.frequencies.copy_(rope_frequencies(self.shape))
+        self.frequencies.copy_(rope.frequencies(self.shape))
 
     def enter(self, tokens_N: Tensor, positions_N: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Embeddings in the compute type, and the cosine and sine of each token's position."""
         angles = positions_N[:, None, None].float() * self.frequencies
-        return F.embedding(tokens_N, self.embedding).to(self.compute_dtype), angles.cos(), angles.sin()
+        cos, sin = angles.cos(), angles.sin()
+        if self.amplitude != 1.0:
+            cos, sin = self.amplitude * cos, self.amplitude * sin
+        return F.embedding(tokens_N, self.embedding).to(self.compute_dtype), cos, sin
 
     def leave(self, residual_NC: Tensor, delta_NC: Tensor) -> Tensor:
         if self.norm_kernel is not None:
@@ -179,9 +185,8 @@ class Decoder(nn.Module):
     def forward(self, tokens_N: Tensor, positions_N: Tensor, attend: Attend, head: Head) -> Tensor:
         """`head` is given the hidden states and the head's weight, so the loss runs inside the root's forward."""
         hidden_NC = self.hidden(tokens_N, positions_N, attend)
-        return head(hidden_NC, self.embedding if self.head is None else self.head)
+        return head(hidden_NC, self.head_weight)
 
-
-def rope_frequencies(shape: ModelShape) -> Tensor:
-    exponents = torch.arange(0, shape.head_dim, 2, dtype=torch.float32) / shape.head_dim
-    return 1.0 / shape.rope_theta**exponents
+    @property
+    def head_weight(self) -> Tensor:
+        return self.embedding if self.head is None else self.head

@@ -6,7 +6,9 @@ Our `qkv` and `gate_up` are their projections stacked along the output, in that 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,20 +20,22 @@ from torch import Tensor
 from flatout.cost import ModelShape
 from flatout.errors import UsageError
 from flatout.hub import read_json
+from flatout.model import rope
 from flatout.model.decoder import Decoder
 
 SHARD_BYTES = 4 * 2**30
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
 def _parts(shape: ModelShape) -> dict[str, list[tuple[str, int | None]]]:
     """Our parameter to their tensors in stacking order, with the rows of each (None: all of them)."""
     q, kv, ff = shape.q_width, shape.kv_width, shape.intermediate
     table: dict[str, list[tuple[str, int | None]]] = {
-        "embedding": [("model.embed_tokens.weight", None)],
+        "embedding": [(EMBEDDING, None)],
         "norm": [("model.norm.weight", None)],
     }
     if not shape.tied:
-        table["head"] = [("lm_head.weight", None)]
+        table["head"] = [(HEAD, None)]
     for i in range(shape.layers):
         ours, theirs = f"blocks.{i}.", f"model.layers.{i}."
         attention, mlp = theirs + "self_attn.", theirs + "mlp."
@@ -45,6 +49,8 @@ def _parts(shape: ModelShape) -> dict[str, list[tuple[str, int | None]]]:
         }
         if shape.qkv_bias:
             table[ours + "qkv_bias"] = [(f"{attention}{p}_proj.bias", n) for p, n in (("q", q), ("k", kv), ("v", kv))]
+        if shape.out_bias:
+            table[ours + "out_bias"] = [(attention + "o_proj.bias", None)]
         if shape.qk_norm:
             table[ours + "q_norm"] = [(attention + "q_norm.weight", None)]
             table[ours + "k_norm"] = [(attention + "k_norm.weight", None)]
@@ -54,30 +60,61 @@ def _parts(shape: ModelShape) -> dict[str, list[tuple[str, int | None]]]:
 def to_hf(state: Mapping[str, Tensor], shape: ModelShape) -> Iterator[tuple[str, Tensor]]:
     """Our state under their names."""
     for ours, parts in _parts(shape).items():
-        if len(parts) == 1:
-            yield parts[0][0], state[ours]
-        else:
-            pieces = state[ours].split([rows or 0 for _, rows in parts])
-            yield from zip((name for name, _ in parts), pieces, strict=True)
+        yield from _pieces(state[ours], parts)
 
 
-def load(folder: Path, *, compute_dtype: torch.dtype = torch.float32) -> Decoder:
-    """Our decoder with the weights of a Hugging Face folder (config.json and safetensors, nothing else)."""
-    shape = ModelShape.from_hf(read_json(folder / "config.json"))
-    model = Decoder(shape, compute_dtype=compute_dtype)
-    files = _tensor_files(folder)
+def _pieces(tensor: Tensor, parts: list[tuple[str, int | None]]) -> list[tuple[str, Tensor]]:
+    """Views of one of our tensors, each under the name of theirs."""
+    if len(parts) == 1:
+        return [(parts[0][0], tensor)]
+    return list(zip((name for name, _ in parts), tensor.split([rows or 0 for _, rows in parts]), strict=True))
+
+
+def load(
+    folder: Path,
+    *,
+    shape: ModelShape | None = None,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32,
+    compute_dtype: torch.dtype = torch.float32,
+    note: Callable[[str], None] = lambda text: None,
+) -> Decoder:
+    """Our decoder with the weights of a Hugging Face folder (config.json and safetensors, nothing else).
+
+    One tensor at a time goes from the file to its place on the device, in the type it is kept in there. What is not
+    quite as config.json says, and still means one thing only, is put right and told to `note`.
+    """
+    config = read_json(folder / "config.json")
+    refuse_quantised(config, folder)
+    shape = shape or ModelShape.from_hf(config)
+    files = TensorFiles.of(folder)
+    files.require([name for parts in _parts(shape).values() for name, _ in parts])
+    if shape.tied:
+        files.require_tied()
+    elif HEAD not in files.file_of:
+        note(f"{HEAD} is not in the files: the head begins as a copy of the embedding")
+    with torch.device(device), default_dtype(dtype):
+        model = Decoder(shape, compute_dtype=compute_dtype)
+    model.frequencies.copy_(rope.frequencies(shape))  # from the host, as `initialise` has them
     parameters = dict(model.named_parameters())
-    with torch.no_grad():
-        for ours, parts in _parts(shape).items():
-            pieces = [_read(files, name, folder) for name, _ in parts]
-            value = torch.cat(pieces) if len(pieces) > 1 else pieces[0]
-            if value.shape != parameters[ours].shape:
-                raise UsageError(
-                    f"{folder}: {parts[0][0]} gives shape {tuple(value.shape)}, "
-                    f"config.json asks for {tuple(parameters[ours].shape)}"
-                )
-            parameters[ours].copy_(value)
+    for ours, parts in _parts(shape).items():
+        for name, into in _pieces(parameters[ours].data, parts):
+            if name in (EMBEDDING, HEAD):
+                _fill_rows(into, files.read(name), name=name, folder=folder, note=note)
+            else:
+                _fill(into, files.read(name), name=name, folder=folder)
     return model
+
+
+@contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """New parameters in this type at once, never in a wider one first."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 def export(model: Decoder, folder: Path, *, dtype: torch.dtype = torch.bfloat16, **extra: Any) -> None:
@@ -108,17 +145,9 @@ def export(model: Decoder, folder: Path, *, dtype: torch.dtype = torch.bfloat16,
 
 def hf_config(shape: ModelShape) -> dict[str, Any]:
     """The config.json that describes this shape to transformers."""
-    if shape.qk_norm and shape.qkv_bias:
-        raise UsageError(
-            "qk_norm together with qkv_bias has no Hugging Face architecture: export needs one of them off"
-        )
-    kind, name = "llama", "LlamaForCausalLM"
-    if shape.qk_norm:
-        kind, name = "qwen3", "Qwen3ForCausalLM"
-    elif shape.qkv_bias:
-        kind, name = "qwen2", "Qwen2ForCausalLM"
-        if shape.head_dim * shape.heads != shape.hidden:
-            raise UsageError("qkv_bias with head_dim other than hidden / heads has no Hugging Face architecture")
+    kind, name = _architecture(shape)
+    positions = shape.max_positions or shape.positions
+    scaling: dict[str, Any] = shape.rope_scaling.to_json() if shape.rope_scaling else {"rope_type": "default"}
     return {
         "architectures": [name],
         "model_type": kind,
@@ -130,36 +159,143 @@ def hf_config(shape: ModelShape) -> dict[str, Any]:
         "num_key_value_heads": shape.kv_heads,
         "head_dim": shape.head_dim,
         "vocab_size": shape.vocab,
-        "max_position_embeddings": shape.positions,
+        "max_position_embeddings": positions,
         "tie_word_embeddings": shape.tied,
         "rms_norm_eps": shape.norm_eps,
         "rope_theta": shape.rope_theta,
-        "rope_parameters": {"rope_type": "default", "rope_theta": shape.rope_theta},
-        "attention_bias": False,
+        "rope_parameters": {**scaling, "rope_theta": shape.rope_theta},
+        # The same for versions of transformers that do not know `rope_parameters`.
+        "rope_scaling": scaling if shape.rope_scaling else None,
+        "sliding_window": shape.window,
+        "attention_bias": shape.out_bias,
     }
 
 
-def _tensor_files(folder: Path) -> dict[str, Path]:
-    """Which file holds which tensor."""
-    index = folder / "model.safetensors.index.json"
-    if index.exists():
-        return {name: folder / Path(file).name for name, file in read_json(index)["weight_map"].items()}
-    single = folder / "model.safetensors"
-    if not single.exists():
-        raise UsageError(f"{folder} has no model.safetensors (pickled weights are not read)")
-    try:
-        with safe_open(single, framework="pt") as file:
-            return dict.fromkeys(file.keys(), single)
-    except (SafetensorError, OSError) as error:
-        raise UsageError(f"{single} is no readable safetensors file: {error}") from None
+def _architecture(shape: ModelShape) -> tuple[str, str]:
+    """Which of Hugging Face's architectures this is; what none of them has is refused."""
+    if shape.window:
+        return "mistral", "MistralForCausalLM"
+    if shape.qk_norm:
+        if shape.qkv_bias != shape.out_bias:
+            raise UsageError(
+                "qk_norm together with qkv_bias has no Hugging Face architecture: export needs one of them off"
+            )
+        return "qwen3", "Qwen3ForCausalLM"
+    if shape.qkv_bias and not shape.out_bias:
+        if shape.head_dim * shape.heads != shape.hidden:
+            raise UsageError("qkv_bias with head_dim other than hidden / heads has no Hugging Face architecture")
+        return "qwen2", "Qwen2ForCausalLM"
+    return "llama", "LlamaForCausalLM"
 
 
-def _read(files: Mapping[str, Path], name: str, folder: Path) -> Tensor:
-    if name not in files:
-        raise UsageError(f"{folder} lacks the tensor {name} that its config.json implies")
+def refuse_quantised(config: Mapping[str, Any], folder: Path) -> None:
+    if quantised := config.get("quantization_config"):
+        method = quantised.get("quant_method", "unnamed") if isinstance(quantised, Mapping) else quantised
+        raise UsageError(
+            f"{folder} holds weights quantised by {method}, which are not trained or read here: "
+            "give the model they were made from"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorFiles:
+    """Which safetensors file of a folder holds which tensor."""
+
+    folder: Path
+    file_of: Mapping[str, Path]
+
+    @classmethod
+    def of(cls, folder: Path) -> TensorFiles:
+        index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
+        if index.exists():
+            file_of = _listed(index)
+            for path in {*file_of.values()}:
+                with _opened(path):
+                    pass  # a truncated file is told before anything is read
+            return cls(folder=folder, file_of=file_of)
+        if single.exists():
+            with _opened(single) as file:
+                return cls(folder=folder, file_of=dict.fromkeys(file.keys(), single))
+        pickled = sorted(path.name for ending in ("bin", "pt", "pth") for path in folder.glob(f"*.{ending}"))
+        but = f", only {', '.join(pickled[:3])}" if pickled else ""
+        raise UsageError(
+            f"{folder} has no model.safetensors{but}: pickled weights are not read, because opening them runs code; "
+            "save the model as safetensors, as `save_pretrained` of transformers does"
+        )
+
+    def require(self, names: Sequence[str]) -> None:
+        """Refuses a folder that lacks one of these tensors, or whose layers hold one that none of these is."""
+        if missing := [name for name in names if name not in self.file_of and name != HEAD]:
+            raise UsageError(f"{self.folder} lacks the tensor{_several(missing)} that its config.json implies")
+        inside = (name for name in self.file_of if name.startswith("model.") and not name.endswith(".inv_freq"))
+        if unknown := sorted({*inside} - {*names}):
+            raise UsageError(
+                f"{self.folder} holds the tensor{_several(unknown)}, of which its config.json says nothing"
+            )
+
+    def require_tied(self) -> None:
+        """Refuses a head of its own where config.json says that it is the embedding."""
+        if HEAD in self.file_of and not torch.equal(self.read(HEAD), self.read(EMBEDDING)):
+            raise UsageError(
+                f"{self.folder}: config.json ties the head to the embedding, but {HEAD} is another than {EMBEDDING}: "
+                'set "tie_word_embeddings" to false there to use both, or remove the one that is not meant'
+            )
+
+    def read(self, name: str) -> Tensor:
+        """A tensor on the host, as it is in the file; a head that is not there is the embedding."""
+        name = EMBEDDING if name == HEAD and name not in self.file_of else name
+        with _opened(self.file_of[name]) as file:
+            try:
+                tensor: Tensor = file.get_tensor(name)
+            except SafetensorError as error:
+                raise UsageError(f"{self.file_of[name]}: {name} cannot be read: {error}") from None
+        return tensor
+
+
+def _listed(index: Path) -> dict[str, Path]:
+    listed = read_json(index).get("weight_map")
+    if not isinstance(listed, dict):
+        raise UsageError(f"{index} has no weight_map, which says where each tensor is: fetch the model again")
+    # Only names: an index cannot point out of its folder.
+    places = {name: index.parent / Path(str(file)).name for name, file in listed.items()}
+    if missing := sorted({path.name for path in places.values() if not path.is_file()}):
+        raise UsageError(f"{index.parent} lacks {', '.join(missing)}, which {index.name} names: fetch the model again")
+    return places
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
     try:
-        with safe_open(files[name], framework="pt") as file:
-            tensor: Tensor = file.get_tensor(name)
-            return tensor
+        file = safe_open(path, framework="pt")
     except (SafetensorError, OSError) as error:
-        raise UsageError(f"{files[name]}: {name} cannot be read: {error}") from None
+        raise UsageError(
+            f"{path} is no readable safetensors file ({path.stat().st_size} bytes): {error}; fetch it again"
+        ) from None
+    with file as opened:
+        yield opened
+
+
+def _several(names: Sequence[str]) -> str:
+    shown = ", ".join(names[:3])
+    return f" {shown}" if len(names) == 1 else f"s {shown}" + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def _fill(into: Tensor, tensor: Tensor, *, name: str, folder: Path) -> None:
+    if tensor.shape != into.shape:
+        raise UsageError(f"{folder}: {name} has shape {tuple(tensor.shape)}, config.json asks for {tuple(into.shape)}")
+    if not tensor.is_floating_point():
+        raise UsageError(f"{folder}: {name} is of type {tensor.dtype}: quantised weights are not read")
+    into.copy_(tensor)
+
+
+def _fill_rows(into: Tensor, tensor: Tensor, *, name: str, folder: Path, note: Callable[[str], None]) -> None:
+    """As `_fill`, for a table with a row per token, which may have been padded by one side and not by the other."""
+    rows, vocab = tensor.shape[0], into.shape[0]
+    both = min(rows, vocab)
+    _fill(into[:both], tensor[:both], name=name, folder=folder)
+    if rows > vocab:
+        note(f"{name} has {rows} rows, config.json a vocabulary of {vocab}: the last {rows - vocab} are left out")
+    if rows < vocab:
+        # The mean of all rows has the mean of all logits, so a token that nobody trained is never the likeliest.
+        into[rows:] = tensor.float().mean(0).to(into.dtype)
+        note(f"{name} has {rows} rows, config.json a vocabulary of {vocab}: {vocab - rows} are the mean of the others")

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, fields, replace
 from pathlib import Path
@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 
-from flatout import hub
 from flatout.config.settings import Decisions, PlanSettings, Settings
 from flatout.cost import checkpoint_bytes
 from flatout.data.corpus import Corpus, open_corpus
@@ -30,7 +29,7 @@ from flatout.engine.resolve import Active, check_build, resolve
 from flatout.engine.step import Engine
 from flatout.errors import RunFailed, UsageError
 from flatout.hardware import Hardware, bf16_ratio, detect
-from flatout.model import Decoder, weights
+from flatout.model import load_model
 from flatout.optim import adamw, schedule
 from flatout.plan import Job, Plan, decide, job_of
 from flatout.probe import Phases
@@ -89,7 +88,15 @@ def run(
         stack.enter_context(explained(plan.predicted.memory_gib))
         active = resolve(plan, local_rank=ranks.local_rank, deterministic=settings.train.deterministic)
         phases = Phases(device=active.device.type)
-        engine = build_engine(settings, plan, active, ranks=ranks, phases=phases, total_steps=total_steps)
+        engine = build_engine(
+            settings,
+            plan,
+            active,
+            ranks=ranks,
+            phases=phases,
+            total_steps=total_steps,
+            note=lambda text: session.recorder.event("notice", text=text),
+        )
         plan = with_found_micro_batch(plan, engine, stream, session, ranks, cache=cache_folder(settings.data))
         ledger = Ledger(session, plan=plan, active=active)
         introduce(session, plan, active, hardware=hardware, ranks=ranks, corpus=corpus, total_steps=total_steps)
@@ -234,16 +241,24 @@ def kept_pins(job: Job, begun: Mapping[str, Any]) -> PlanSettings:
 
 
 def build_engine(
-    settings: Settings, plan: Plan, active: Active, *, ranks: Ranks, phases: Phases, total_steps: int
+    settings: Settings,
+    plan: Plan,
+    active: Active,
+    *,
+    ranks: Ranks,
+    phases: Phases,
+    total_steps: int,
+    note: Callable[[str], None] = lambda text: None,
 ) -> Engine:
     """The model with its weights, prepared for this device, and the optimizer that trains it."""
-    if settings.model.name is not None and settings.model.weights == "load":
-        model = weights.load(hub.folder(settings.model.name, weights=True), compute_dtype=active.dtype)
-        model.to(active.device)
-    else:
-        with torch.device(active.device):
-            model = Decoder(plan.job.shape, compute_dtype=active.dtype)
-        model.initialise(settings.seed)
+    model = load_model(
+        settings.model,
+        shape=plan.job.shape,
+        device=active.device,
+        compute_dtype=active.dtype,
+        seed=settings.seed,
+        note=note,
+    )
     head_loss, eight = prepare(
         model,
         active=active,

@@ -1,0 +1,82 @@
+"""One way to a model with its weights, for every recipe and command.
+
+Random by the configuration's own numbers; from a folder or the hub into our decoder; or, where that cannot run the
+architecture, as transformers builds it. What it is was decided with the plan: `shape.adapter` says why it is not ours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from flatout import hub
+from flatout.config.settings import ModelSettings
+from flatout.cost import ModelShape
+from flatout.model import foreign, weights
+from flatout.model.decoder import Decoder
+from flatout.model.foreign import Foreign
+from flatout.plan import named_shape
+
+Model = Decoder | Foreign
+
+
+def load_model(
+    model: ModelSettings,
+    *,
+    shape: ModelShape | None = None,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32,
+    compute_dtype: torch.dtype = torch.float32,
+    seed: int = 0,
+    note: Callable[[str], None] = lambda text: None,
+) -> Model:
+    """The model that a configuration names, its weights on the device in `dtype`: fp32 to train them, bf16 frozen.
+
+    Without a shape it is taken from the model's config.json. `note` is told what was put right while loading.
+    """
+    shape = shape or named_shape(model)
+    if model.name is None or (model.weights == "random" and not shape.adapter):
+        return _random(shape, device=device, dtype=dtype, compute_dtype=compute_dtype, seed=seed)
+    load = model.weights == "load"
+    folder = hub.folder(model.name, weights=load, revision=model.revision, code=model.trust_remote_code)
+    if shape.adapter:
+        return foreign.load(
+            folder,
+            shape=shape,
+            device=device,
+            dtype=dtype,
+            compute_dtype=compute_dtype,
+            trust_remote_code=model.trust_remote_code,
+            random_seed=None if load else seed,
+        )
+    return weights.load(folder, shape=shape, device=device, dtype=dtype, compute_dtype=compute_dtype, note=note)
+
+
+def empty_model(model: ModelSettings, *, shape: ModelShape) -> Model:
+    """The model without its weights, to put a checkpoint's into."""
+    if not shape.adapter:
+        return Decoder(shape)
+    settings = ModelSettings(
+        name=model.name, weights="random", revision=model.revision, trust_remote_code=model.trust_remote_code
+    )
+    return load_model(settings, shape=shape)
+
+
+def export_model(model: Model, folder: Path, *, dtype: torch.dtype = torch.bfloat16, **extra: Any) -> None:
+    """A folder that `transformers.AutoModelForCausalLM.from_pretrained` loads; `extra` goes into config.json."""
+    if isinstance(model, Foreign):
+        model.export(folder, dtype=dtype, **extra)
+    else:
+        weights.export(model, folder, dtype=dtype, **extra)
+
+
+def _random(
+    shape: ModelShape, *, device: torch.device | str, dtype: torch.dtype, compute_dtype: torch.dtype, seed: int
+) -> Decoder:
+    with torch.device(device), weights.default_dtype(dtype):
+        model = Decoder(shape, compute_dtype=compute_dtype)
+    model.initialise(seed)
+    return model
