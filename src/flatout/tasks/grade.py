@@ -35,7 +35,7 @@ def tail(text: str) -> str:
 
 def after_thought(text: str) -> str:
     """What follows the thinking; nothing where the thinking never ended."""
-    head, end, rest = text.rpartition("</think>")
+    _, end, rest = text.rpartition("</think>")
     if end:
         return rest
     return "" if "<think>" in text else text
