@@ -71,6 +71,22 @@ def test_greedy_is_the_plain_samplers_token_for_token(model: Decoder, rows: int)
     assert len({c.ids for c in ours.values()}) > 1
 
 
+@pytest.mark.parametrize("rows", [1, 2, 32])
+def test_what_prompts_begin_with_is_read_once_and_changes_nothing(
+    model: Decoder, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    [shared] = prompts_of([40])
+    prompts = [[*shared, *own] for own in prompts_of([1, 12, 3, 7], seed=4)]
+    sampling = Sampling(max_tokens=12, temperature=0.6)
+    expected = by_place(plain(model).generate(prompts, sampling=sampling, samples=2))
+    generator, read = Generator(model, TOKENIZER, rows=rows), []
+    inner = generator._logits
+    monkeypatch.setattr(generator, "_logits", lambda tokens, attend: read.append(len(tokens)) or inner(tokens, attend))
+    same(by_place(generator.generate(prompts, sampling=sampling, samples=2)), expected)
+    assert read[0] == 40
+    assert max(read[1:]) <= 1 + 12 + 3 + 7
+
+
 @pytest.mark.parametrize("top_p", [1.0, 0.8])
 def test_draws_are_the_plain_samplers_whatever_the_batch(model: Decoder, top_p: float) -> None:
     prompts = prompts_of([4, 21, 8])

@@ -1,7 +1,7 @@
 """The in-process sampler: prompts of any lengths are read once into a cache, rows that end make room for the next.
 
-A prompt with several samples is read once and its row copied. Rows in flight stand together at the beginning of the
-cache, so that a step looks at nothing else.
+A prompt with several samples is read once and its row copied; so is what all prompts begin with. Rows in flight stand
+together at the beginning of the cache, so that a step looks at nothing else.
 
 Legend: R rows in flight, N tokens of a pass, V vocabulary, C hidden width.
 """
@@ -25,6 +25,8 @@ from flatout.sample.request import Completion, Prompt, Sampling, Status
 # What is looked at of the cache grows in such steps, so that there are few shapes.
 BLOCK = 64
 PREFILL_TOKENS = 8192
+# A beginning that all prompts share is read once if it is at least so long.
+WORTH_SHARING = 16
 # Rows of logits that exist at once while likelihoods are summed.
 LOGIT_ROWS = 512
 # So many ids at the end are enough to see a stop text appear.
@@ -120,11 +122,13 @@ class Generator:
         if not waiting:
             return
         longest = max(row.length for row in waiting) + sampling.max_tokens
-        cache = self._room(rows=min(len(waiting), self._rows), length=min(longest, self.window))
+        # One row more, the last, holds what all prompts begin with.
+        cache = self._room(rows=min(len(waiting), self._rows) + 1, length=min(longest, self.window))
+        shared = self._read_shared([prompts[row.prompt] for row in waiting], cache)
         live: list[_Row] = []
         while waiting or live:
-            if waiting and len(live) < cache.rows:
-                fresh, logits_RV = self._admit(prompts, waiting, cache, num_live=len(live))
+            if waiting and len(live) < cache.rows - 1:
+                fresh, logits_RV = self._admit(prompts, waiting, cache, num_live=len(live), shared=shared)
                 self._extend(fresh, logits_RV, sampling)
                 live += fresh
                 yield fresh
@@ -134,13 +138,26 @@ class Generator:
                 yield live[:]
             self._leave(live, cache)
 
+    def _read_shared(self, prompts: Sequence[Prompt], cache: Cache) -> int:
+        """How many tokens all prompts begin with, read into the last row; 0 where it would not pay."""
+        # The first and the last in order differ where any two do.
+        first, last = min(map(list, prompts)), max(map(list, prompts))
+        # Each prompt keeps a token of its own, whose logits are wanted.
+        most = min(map(len, prompts)) - 1
+        shared = next((at for at in range(most) if first[at] != last[at]), most)
+        if shared < WORTH_SHARING or first == last:
+            return 0
+        attend = Cached(cache, first=cache.rows - 1, lengths=[shared], starts=[0], block=BLOCK)
+        self._logits(first[:shared], attend)
+        return shared
+
     def _admit(
-        self, prompts: Sequence[Prompt], waiting: deque[_Row], cache: Cache, *, num_live: int
+        self, prompts: Sequence[Prompt], waiting: deque[_Row], cache: Cache, *, num_live: int, shared: int
     ) -> tuple[list[_Row], Tensor]:
         """Reads prompts into free rows, each once however many samples of it there are."""
         readers: list[_Row] = []
         copies: list[tuple[int, _Row]] = []  # (reader's place, row)
-        room = cache.rows - num_live
+        room = cache.rows - 1 - num_live
         while waiting and len(readers) + len(copies) < room:
             row = waiting[0]
             if readers and readers[-1].prompt == row.prompt:
@@ -149,12 +166,14 @@ class Generator:
                 break
             else:
                 readers.append(waiting.popleft())
-        lengths = [row.length for row in readers]
-        attend = Cached(cache, first=num_live, lengths=lengths, starts=[0] * len(readers), block=BLOCK)
-        logits_RV = self._logits([i for row in readers for i in prompts[row.prompt]], attend)
+        count, lengths = len(readers), [row.length - shared for row in readers]
+        if shared:
+            cache.copy([cache.rows - 1] * count, range(num_live, num_live + count), length=shared)
+        attend = Cached(cache, first=num_live, lengths=lengths, starts=[shared] * count, block=BLOCK)
+        logits_RV = self._logits([i for row in readers for i in prompts[row.prompt][shared:]], attend)
         sources = [num_live + at for at, _ in copies]
         places = range(num_live + len(readers), num_live + len(readers) + len(copies))
-        cache.copy(sources, places, length=max(lengths))
+        cache.copy(sources, places, length=shared + max(lengths))
         order = [*range(len(readers)), *(at for at, _ in copies)]
         return [*readers, *(row for _, row in copies)], logits_RV[order]
 
@@ -244,7 +263,7 @@ class Generator:
         if self._cache is None or self._cache.rows < rows or self._cache.length < length:
             self._cache = None  # before the next one is made
             row_bytes = 2 * shape.layers * shape.kv_width * length * dtype.itemsize
-            rows = max(1, min(rows, _free_bytes(self.device) // row_bytes))
+            rows = max(2, min(rows, _free_bytes(self.device) // row_bytes))
             self._cache = Cache.make(shape, rows=rows, length=length, dtype=dtype, device=self.device)
         return self._cache
 

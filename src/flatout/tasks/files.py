@@ -152,7 +152,7 @@ class MultipleChoice:
     def prompt(self, i: int) -> Messages:
         row = self.rows[i]
         options = "\n".join(f"{LETTERS[at]}. {option}" for at, option in enumerate(row.options))
-        return [user(f"{row.question}\n\n{options}\n\nAnswer with the letter of the right option.\nAnswer:")]
+        return [user(f"{row.question}\n\n{options}\n\nAnswer with the letter of the right option.")]
 
     def choices(self, i: int) -> Sequence[str]:
         return tuple(LETTERS[: len(self.rows[i].options)])
