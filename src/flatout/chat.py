@@ -89,7 +89,11 @@ class Lines:
 
         def ask() -> str:
             if terminal:
-                return input("> ")
+                try:
+                    return input("> ")
+                except EOFError:
+                    note("")  # the shell's prompt begins on a line of its own
+                    raise
             if line := sys.stdin.readline():
                 return line.rstrip("\n")
             raise EOFError

@@ -174,6 +174,7 @@ def test_likelihoods_are_the_plain_samplers(model: Decoder) -> None:
     choices = [prompts_of(lengths, seed=9) for lengths in ([1, 1, 1], [4, 1], [7, 2, 3, 9], [6])]
     items = list(zip(prompts, choices, strict=True))
     wanted = plain(model).likelihoods(items)
+    assert Generator(model, TOKENIZER).likelihoods([]) == []
     for rows in (1, 5, 64):
         generator = Generator(model, TOKENIZER, rows=rows)
         for ours, theirs in zip(generator.likelihoods(items), wanted, strict=True):

@@ -98,9 +98,15 @@ class Generator:
 
     @torch.no_grad()
     def likelihoods(self, items: Sequence[tuple[Prompt, Sequence[Prompt]]]) -> list[list[float]]:
+        if not items:
+            return []
         found: list[list[float]] = []
-        longest = max((len(p) + max(map(len, many)) for p, many in items), default=0)
-        cache = self._room(rows=max((1 + len(many) for _, many in items), default=1), length=longest)
+        num_rows = [1 + len(many) for _, many in items]
+        cache = self._room(
+            rows=max([*num_rows, min(sum(num_rows), self._rows)]),
+            length=max(len(prompt) + max(map(len, many)) for prompt, many in items),
+            at_least=max(num_rows),
+        )
         for batch in _batches(items, rows=cache.rows):
             found += self._likelihoods(batch, cache)
         return found
@@ -256,21 +262,22 @@ class Generator:
             sums[at][which] += value
         return sums
 
-    def _room(self, *, rows: int, length: int) -> Cache:
+    def _room(self, *, rows: int, length: int, at_least: int = 2) -> Cache:
         """A cache for so many rows and tokens, the one there is where it will do; fewer rows where memory is short."""
         shape, dtype = self.model.shape, self.model.compute_dtype
         length = -(-length // BLOCK) * BLOCK
+        held_bytes = 2 * self._cache.k_LRGSD.nbytes if self._cache else 0
+        row_bytes = 2 * shape.layers * shape.kv_width * length * dtype.itemsize
+        rows = max(at_least, min(rows, _budget_bytes(self.device, held_bytes) // row_bytes))
         if self._cache is None or self._cache.rows < rows or self._cache.length < length:
             self._cache = None  # before the next one is made
-            row_bytes = 2 * shape.layers * shape.kv_width * length * dtype.itemsize
-            rows = max(2, min(rows, _free_bytes(self.device) // row_bytes))
             self._cache = Cache.make(shape, rows=rows, length=length, dtype=dtype, device=self.device)
         return self._cache
 
 
-def _free_bytes(device: torch.device) -> int:
-    """What a cache may take: half of what is free on a GPU."""
-    return torch.cuda.mem_get_info(device)[0] // 2 if device.type == "cuda" else CACHE_BYTES_CPU
+def _budget_bytes(device: torch.device, held_bytes: int) -> int:
+    """What a cache may take: half of what is free on a GPU, the present cache counted as free."""
+    return (torch.cuda.mem_get_info(device)[0] + held_bytes) // 2 if device.type == "cuda" else CACHE_BYTES_CPU
 
 
 def _logits(hidden_NC: Tensor, weight_VC: Tensor) -> Tensor:
