@@ -7,7 +7,7 @@ import os
 import shlex
 import sys
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -289,6 +289,86 @@ def doctor(
         params=params,
     )
     raise typer.Exit(leave)
+
+
+@app.command("eval")
+def evaluate(
+    model: Annotated[str, typer.Argument(help="run folder, model folder or hub name", metavar="RUN|MODEL")],
+    tasks: Annotated[
+        list[str],
+        typer.Option(
+            help="units[:train], gsm8k:FILE, mmlu-stem:FOLDER, arc-challenge:FOLDER, choice:FILE, jsonl:FILE, "
+            "perplexity:FILE; several by commas"
+        ),
+    ],
+    limit: Annotated[int | None, typer.Option(help="at most so many questions of each task", min=1)] = None,
+    samples: Annotated[int, typer.Option(help="answers to each question", min=1)] = 1,
+    temperature: Annotated[
+        float | None, typer.Option(help="0 takes the likeliest token (default: 0, or 0.7 with several samples)")
+    ] = None,
+    top_p: Annotated[float, typer.Option(help="draw from the likeliest tokens that reach this share")] = 1.0,
+    max_tokens: Annotated[int, typer.Option(help="length of an answer", min=1)] = 256,
+    seed: Annotated[int, typer.Option(help="seed of the draws")] = 0,
+    against: Annotated[str | None, typer.Option(help="another RUN|MODEL on the same questions")] = None,
+    dtype: Annotated[str | None, typer.Option(help="bf16, fp16 or fp32 (default: by the device)")] = None,
+    rows: Annotated[int | None, typer.Option(help="answers written at once (default: by the device)", min=1)] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Measure a model on tasks: accuracy, likelihood of choices, perplexity, each with a 95 % interval."""
+    _require_torch()
+    from flatout.sample import Sampling
+    from flatout.tasks import open_task
+
+    specs = [spec for several in tasks for spec in several.split(",") if spec]
+    if not specs:
+        raise UsageError("--tasks names none")
+    for spec in specs:
+        open_task(spec)  # mistakes are told before a model is loaded
+    warmth = temperature if temperature is not None else (0.7 if samples > 1 else 0.0)
+    if samples > 1 and warmth == 0:
+        raise UsageError("--samples above 1 at temperature 0 would all be the same: give a --temperature")
+    sampling = Sampling(max_tokens=max_tokens, temperature=warmth, top_p=top_p, seed=seed)
+    from flatout import judge
+
+    judge.run(
+        [model, *([against] if against else [])],
+        specs,
+        sampling=sampling,
+        samples=samples,
+        limit=limit,
+        dtype=dtype,
+        rows=rows,
+        out=None if as_json else out,
+        err=err,
+        print_json=_print_json,
+    )
+
+
+@app.command()
+def chat(
+    model: Annotated[str, typer.Argument(help="run folder, model folder or hub name", metavar="RUN|MODEL")],
+    system: Annotated[str | None, typer.Option(help="what the model is told first")] = None,
+    temperature: Annotated[float, typer.Option(help="0 takes the likeliest token")] = 0.7,
+    top_p: Annotated[float, typer.Option(help="draw from the likeliest tokens that reach this share")] = 0.95,
+    max_tokens: Annotated[int, typer.Option(help="length of an answer", min=1)] = 512,
+    seed: Annotated[int, typer.Option(help="seed of the draws")] = 0,
+    dtype: Annotated[str | None, typer.Option(help="bf16, fp16 or fp32 (default: by the device)")] = None,
+) -> None:
+    """Talk to a model: in the terminal, or one question a line from a pipe."""
+    _require_torch()
+    from flatout import chat as verb
+    from flatout.engine.opening import open_model
+    from flatout.sample import Generator, Sampling
+
+    sampling = Sampling(max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed)
+    opened = open_model(model, dtype=dtype)
+    talk = verb.Talk(
+        Generator(opened.model, opened.tokenizer, rows=1),
+        opened.tokenizer,
+        sampling=replace(sampling, stop_ids=opened.stop_ids),
+        system=system,
+    )
+    verb.run(talk, verb.Lines.standard())
 
 
 @app.command()

@@ -9,6 +9,7 @@ from rich.console import Console
 from flatout import gallery
 from flatout.config import dump, load, to_mapping
 from flatout.engine.trained import open_trained
+from flatout.model import Decoder
 from flatout.recipes import pretrain
 from flatout.recipes.verdict import Outcome
 from flatout.record import Run
@@ -30,6 +31,7 @@ def run(folder: Path, *, console: Console) -> Outcome:
     if outcome.stopped_by.startswith("SIG"):
         return outcome
     trained = open_trained(Run.open(folder))
+    assert isinstance(trained.model, Decoder)
     text = complete(trained.model, trained.tokenizer, PROMPT, max_new_tokens=120, temperature=0.7, seed=settings.seed)
     console.print("\n[bold]It writes[/]")
     console.print(text, markup=False, highlight=False)

@@ -12,12 +12,14 @@ import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 
 from flatout import hub
+from flatout.data import chat
 from flatout.errors import EnvironmentLacks, UsageError
 from flatout.record.lines import write_atomic
 
@@ -42,8 +44,26 @@ class Tokenizer(Protocol):
         """sha256 over all that decides which ids a text gets."""
         ...
 
+    @property
+    def begin_ids(self) -> tuple[int, ...]:
+        """What a text begins with before its own ids, where the model was taught so."""
+        ...
+
+    @property
+    def has_template(self) -> bool:
+        """Whether conversations can be rendered."""
+        ...
+
     def encode_batch(self, texts: list[str]) -> list[list[int]]: ...
     def decode(self, ids: Sequence[int]) -> str: ...
+    def render(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool) -> str:
+        """A conversation as the chat template writes it, up to where the assistant begins to speak if so asked."""
+        ...
+
+    def render_ids(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool) -> list[int]:
+        """The same in ids: the template's marks are control tokens, what the messages say is text."""
+        ...
+
     def save(self, folder: Path) -> None:
         """Write a folder that `load_tokenizer` and Hugging Face's AutoTokenizer load back."""
         ...
@@ -78,6 +98,8 @@ class ByteTokenizer:
     name = "byte"
     vocab_size = 257
     eos_id = 256
+    begin_ids = ()
+    has_template = False
 
     @property
     def fingerprint(self) -> str:
@@ -90,6 +112,12 @@ class ByteTokenizer:
         # A model's vocabulary is rounded up, so an untrained one may emit ids that mean nothing.
         pieces = (bytes([i]) if i < 256 else EOS.encode() if i == self.eos_id else b"" for i in ids)
         return b"".join(pieces).decode(errors="replace")
+
+    def render(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool) -> str:
+        raise _no_template(self.name)
+
+    def render_ids(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool) -> list[int]:
+        raise _no_template(self.name)
 
     def save(self, folder: Path) -> None:
         _write_files(folder, {"tokenizer.json": _byte_json(), "tokenizer_config.json": _config_json(EOS)})
@@ -116,8 +144,48 @@ class JsonTokenizer:
         text: str = self.backend.decode(list(ids), skip_special_tokens=False)
         return text
 
+    @cached_property
+    def begin_ids(self) -> tuple[int, ...]:
+        ids: list[int] = self._controlled.encode("").ids
+        return tuple(i for i in ids if i != self.eos_id)
+
+    @property
+    def has_template(self) -> bool:
+        return chat.template_of(self.files) is not None
+
+    def render(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool) -> str:
+        template = chat.template_of(self.files)
+        if template is None:
+            raise _no_template(self.name)
+        words = chat.words_of(self.files)
+        return chat.rendered(template, messages, words=words, add_generation_prompt=add_generation_prompt)
+
+    def render_ids(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool) -> list[int]:
+        return chat.encoded(
+            lambda said: self.render(said, add_generation_prompt=add_generation_prompt),
+            messages,
+            control=[token.content for token in self._controlled.get_added_tokens_decoder().values()],
+            encode=lambda text: list(self._controlled.encode(text, add_special_tokens=False).ids),
+            encode_text=lambda text: self.encode_batch([text])[0],
+        )
+
+    @cached_property
+    def _controlled(self) -> Any:
+        """A second one that makes control tokens of what spells them, for text that a template wrote."""
+        backend = type(self.backend).from_str(self.files["tokenizer.json"])
+        backend.no_truncation()
+        backend.no_padding()
+        return backend
+
     def save(self, folder: Path) -> None:
         _write_files(folder, self.files)
+
+
+def _no_template(name: str) -> UsageError:
+    return UsageError(
+        f"the tokenizer {name} has no chat template, which conversations need: take the tokenizer of a model taught "
+        "to chat, or put a chat_template.jinja beside its tokenizer.json"
+    )
 
 
 def _trained(spec: str, *, documents: Callable[[], Iterable[str]] | None, cache: Path) -> Tokenizer:

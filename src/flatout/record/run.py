@@ -115,6 +115,11 @@ class Run:
             raise UsageError(f"{run.path} is not a run folder: {why}. `flatout train CONFIG --run FOLDER` makes one.")
         return run
 
+    @classmethod
+    def is_at(cls, path: Path | str) -> bool:
+        """Whether a run lies there."""
+        return all((Path(path) / name).is_file() for name in _WRITTEN_ONCE)
+
     @contextmanager
     def lock(self) -> Iterator[None]:
         """Keep others from training into this folder; the system lets go when the process dies, however it dies."""
@@ -151,6 +156,18 @@ class Run:
             attempt = 1 + max(self._last_attempt("events"), self._last_attempt("steps"))
         with _writing(self.path):
             return Recorder(self, rank=rank, attempt=attempt, sinks=sinks)
+
+    def note(self, kind: str, *, step: int | None = None, **data: Any) -> None:
+        """Add an event to a run that nobody is training: what was found out about it later is no new attempt."""
+        attempt = max(self._last_attempt("events"), self._last_attempt("steps"))
+        event = Event(attempt=attempt, time=time.time(), kind=kind, step=step, data=redacted(data))
+        with self.lock(), _writing(self.path):
+            file = LineWriter(self.file("events", 0))
+            try:
+                if not file.append(event_to_json(event)):
+                    raise OSError("no room for another line")
+            finally:
+                file.close()
 
     def steps(self, *, rank: int = 0) -> Iterator[StepRecord]:
         """Every line as written: steps that were repeated after a kill come twice."""

@@ -1,0 +1,152 @@
+"""`flatout chat`: questions in, answers streamed as they are written.
+
+In a terminal or a pipe alike: one question a line, `/reset` begins anew, `/quit` or the end of the input ends. What a
+model writes is shown without the control characters that could command a terminal.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+from flatout.data.tokenizer import Tokenizer
+from flatout.insight.clean import clean
+from flatout.sample import Sampler, Sampling, pieces
+from flatout.tasks import Message
+
+HELP = "/reset begins anew, /quit ends; Ctrl-C stops an answer, Ctrl-D ends"
+
+
+class Talk:
+    """A conversation with a model, or with one that has no chat template, one text continued after another."""
+
+    def __init__(self, sampler: Sampler, tokenizer: Tokenizer, *, sampling: Sampling, system: str | None) -> None:
+        self.sampler, self.tokenizer, self.sampling, self.system = sampler, tokenizer, sampling, system
+        self.messages: list[Message] = []
+        self.forgotten = 0  # turns dropped because the window was full
+        self.reset()
+
+    def reset(self) -> None:
+        self.messages = [{"role": "system", "content": self.system}] if self.system else []
+        self.forgotten = 0
+
+    def ask(self, question: str) -> Iterator[str]:
+        """The answer, piece by piece; what was said so far is remembered, also when it is stopped halfway."""
+        prompt = self._prompt(question)
+        said: list[str] = []
+        try:
+            for piece in pieces(self.tokenizer, self._tokens(prompt)):
+                said.append(piece)
+                yield piece
+        finally:
+            if self.tokenizer.has_template:
+                self.messages.append({"role": "assistant", "content": "".join(said)})
+            # Another draw for the same question, and the same talk for the same seed.
+            self.sampling = replace(self.sampling, seed=self.sampling.seed + 1)
+
+    def _tokens(self, prompt: list[int]) -> Iterator[int]:
+        for token in self.sampler.stream(prompt, sampling=self.sampling):
+            if token not in self.sampling.stop_ids:
+                yield token
+
+    def _prompt(self, question: str) -> list[int]:
+        if not self.tokenizer.has_template:
+            ids = [*self.tokenizer.begin_ids, *self.tokenizer.encode_batch([question])[0]]
+            return ids[: self._room()]
+        self.messages.append({"role": "user", "content": question})
+        while True:
+            ids = self.tokenizer.render_ids(self.messages, add_generation_prompt=True)
+            first = 1 if self.system else 0
+            if len(ids) <= self._room():
+                return ids
+            if len(self.messages) - first < 3:
+                self.messages.pop()
+                raise TooLong(f"{len(ids)} tokens are too many for a window of {self.sampler.window}: ask it shorter")
+            del self.messages[first : first + 2]
+            self.forgotten += 1
+
+    def _room(self) -> int:
+        """Tokens that leave place for an answer, if only a short one."""
+        return self.sampler.window - min(self.sampling.max_tokens, self.sampler.window // 2)
+
+
+class TooLong(Exception):
+    """A question that no window holds; the talk goes on."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lines:
+    """Where questions come from and where words go: a terminal, a pipe, a test."""
+
+    ask: Callable[[], str]  # raises EOFError at the end
+    say: Callable[[str], None]
+    note: Callable[[str], None]
+
+    @classmethod
+    def standard(cls) -> Lines:
+        terminal = sys.stdin.isatty()
+
+        def ask() -> str:
+            if terminal:
+                try:
+                    return input("> ")
+                except EOFError:
+                    note("")  # the shell's prompt begins on a line of its own
+                    raise
+            if line := sys.stdin.readline():
+                return line.rstrip("\n")
+            raise EOFError
+
+        def say(text: str) -> None:
+            sys.stdout.write(text)
+            sys.stdout.flush()
+
+        def note(text: str) -> None:
+            sys.stderr.write(text + "\n")
+            sys.stderr.flush()
+
+        return cls(ask=ask, say=say, note=note)
+
+
+def run(talk: Talk, lines: Lines) -> None:
+    if not talk.tokenizer.has_template:
+        without = " --system has no place in that." if talk.system else ""
+        lines.note(f"This tokenizer has no chat template: each line is continued as plain text.{without}")
+    lines.note(HELP)
+    while True:
+        try:
+            question = lines.ask()
+        except EOFError:
+            return
+        except KeyboardInterrupt:
+            lines.note("")
+            continue
+        match question.strip():
+            case "":
+                continue
+            case "/quit":
+                return
+            case "/reset":
+                talk.reset()
+                lines.note("begun anew")
+            case _:
+                _answer(talk, question, lines)
+
+
+def _answer(talk: Talk, question: str, lines: Lines) -> None:
+    forgotten = talk.forgotten
+    answer = talk.ask(question)
+    try:
+        for piece in answer:
+            lines.say(clean(piece))
+        lines.say("\n")
+    except KeyboardInterrupt:
+        lines.say("\n")
+        lines.note("stopped")
+    except TooLong as error:
+        lines.note(str(error))
+    finally:
+        answer.close()  # type: ignore[attr-defined]
+    if talk.forgotten > forgotten:
+        lines.note(f"the window is full: the first {talk.forgotten} turns are forgotten")

@@ -1,0 +1,6 @@
+"""Models measured on tasks, with intervals (`flatout eval`, and recipes on a cadence)."""
+
+from flatout.evaluate.intervals import Difference, Interval, mean_interval, paired, wilson
+from flatout.evaluate.measure import Score, chosen, compare, evaluate
+
+__all__ = ["Difference", "Interval", "Score", "chosen", "compare", "evaluate", "mean_interval", "paired", "wilson"]

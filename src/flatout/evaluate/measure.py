@@ -1,0 +1,236 @@
+"""How good a model is at tasks: what it writes is graded, choices are compared by likelihood, text by surprise."""
+
+from __future__ import annotations
+
+import math
+import random
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from flatout.data.tokenizer import Tokenizer
+from flatout.errors import UsageError
+from flatout.evaluate.intervals import Difference, mean_interval, paired, ratio_interval, wilson
+from flatout.sample import Sampler, Sampling, prompt_ids, stop_texts, text_of
+from flatout.tasks import Grader, Task, Texts, open_task
+
+# Which questions a limit leaves: the same for every model, spread over the file.
+SUBSET_SEED = 0
+# Text is read in windows of so many tokens, each beginning afresh.
+WINDOW = 1024
+CHOICES_AT_ONCE = 32
+
+# (done, of) after each question
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Score:
+    """One task's result. Counts say what the figure hides: no answer, no room, cut short, graders killed."""
+
+    task: str
+    spec: str
+    metric: str  # accuracy (all rewards 0 or 1), reward, perplexity
+    value: float
+    low: float | None
+    high: float | None
+    n: int  # questions; for perplexity, tokens
+    of: int | None  # how many the task has; None where it never ends
+    samples: int
+    seconds: float
+    indices: tuple[int, ...]
+    rewards: tuple[float, ...]  # of each question, the mean over its samples
+    details: dict[str, Any] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def evaluate(
+    specs: Sequence[str],
+    *,
+    sampler: Sampler,
+    tokenizer: Tokenizer,
+    sampling: Sampling,
+    samples: int = 1,
+    limit: int | None = None,
+    progress: Progress = lambda done, of: None,
+) -> Iterable[Score]:
+    """A score for each task, one after the other. All specs are opened first: a mistake costs nothing."""
+    tasks = [open_task(spec) for spec in specs]
+    for task in tasks:
+        chosen(task.size, limit=limit, name=task.name)
+    for spec, task in zip(specs, tasks, strict=True):
+        begun = time.monotonic()
+        if isinstance(task, Texts):
+            score = _texts(task, spec, sampler=sampler, tokenizer=tokenizer, limit=limit, progress=progress)
+        else:
+            indices = chosen(task.size, limit=limit, name=task.name)
+            if task.choices(indices[0]) is not None:
+                score = _choices(task, spec, indices, sampler=sampler, tokenizer=tokenizer, progress=progress)
+            else:
+                stops = replace(sampling, stop_texts=stop_texts(tokenizer))
+                score = _written(
+                    task,
+                    spec,
+                    indices,
+                    sampler=sampler,
+                    tokenizer=tokenizer,
+                    sampling=stops,
+                    samples=samples,
+                    progress=progress,
+                )
+        yield replace(score, seconds=time.monotonic() - begun)
+
+
+def chosen(size: int | None, *, limit: int | None, name: str = "this task") -> list[int]:
+    """Which questions are asked."""
+    if size is None:
+        if limit is None:
+            raise UsageError(f"{name} never ends: say how many questions with --limit")
+        return list(range(limit))
+    if limit is None or limit >= size:
+        return list(range(size))
+    return sorted(random.Random(SUBSET_SEED).sample(range(size), limit))
+
+
+def compare(first: Score, second: Score) -> Difference | None:
+    """Of two models on one task's same questions; None for perplexity, whose tokens may differ."""
+    if first.metric == "perplexity" or first.indices != second.indices:
+        return None
+    return paired(first.rewards, second.rewards)
+
+
+def _written(
+    task: Task,
+    spec: str,
+    indices: Sequence[int],
+    *,
+    sampler: Sampler,
+    tokenizer: Tokenizer,
+    sampling: Sampling,
+    samples: int,
+    progress: Progress,
+) -> Score:
+    prompts = [prompt_ids(tokenizer, task.prompt(i)) for i in indices]
+    rewards: list[list[float]] = [[] for _ in indices]
+    counts = dict.fromkeys(("answered", "too_long", "cut_short", "killed", "tokens"), 0)
+    with Grader(spec) as grader:
+        for done in sampler.generate(prompts, sampling=sampling, samples=samples, keys=indices):
+            graded = grader.grade(indices[done.prompt], text_of(tokenizer, done.ids, sampling))
+            rewards[done.prompt].append(graded.reward)
+            counts["answered"] += graded.answered
+            counts["too_long"] += done.status == "too_long"
+            counts["cut_short"] += done.status == "length"
+            counts["killed"] += graded.status == "killed"
+            counts["tokens"] += len(done.ids)
+            progress(sum(map(len, rewards)), len(indices) * samples)
+    details: dict[str, Any] = counts | {"answered": counts["answered"] / (len(indices) * samples)}
+    if samples > 1:
+        solved = sum(max(many) == 1.0 for many in rewards)
+        within = wilson(solved, len(indices))
+        details["solved_once"] = {"value": solved / len(indices), "low": within.low, "high": within.high}
+    flat = {reward for many in rewards for reward in many}
+    means = [sum(many) / len(many) for many in rewards]
+    return _score(task, spec, indices, means, binary=flat <= {0.0, 1.0}, samples=samples, details=details)
+
+
+def _choices(
+    task: Task, spec: str, indices: Sequence[int], *, sampler: Sampler, tokenizer: Tokenizer, progress: Progress
+) -> Score:
+    """The likeliest per byte, so that a long choice has no handicap."""
+    # After `Answer:` a word begins with a space; after a template's mark it does not.
+    space = "" if tokenizer.has_template else " "
+    rewards = [0.0] * len(indices)
+    asked, too_long = [], 0
+    for at, i in enumerate(indices):
+        prompt, choices = prompt_ids(tokenizer, task.prompt(i)), list(task.choices(i) or ())
+        continuations = tokenizer.encode_batch([space + choice for choice in choices])
+        if len(prompt) + max(map(len, continuations)) > sampler.window:
+            too_long += 1
+        else:
+            asked.append((at, prompt, choices, continuations))
+    for start in range(0, len(asked), CHOICES_AT_ONCE):
+        part = asked[start : start + CHOICES_AT_ONCE]
+        found = sampler.likelihoods([(prompt, continuations) for _, prompt, _, continuations in part])
+        for (at, _, choices, _), sums in zip(part, found, strict=True):
+            per_byte = [value / len(choice.encode()) for value, choice in zip(sums, choices, strict=True)]
+            rewards[at] = task.reward(indices[at], choices[per_byte.index(max(per_byte))])
+        progress(start + len(part), len(asked))
+    return _score(task, spec, indices, rewards, binary=True, samples=1, details={"too_long": too_long})
+
+
+def _score(
+    task: Task,
+    spec: str,
+    indices: Sequence[int],
+    rewards: Sequence[float],
+    *,
+    binary: bool,
+    samples: int,
+    details: dict[str, Any],
+) -> Score:
+    interval = mean_interval(rewards)
+    return Score(
+        task=task.name,
+        spec=spec,
+        metric="accuracy" if binary else "reward",
+        value=sum(rewards) / len(rewards),
+        low=interval.low if interval else None,
+        high=interval.high if interval else None,
+        n=len(rewards),
+        of=task.size,
+        samples=samples,
+        seconds=0.0,
+        indices=tuple(indices),
+        rewards=tuple(rewards),
+        details=details,
+    )
+
+
+def _texts(
+    task: Texts, spec: str, *, sampler: Sampler, tokenizer: Tokenizer, limit: int | None, progress: Progress
+) -> Score:
+    """Perplexity over windows of text; `limit` counts windows."""
+    size = min(WINDOW, sampler.window)
+    windows: list[list[int]] = []
+    for i in range(task.size):
+        ids = [*tokenizer.begin_ids, *tokenizer.encode_batch([task.text(i)])[0]]
+        # Each ends where the next begins, so that every token but the very first is predicted once.
+        windows += [ids[at : at + size + 1] for at in range(0, len(ids) - 1, size)]
+    if not windows:
+        raise UsageError(f"{spec}: nothing to predict, the texts have one token or none")
+    kept = [windows[i] for i in chosen(len(windows), limit=limit)]
+    losses, tokens = [], []
+    for at, found in enumerate(sampler.surprisals(kept)):
+        losses.append(sum(found))
+        tokens.append(float(len(found)))
+        progress(at + 1, len(kept))
+    loss = sum(losses) / sum(tokens)
+    interval = ratio_interval(losses, tokens)
+    num_bytes = sum(len(tokenizer.decode(window[1:]).encode()) for window in kept)
+    return Score(
+        task=task.name,
+        spec=spec,
+        metric="perplexity",
+        value=_exp(loss),
+        low=_exp(interval.low) if interval else None,
+        high=_exp(interval.high) if interval else None,
+        n=int(sum(tokens)),
+        of=sum(len(window) - 1 for window in windows),
+        samples=1,
+        seconds=0.0,
+        indices=(),
+        rewards=(),
+        details={
+            "loss": loss,
+            "bits_per_byte": sum(losses) / math.log(2) / num_bytes if num_bytes else None,
+            "windows": len(kept),
+            "window_tokens": size,
+        },
+    )
+
+
+def _exp(loss: float) -> float:
+    return math.exp(loss) if loss < 700 else math.inf

@@ -1,0 +1,96 @@
+"""The plain sampler, cache-free and one prompt at a time: the reference that faster ones are held to.
+
+It asks a model for one thing only, the logits after each of a sequence's tokens, so that any model will do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from flatout.data.tokenizer import Tokenizer
+from flatout.model import Decoder, Rectangular
+from flatout.sample.draw import draw, row_key, uniform
+from flatout.sample.request import Completion, Prompt, Sampling, Status
+
+# Token ids of one sequence to the logits after each of them, [T] to [T, V].
+Logits = Callable[[Tensor], Tensor]
+
+
+def logits_of(model: Decoder) -> Logits:
+    """A whole forward pass of our decoder."""
+
+    def logits(tokens_T: Tensor) -> Tensor:
+        tokens_T = tokens_T.to(model.embedding.device)
+        positions_T = torch.arange(len(tokens_T), device=tokens_T.device)
+        out: Tensor = model(
+            tokens_T, positions_T, Rectangular(batch=1), lambda hidden, weight: hidden @ weight.to(hidden.dtype).t()
+        )
+        return out
+
+    return logits
+
+
+class Plain:
+    """A `Sampler` over any model's logits."""
+
+    def __init__(self, logits: Logits, tokenizer: Tokenizer, *, window: int) -> None:
+        self.logits, self.tokenizer, self.window = logits, tokenizer, window
+
+    def generate(
+        self, prompts: Sequence[Prompt], *, sampling: Sampling, samples: int = 1, keys: Sequence[int] | None = None
+    ) -> Iterator[Completion]:
+        keys = range(len(prompts)) if keys is None else keys
+        for i, prompt in enumerate(prompts):
+            for sample in range(samples):
+                drawn = list(self._drawn(prompt, row_key(sampling.seed, keys[i], sample), sampling))
+                ids = tuple(token for token, _ in drawn)
+                status = self._status(prompt, ids, sampling)
+                assert status is not None
+                yield Completion(
+                    prompt=i,
+                    sample=sample,
+                    ids=ids,
+                    logprobs=tuple(logprob for _, logprob in drawn),
+                    status=status,
+                )
+
+    def stream(self, prompt: Prompt, *, sampling: Sampling) -> Iterator[int]:
+        return (token for token, _ in self._drawn(prompt, row_key(sampling.seed, 0, 0), sampling))
+
+    def likelihoods(self, items: Sequence[tuple[Prompt, Sequence[Prompt]]]) -> list[list[float]]:
+        return [
+            [-sum(self._surprisal([*prompt, *more])[-len(more) :]) for more in continuations]
+            for prompt, continuations in items
+        ]
+
+    def surprisals(self, sequences: Sequence[Prompt]) -> Iterator[list[float]]:
+        return (self._surprisal(sequence) for sequence in sequences)
+
+    def _surprisal(self, sequence: Prompt) -> list[float]:
+        with torch.no_grad():
+            logprobs_TV = self.logits(torch.tensor(sequence[:-1])).float().cpu().log_softmax(-1)
+        found: list[float] = (-logprobs_TV.gather(-1, torch.tensor(sequence[1:])[:, None])[:, 0]).tolist()
+        return found
+
+    def _drawn(self, prompt: Prompt, key: int, sampling: Sampling) -> Iterator[tuple[int, float]]:
+        ids: list[int] = []
+        while self._status(prompt, ids, sampling) is None:
+            with torch.no_grad():
+                logits_V = self.logits(torch.tensor([*prompt, *ids]))[-1].float().cpu()
+            chance = uniform(torch.tensor([key]), torch.tensor([len(ids)]))
+            token = int(draw(logits_V[None, : self.tokenizer.vocab_size], chance, sampling))
+            ids.append(token)
+            yield token, float(logits_V.log_softmax(-1)[token])
+
+    def _status(self, prompt: Prompt, ids: Sequence[int], sampling: Sampling) -> Status | None:
+        """How a completion has ended; None while it goes on."""
+        if not 0 < len(prompt) < self.window:
+            return "too_long"
+        text = self.tokenizer.decode(ids) if sampling.stop_texts else ""
+        if (ids and ids[-1] in sampling.stop_ids) or any(stop in text for stop in sampling.stop_texts):
+            return "stopped"
+        full = len(ids) >= sampling.max_tokens or len(prompt) + len(ids) >= self.window
+        return "length" if full else None

@@ -1,0 +1,72 @@
+"""What is asked of a sampler and what it gives back; any sampler does, the cached one or the plain reference."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from flatout.errors import UsageError
+
+# stopped: by a stop token or text; length: at max_tokens or the window; too_long: the prompt left no room at all.
+Status = Literal["stopped", "length", "too_long"]
+Prompt = Sequence[int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """Temperature 0 takes the likeliest token. `stop_texts` end a completion as soon as they are written."""
+
+    max_tokens: int
+    temperature: float = 0.0
+    top_p: float = 1.0
+    stop_ids: frozenset[int] = frozenset()
+    stop_texts: tuple[str, ...] = ()
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.max_tokens < 1:
+            raise UsageError(f"max tokens {self.max_tokens} must be at least 1")
+        if not 0 <= self.temperature < float("inf"):
+            raise UsageError(f"temperature {self.temperature:g} must be 0 (the likeliest token) or above")
+        if not 0 < self.top_p <= 1:
+            raise UsageError(f"top-p {self.top_p:g} must be above 0 and at most 1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Completion:
+    """What follows a prompt: its stop token included, if it has one. Log-probabilities are the model's own, at
+    temperature 1 and with nothing cut off."""
+
+    prompt: int  # place in the call
+    sample: int
+    ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    status: Status
+
+
+class Sampler(Protocol):
+    """Draws are counted by (seed, key of the prompt, sample, position), so they do not depend on the batch."""
+
+    @property
+    def window(self) -> int:
+        """Tokens that prompt and completion may have together."""
+        ...
+
+    def generate(
+        self, prompts: Sequence[Prompt], *, sampling: Sampling, samples: int = 1, keys: Sequence[int] | None = None
+    ) -> Iterator[Completion]:
+        """Completions as they are finished. `keys` (default: places) tell the draws of prompts apart."""
+        ...
+
+    def stream(self, prompt: Prompt, *, sampling: Sampling) -> Iterator[int]:
+        """The tokens of one completion as they are drawn."""
+        ...
+
+    def likelihoods(self, items: Sequence[tuple[Prompt, Sequence[Prompt]]]) -> list[list[float]]:
+        """For each prompt, the log-probability of each of its continuations."""
+        ...
+
+    def surprisals(self, sequences: Sequence[Prompt]) -> Iterator[list[float]]:
+        """Minus the log-probability of each token after the first, sequence by sequence."""
+        ...

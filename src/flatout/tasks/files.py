@@ -1,0 +1,303 @@
+"""Tasks out of files: GSM8K, multiple choice, any JSON lines with questions and answers, and plain text."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from flatout.errors import UsageError
+from flatout.tasks import grade
+from flatout.tasks.base import Messages, assistant, user
+
+LETTERS = "ABCDEFGHIJ"
+_NUMBERED = re.compile(r"Answer([0-9]): ")
+_CALCULATOR = re.compile(r"<<[^<>]*>>")
+
+# Own words; how an answer is to be given is shown rather than explained.
+GSM8K_EXAMPLES = (
+    (
+        "A baker fills 6 trays with 8 rolls each and sells 30 rolls before noon. How many rolls are left?",
+        "There are 6 * 8 = 48 rolls.\nAfter selling 30 there are 48 - 30 = 18 left.\n#### 18",
+    ),
+    (
+        "Mira saves $4 a week for 9 weeks and then spends half of it. How much does she still have?",
+        "She saves 4 * 9 = 36 dollars.\nHalf of it is 36 / 2 = 18 dollars.\n#### 18",
+    ),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """A line of a file, and where it stands."""
+
+    value: Mapping[str, Any]
+    where: str
+
+    def text(self, *keys: str) -> str:
+        """The first of these fields that is there, as text."""
+        for key in keys:
+            if isinstance(value := self.value.get(key), str | int | float) and not isinstance(value, bool):
+                return str(value)
+        raise UsageError(f"{self.where}: needs {' or '.join(keys)} as text or a number; has {', '.join(self.value)}")
+
+
+def read_rows(path: Path) -> list[Row]:
+    """JSON lines, or one JSON list."""
+    text = read_text(path)
+    try:
+        if text.lstrip().startswith("["):
+            values = [(f"{path}, entry {i + 1}", value) for i, value in enumerate(json.loads(text))]
+        else:
+            values = [(f"{path}:{i + 1}", json.loads(line)) for i, line in enumerate(text.split("\n")) if line.strip()]
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"{path} is neither JSON lines nor a JSON list: {error}") from None
+    for where, value in values:
+        if not isinstance(value, dict):
+            raise UsageError(f"{where}: holds a {type(value).__name__}, not an object")
+    if not values:
+        raise UsageError(f"{path} holds no question")
+    return [Row(value=value, where=where) for where, value in values]
+
+
+def read_text(path: Path) -> str:
+    try:
+        return path.expanduser().read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise UsageError(f"there is no file {path}") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"{path} cannot be read as UTF-8 text: {error}") from None
+
+
+def test_file(path: Path) -> Path:
+    """The file itself, or the test file of a folder."""
+    if not path.is_dir():
+        return path
+    for name in ("test.jsonl", "test.json"):
+        if (path / name).is_file():
+            return path / name
+    raise UsageError(f"{path} holds neither test.jsonl nor test.json: name the file")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gsm8k:
+    """Grade-school word problems: `question`, and `answer` that ends with #### and the number."""
+
+    rows: Sequence[Row]
+    name: str = "gsm8k"
+
+    @classmethod
+    def open(cls, path: Path) -> Gsm8k:
+        task = cls(rows=read_rows(test_file(path)))
+        for i, row in enumerate(task.rows):
+            row.text("question")
+            if task.gold(i) is None:
+                raise UsageError(f"{row.where}: the answer does not end with #### and a number")
+        return task
+
+    @property
+    def size(self) -> int:
+        return len(self.rows)
+
+    def gold(self, i: int) -> float | None:
+        found = grade.hashed(self.rows[i].text("answer"))
+        return None if found is None else grade.number(found)
+
+    def solution(self, i: int) -> str:
+        """The worked answer without its calculator notes, as a model should write it."""
+        return _CALCULATOR.sub("", self.rows[i].text("answer"))
+
+    def prompt(self, i: int) -> Messages:
+        examples = [message for q, a in GSM8K_EXAMPLES for message in (user(q), assistant(a))]
+        return [*examples, user(self.rows[i].text("question"))]
+
+    def choices(self, i: int) -> None:
+        return None
+
+    def answer(self, completion: str) -> str | None:
+        return grade.find(completion, grade.EXPLICIT)
+
+    def reward(self, i: int, completion: str) -> float:
+        """Without a marked answer, the last number counts."""
+        found = grade.find(completion, (*grade.EXPLICIT, grade.last_number))
+        got, want = None if found is None else grade.amount(found), self.gold(i)
+        return float(got is not None and want is not None and grade.close(got, want))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    question: str
+    options: tuple[str, ...]
+    right: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class MultipleChoice:
+    """The options stand in the question under letters; the likeliest letter is the answer."""
+
+    rows: Sequence[Choice]
+    name: str
+
+    @classmethod
+    def open(cls, path: Path, *, name: str) -> MultipleChoice:
+        return cls(rows=[_choice(row) for row in read_rows(test_file(path))], name=name)
+
+    @property
+    def size(self) -> int:
+        return len(self.rows)
+
+    def prompt(self, i: int) -> Messages:
+        row = self.rows[i]
+        options = "\n".join(f"{LETTERS[at]}. {option}" for at, option in enumerate(row.options))
+        return [user(f"{row.question}\n\n{options}\n\nAnswer with the letter of the right option.")]
+
+    def choices(self, i: int) -> Sequence[str]:
+        return tuple(LETTERS[: len(self.rows[i].options)])
+
+    def answer(self, completion: str) -> str | None:
+        found = grade.find(completion, (grade.tagged, grade.boxed, grade.last_line))
+        letter = (found or "").strip(" .()*").upper()
+        return letter if len(letter) == 1 and letter in LETTERS else None
+
+    def reward(self, i: int, completion: str) -> float:
+        return float(self.answer(completion) == LETTERS[self.rows[i].right])
+
+
+def _choice(row: Row) -> Choice:
+    """A question in any of the layouts that MMLU and ARC are handed around in."""
+    value = row.value
+    if "instruction" in value:  # options inside the text, the answer as `answer3`
+        head, *_ = row.text("instruction").partition("\n\nAnswer format:")
+        question, *parts = _NUMBERED.split(head)
+        question = question.removeprefix("Please choose the correct answer to the question:")
+        options, labels = parts[1::2], [f"answer{n}" for n in parts[0::2]]
+        right: object = row.text("answer")
+    else:
+        inner = value["question"] if isinstance(value.get("question"), dict) else value
+        question = Row(value=inner, where=row.where).text("question", "stem")
+        options, labels = _options(inner.get("choices", value.get("choices")))
+        right = value.get("answerKey", value.get("answer"))
+    at = right if isinstance(right, int) and not isinstance(right, bool) else None
+    if at is None and str(right) in labels:
+        at = labels.index(str(right))
+    if at is None or not 0 <= at < len(options) or not 2 <= len(options) <= len(LETTERS):
+        raise UsageError(
+            f"{row.where}: {len(options)} options with answer {right!r}; needs 2 to {len(LETTERS)} and one of them"
+        )
+    return Choice(question=question.strip(), options=tuple(option.strip() for option in options), right=at)
+
+
+def _options(value: object) -> tuple[list[str], list[str]]:
+    """Options and their labels, from a list of texts, of {text, label}, or {text: [...], label: [...]}."""
+    if isinstance(value, dict):
+        return [str(text) for text in value.get("text", [])], [str(label) for label in value.get("label", [])]
+    if isinstance(value, list) and all(isinstance(option, dict) for option in value):
+        return [str(o.get("text")) for o in value], [str(o.get("label")) for o in value]
+    options = [str(option) for option in value] if isinstance(value, list) else []
+    return options, list(LETTERS[: len(options)])
+
+
+GRADERS = ("auto", "exact", "number", "math")
+
+
+@dataclass(frozen=True, kw_only=True)
+class JsonLines:
+    """Questions with answers in any file: `question` and `answer`, or the fields named in the spec.
+
+    Graded exactly, as a number within `tolerance` (relative), or as mathematics; auto takes each answer for a number
+    where it is one and for text otherwise.
+    """
+
+    rows: Sequence[Row]
+    question: str
+    key: str
+    grader: str
+    tolerance: float
+    name: str = "jsonl"
+
+    @classmethod
+    def open(
+        cls,
+        path: Path,
+        *,
+        question: str = "question",
+        answer: str = "answer",
+        grader: str = "auto",
+        tolerance: str = "0",
+    ) -> JsonLines:
+        if grader not in GRADERS:
+            raise UsageError(f"grader={grader}: one of {', '.join(GRADERS)}")
+        within = grade.number(tolerance)
+        if within is None or not 0 <= within < 1:
+            raise UsageError(f"tolerance={tolerance}: a share of the answer, from 0 to below 1, such as 0.05")
+        rows = read_rows(test_file(path))
+        for row in rows:
+            row.text(question), row.text(answer)
+            if grader == "number" and grade.number(row.text(answer)) is None:
+                raise UsageError(f"{row.where}: the answer {row.text(answer)!r} is no number; use another grader")
+        return cls(rows=rows, question=question, key=answer, grader=grader, tolerance=within)
+
+    @property
+    def size(self) -> int:
+        return len(self.rows)
+
+    @property
+    def maths(self) -> bool:
+        return self.grader == "math"
+
+    def gold(self, i: int) -> str:
+        text = self.rows[i].text(self.key)
+        return grade.hashed(text) or text
+
+    def prompt(self, i: int) -> Messages:
+        form = "within \\boxed{}" if self.maths else "in <answer> tags, as in <answer>42</answer>"
+        return [user(f"{self.rows[i].text(self.question)}\n\nPut the final answer {form}.")]
+
+    def choices(self, i: int) -> None:
+        return None
+
+    def answer(self, completion: str) -> str | None:
+        return grade.find(completion, grade.EXPLICIT)
+
+    def reward(self, i: int, completion: str) -> float:
+        """Without a marked answer, the last line counts."""
+        got = grade.find(completion, (*grade.EXPLICIT, grade.last_line))
+        return float(got is not None and self._same(got, self.gold(i)))
+
+    def _same(self, got: str, want: str) -> bool:
+        if self.maths:
+            return grade.same_maths(got, want)
+        gold = None if self.grader == "exact" else grade.number(want)
+        if gold is None:
+            return grade.same_text(got, want)
+        value = grade.amount(got)
+        return value is not None and grade.close(value, gold, relative=self.tolerance)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlainText:
+    """Documents of a text file, of JSON lines with `text`, or parted by <|endoftext|>."""
+
+    texts: Sequence[str]
+    name: str = "perplexity"
+
+    @classmethod
+    def open(cls, path: Path) -> PlainText:
+        if path.suffix in (".jsonl", ".json"):
+            texts = [row.text("text") for row in read_rows(path)]
+        else:
+            texts = read_text(path).split("<|endoftext|>")
+        texts = [text for text in texts if text.strip()]
+        if not texts:
+            raise UsageError(f"{path} holds no text")
+        return cls(texts=texts)
+
+    @property
+    def size(self) -> int:
+        return len(self.texts)
+
+    def text(self, i: int) -> str:
+        return self.texts[i]

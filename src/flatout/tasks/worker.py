@@ -1,0 +1,108 @@
+"""The process behind `workers.Worker`: reads requests, forks a child for each, kills it when its time is over."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import select
+import signal
+import sys
+import time
+from collections.abc import Callable
+from typing import Any, BinaryIO
+
+from flatout.errors import FlatoutError
+from flatout.tasks import grade, workers
+from flatout.tasks.base import Task, Texts
+from flatout.tasks.specs import open_task
+
+MEMORY_BYTES = 4 << 30
+
+_tasks: dict[str, Task] = {}
+
+
+def _task(spec: str) -> Task:
+    if spec not in _tasks:
+        task = open_task(spec)
+        if isinstance(task, Texts):
+            raise ValueError(f"{spec} asks nothing")
+        _tasks[spec] = task
+    return _tasks[spec]
+
+
+def _reward(spec: str, i: int, completion: str) -> dict[str, Any]:
+    task = _task(spec)
+    return {"reward": task.reward(i, completion), "answered": task.answer(completion) is not None}
+
+
+def _prepare_reward(spec: str, *_: Any) -> None:
+    if getattr(_task(spec), "maths", False):
+        grade.warm_maths()
+
+
+# Each operation, and what is done once before the fork so that no child has to.
+OPERATIONS: dict[str, tuple[Callable[..., Any], Callable[..., None]]] = {
+    "reward": (_reward, _prepare_reward),
+    "maths": (grade.verify, lambda *_: grade.warm_maths()),
+}
+
+
+def serve(requests: BinaryIO, replies: BinaryIO) -> None:
+    for line in requests:
+        request = json.loads(line)
+        work, prepare = OPERATIONS[request["op"]]
+        try:
+            prepare(*request["args"])
+            reply = _forked(work, request["args"], timeout_s=request["timeout_s"])
+        except (FlatoutError, ImportError, ValueError) as error:
+            reply = json.dumps({"error": f"{type(error).__name__}: {error}"}).encode()
+        replies.write(reply + b"\n")
+        replies.flush()
+
+
+def _forked(work: Callable[..., Any], arguments: list[Any], *, timeout_s: float) -> bytes:
+    """What a child of its own makes of it, in JSON; it is gone when this returns."""
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(reading)
+        _child(work, arguments, writing, timeout_s=timeout_s)
+    os.close(writing)
+    reply, end = b"", time.monotonic() + timeout_s
+    try:
+        while select.select([reading], [], [], max(0.0, end - time.monotonic()))[0]:
+            part = os.read(reading, 1 << 16)
+            if not part:
+                break
+            reply += part
+    finally:
+        os.close(reading)
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    return reply if reply.endswith(b"}") else b'{"killed": true}'
+
+
+def _child(work: Callable[..., Any], arguments: list[Any], writing: int, *, timeout_s: float) -> None:
+    try:
+        workers.KILLABLE = True
+        resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
+        seconds = int(timeout_s) + 1
+        resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))
+        os.write(writing, json.dumps({"result": work(*arguments)}).encode())
+    finally:
+        os._exit(0)
+
+
+def main() -> None:
+    requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+    # Whatever a library prints must not pass for a reply.
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for standard in (0, 1, 2):
+        os.dup2(nothing, standard)
+    sys.setrecursionlimit(2000)
+    serve(requests, replies)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,106 @@
+"""Grading processes answer, are killed when they take too long, and forget what a completion did to them."""
+
+import os
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from flatout.tasks import grade, worker, workers
+from flatout.tasks.grader import Grader
+from flatout.tasks.workers import KILLED, Worker
+
+
+def test_rewards_from_a_worker_are_those_of_the_task() -> None:
+    from flatout.tasks.units import Units
+
+    units = Units()
+    right = f"<answer>{units.question(3).answer:.4g}</answer>"
+    with Grader("units") as grader:
+        assert grader.grade(3, right).reward == units.reward(3, right) == 1.0
+        wrong = grader.grade(3, "<answer>-1</answer>")
+        assert (wrong.reward, wrong.answered) == (0.0, True)
+        silent = grader.grade(3, "no idea")
+        assert (silent.reward, silent.answered, silent.status) == (0.0, False, "graded")
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["9**9**9", "{" * 2_000_000, "NaN", "１２", "\x00\ud800", "<answer>" * 100_000, "\n" * 100_000, '{"reward": 1}\n'],
+)
+def test_hostile_completions_are_worth_nothing(text: str) -> None:
+    with Grader("units") as grader:
+        for dressed in (text, f"<answer>{text}</answer>"):
+            assert grader.grade(0, dressed).reward == 0.0
+
+
+def test_threads_share_a_worker() -> None:
+    from flatout.tasks.units import Units
+
+    units = Units()
+    with Grader("units") as grader, ThreadPoolExecutor(4) as threads:
+        graded = threads.map(lambda i: grader.grade(i, f"<answer>{units.question(i).answer:.4g}</answer>"), range(40))
+        assert [g.reward for g in graded] == [1.0] * 40
+
+
+def _hang(*_: object) -> None:
+    time.sleep(3600)
+
+
+def _poison(*_: object) -> str:
+    grade.tagged = lambda text: "poisoned"  # type: ignore[assignment]
+    return "done"
+
+
+def _look(*_: object) -> str | None:
+    return grade.tagged("<answer>7</answer>")
+
+
+def test_a_child_that_hangs_or_dies_is_gone_and_the_next_is_untouched() -> None:
+    def fork(work: object) -> bytes:
+        return worker._forked(work, [], timeout_s=0.3)  # type: ignore[arg-type]
+
+    assert fork(_hang) == b'{"killed": true}'
+    assert fork(lambda: os._exit(1)) == b'{"killed": true}'
+    assert fork(lambda: 1 / 0) == b'{"killed": true}'
+    assert fork(_poison) == b'{"result": "done"}'
+    assert fork(_look) == b'{"result": "7"}'
+
+
+def test_a_worker_that_was_killed_is_replaced() -> None:
+    with Grader("units") as grader:
+        grader.grade(0, "x")
+        process = grader._worker._process
+        assert process is not None
+        process.kill()
+        process.wait()
+        assert grader.grade(0, "x").status == "graded"
+
+
+def test_a_spec_that_is_none_is_said() -> None:
+    with Worker() as one, pytest.raises(RuntimeError, match="did you mean units"):
+        one.call("reward", "unitz", 0, "")
+
+
+def test_a_worker_has_no_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_API_KEY", "secret")
+    assert "WANDB_API_KEY" not in workers._environment()
+
+
+def test_closing_leaves_no_process() -> None:
+    grader = Grader("units")
+    grader.grade(0, "x")
+    process = grader._worker._process
+    assert process is not None
+    grader.close()
+    assert not Path(f"/proc/{process.pid}").exists()
+
+
+def test_mathematics_is_compared_in_a_worker() -> None:
+    pytest.importorskip("math_verify")
+    assert grade.same_maths("\\frac{2}{4}x", "\\frac{x}{2}")
+    assert not grade.same_maths("x^2", "x^3")
+    with Worker(timeout_s=1.0) as one:
+        assert one.call("maths", "9**9**9**9**9", "x") in (False, KILLED)
+        assert one.call("maths", "2x", "x+x") is True

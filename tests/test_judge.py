@@ -1,0 +1,104 @@
+"""`flatout eval` and `flatout chat` on a model folder, as a user meets them."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from flatout.cost import ModelShape
+from flatout.data.tokenizer import ByteTokenizer
+from flatout.engine.opening import open_model
+from flatout.errors import UsageError
+from flatout.model import Decoder, weights
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    shape = ModelShape(
+        layers=2, hidden=32, heads=2, kv_heads=1, head_dim=16, intermediate=64, vocab=257, positions=2048
+    )
+    model = Decoder(shape)
+    model.initialise(0)
+    made = tmp_path_factory.mktemp("model")
+    ByteTokenizer().save(made)
+    weights.export(model, made, dtype=torch.float32, eos_token_id=256)
+    return made
+
+
+def flatout(*arguments: object, stdin: str | None = None) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "flatout", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, check=False, input=stdin)
+
+
+def test_scores_as_json(folder: Path, tmp_path: Path) -> None:
+    text = tmp_path / "t.txt"
+    text.write_text("a small text, and not much of it" * 10)
+    choices = tmp_path / "c.jsonl"
+    choices.write_text(json.dumps({"question": "Which?", "choices": ["this", "that"], "answer": 0}) + "\n")
+    tasks = f"units,perplexity:{text}"
+    done = flatout(
+        "eval", folder, "--tasks", tasks, "--tasks", f"choice:{choices}", "--limit", 3, "--max-tokens", 8, "--json"
+    )
+    assert done.returncode == 0, done.stderr
+    document = json.loads(done.stdout)
+    units, perplexity, choice = document["tasks"]
+    assert (units["n"], units["of"], units["value"]) == (3, 1000, 0.0)
+    assert units["high"] == pytest.approx(0.5615, abs=1e-3)  # Wilson's for 0 of 3
+    assert units["details"]["cut_short"] + units["details"]["answered"] <= 3
+    assert perplexity["n"] == len(text.read_text()) - 1
+    assert perplexity["value"] == pytest.approx(257, rel=0.2), "an untrained model knows nothing"
+    assert choice["value"] in (0.0, 1.0)
+    assert (document["step"], document["template"], document["on"]) == (None, False, "cpu, fp32")
+
+
+def test_scores_as_a_table_and_beside_another_model(folder: Path) -> None:
+    done = flatout("eval", folder, "--tasks", "units", "--limit", 2, "--max-tokens", 4, "--against", folder)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("0.0 % to 65.8 %") == 2
+    assert "+0.0 points" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--tasks", "unit"], "did you mean units?"),
+        (["--tasks", ","], "--tasks names none"),
+        (["--tasks", "units", "--samples", "3", "--temperature", "0"], "would all be the same"),
+        (["--tasks", "units:endless"], "never ends"),
+        (["--tasks", "units", "--dtype", "fp99"], "none of"),
+    ],
+)
+def test_mistakes(folder: Path, arguments: list[str], says: str) -> None:
+    done = flatout("eval", folder, *arguments)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert says in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_talk_through_a_pipe(folder: Path) -> None:
+    asked = ("chat", folder, "--max-tokens", 5, "--temperature", 0)
+    done = flatout(*asked, stdin="hello\n\n/reset\nagain\n")
+    assert done.returncode == 0, done.stderr
+    assert "no chat template" in done.stderr
+    assert done.stdout.endswith("\n")
+    assert not any(ord(c) < 32 and c not in "\n\t" for c in done.stdout)
+    assert flatout(*asked, stdin="hello\n\n/reset\nagain\n").stdout == done.stdout
+
+
+def test_what_is_no_model_is_said(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="neither a run folder nor a model folder"):
+        open_model(str(tmp_path))
+    with pytest.raises(UsageError, match="no folder here"):
+        open_model(str(tmp_path / "nothing"))
+
+
+def test_all_that_ends_a_text_is_known(folder: Path, tmp_path: Path) -> None:
+    for file in folder.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [5, 7]}))
+    assert open_model(str(tmp_path)).stop_ids == {5, 7, 256}
