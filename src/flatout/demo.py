@@ -43,7 +43,7 @@ T = TypeVar("T")
 CONFIG, SCRIPT = "pretrain-demo", Path("slow") / "train.py"
 PROMPT = "One morning"
 # Short, because many wait in front of it: a look, and for each proof a few steps.
-LOOK = Asked(steps=8, seconds=30.0, quiet=True)
+LOOK = Asked(steps=8, seconds=45.0, quiet=True)
 PROOF = Asked(steps=7, seconds=2.0, quiet=True)
 MOST_PROOFS, REPEATS = 3, 2
 
