@@ -19,6 +19,7 @@ from flatout.data.prepare import prepare
 from flatout.errors import RunFailed, UsageError
 from flatout.hardware import detect
 from flatout.insight import doctor
+from flatout.insight.attach import Watched
 from flatout.insight.prove import Proof
 from flatout.model import Decoder
 from flatout.plan import job_of
@@ -118,6 +119,15 @@ def test_a_failed_proof_is_said() -> None:
     proofs = [Proof(cause="anomaly-mode", gains=(), loss_difference=None, problem="RuntimeError: no [such] thing")]
     doctor.print_proofs(proofs, console=Console(file=heard, width=160))
     assert "failed: RuntimeError: no [such] thing" in heard.getvalue()
+
+
+def test_who_interrupts_the_script_means_the_demo(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, console: Console
+) -> None:
+    ended = Watched(returncode=-2, stopped=False, facts=None, steps=(), samples=(), crash="KeyboardInterrupt")
+    monkeypatch.setattr(doctor, "watch", lambda *_, **__: ended)
+    with pytest.raises(KeyboardInterrupt):
+        demo.examine(["python", "train.py"], folder=tmp_path / "run", console=console)
 
 
 def test_nothing_is_overwritten(tmp_path: Path, console: Console) -> None:

@@ -197,7 +197,7 @@ def comparison(looked: doctor.Looked | None, proofs: Sequence[Proof], outcome: O
         for proof in proofs[-1:]:  # all together, where there are several
             if slow is not None and proof.gain is not None:
                 left = 1 - proof.gain
-                rows.add_row(f"with {proof.cause} switched", "", number(slow / left), number(1 / left))
+                rows.add_row(f"the script with its fix: {proof.cause}", "", number(slow / left), number(1 / left))
     ours = outcome.speed.tokens_per_s
     times = None if slow is None or ours is None else ours / slow
     rows.add_row("flatout", number(outcome.tokens / outcome.steps), number(ours), f"[bold]{number(times)}[/]")
