@@ -74,13 +74,17 @@ def options(
 @app.command()
 def demo(
     run: Annotated[Path | None, typer.Option(help="run folder (default: runs/demo-TIME)")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="without the proofs of the fixes")] = False,
 ) -> None:
-    """Train a small decoder on the embedded corpus, here and now, and see it write."""
+    """A slow script, why it is slow, the fixes measured, and the same job by flatout: here and now, in minutes."""
     _require_torch()
     from flatout import demo as verb
 
     folder = run or _new_folder("demo")
-    outcome = verb.run(folder, console=out)
+    try:
+        outcome = verb.run(folder, console=out, repeats=0 if quick else verb.REPEATS)
+    except KeyboardInterrupt:
+        raise typer.Exit(INTERRUPTED_EXIT) from None
     _leave(outcome, folder)
     if not outcome.val_losses[-1] < outcome.val_losses[0]:
         raise RunFailed("the demo did not learn: its validation loss did not fall")
@@ -276,18 +280,21 @@ def doctor(
     """Say why training is slow: of any PyTorch script, unchanged; of a run folder; of a log."""
     from flatout.insight import doctor as verb
 
-    leave = verb.main(
-        what or [],
-        asked=verb.asked_for(steps=steps, seconds=seconds, then=then, json_to=json_to),
-        folder=run or _new_folder("doctor"),
-        consoles=(out, err),
-        json_to=json_to,
-        proving=proving,
-        repeats=repeats,
-        log=log,
-        on=on,
-        params=params,
-    )
+    try:
+        leave = verb.main(
+            what or [],
+            asked=verb.asked_for(steps=steps, seconds=seconds, then=then, json_to=json_to),
+            folder=run or _new_folder("doctor"),
+            consoles=(out, err),
+            json_to=json_to,
+            proving=proving,
+            repeats=repeats,
+            log=log,
+            on=on,
+            params=params,
+        )
+    except KeyboardInterrupt:
+        leave = INTERRUPTED_EXIT
     raise typer.Exit(leave)
 
 

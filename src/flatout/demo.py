@@ -1,26 +1,176 @@
-"""`flatout demo`: hardware, plan, live training of a small decoder on the embedded corpus, and a text it writes."""
+"""`flatout demo`: a slow script, why it is slow, the fixes measured, and the same job done by flatout.
+
+The script is `examples/slow/train.py`, run by the doctor as any other would be. Every number is measured in this call.
+A doctor that fails is said and the story goes on; only the training decides how the demo ends.
+"""
 
 from __future__ import annotations
 
+import json
+import shlex
+import shutil
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
+from typing import TypeVar
 
 from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
 
 from flatout import gallery
 from flatout.config import dump, load, to_mapping
+from flatout.config.settings import Settings
+from flatout.data import embedded
+from flatout.data.prepare import prepare
 from flatout.engine.trained import open_trained
+from flatout.errors import UsageError
+from flatout.hardware import Hardware, detect
+from flatout.insight import doctor, report
+from flatout.insight.attach import Asked
+from flatout.insight.prove import Proof, change_for, measured, prove
 from flatout.model import Decoder
 from flatout.recipes import pretrain
 from flatout.recipes.verdict import Outcome
 from flatout.record import Run
 from flatout.sample import complete
-from flatout.terminal import View
+from flatout.terminal import View, number, table
 
+T = TypeVar("T")
+
+CONFIG, SCRIPT = "pretrain-demo", Path("slow") / "train.py"
 PROMPT = "One morning"
+# Short, because many wait in front of it: a look, and for each proof a few steps.
+LOOK = Asked(steps=8, seconds=45.0, quiet=True)
+PROOF = Asked(steps=7, seconds=2.0, quiet=True)
+MOST_PROOFS, REPEATS = 3, 2
 
 
-def run(folder: Path, *, console: Console) -> Outcome:
-    settings = load(gallery.find("pretrain-demo").path).settings
+def run(folder: Path, *, console: Console, repeats: int = REPEATS, overrides: Sequence[str] = ()) -> Outcome:
+    """Tell the story; `folder` becomes the run of flatout, `folder/slow` that of the script."""
+    if folder.is_dir() and any(folder.iterdir()):
+        raise UsageError(f"{folder} is no empty folder, and nothing is overwritten: choose another with --run")
+    settings = load(gallery.find(CONFIG).path, overrides=overrides).settings
+    tell = Story(console)
+
+    with tell.chapter("The machine", "What there is to train on."):
+        console.print(*machine(detect()), sep="\n", highlight=False, markup=False)
+
+    with tell.chapter("A slow script", "Plain PyTorch, as first scripts are written, run by the doctor unchanged."):
+        command = slow_job(settings, folder / "slow" / "script")
+        tell.note(f"flatout doctor -- {shlex.join(command)}")
+        looked = tell.unless_it_fails(lambda: examine(command, folder=folder / "slow", console=console))
+
+    proofs: Sequence[Proof] = ()
+    if looked is not None and repeats:
+        with tell.chapter("The fixes", "Those that are switches, put in from outside and measured on the script."):
+            proofs = tell.unless_it_fails(lambda: proved(command, looked, repeats=repeats, console=console)) or ()
+
+    with tell.chapter("The same job by flatout", "Same model, same text, as many tokens a step; the rest is planned."):
+        outcome = train(settings, folder=folder, console=console)
+    if outcome.stopped_by.startswith("SIG"):
+        return outcome
+
+    with tell.chapter("The speed-up", "Both measured in this call, on this machine; padding is not counted as tokens."):
+        console.print(comparison(looked, proofs, outcome))
+        if looked is not None and looked.seen is not None and looked.seen.is_disturbed:
+            busy = number(looked.seen.others_cores, digits=2)
+            tell.note(f"Others kept {busy} cores busy while the script was watched: the ratio is rough.")
+
+    with tell.chapter("Written down", "Both runs side by side, with where each number came from."):
+        runs = [Run.open(folder), *([looked.run] if looked is not None else [])]
+        runs[0].report_path.write_text(report.render(runs))
+        for line in ending(folder, command=command, watched=looked is not None):
+            console.print(line, markup=False, highlight=False, soft_wrap=True)
+    return outcome
+
+
+class Story:
+    """Chapters with a heading, a sentence, and at their end the time they took."""
+
+    def __init__(self, console: Console) -> None:
+        self.console, self.chapters = console, 0
+
+    @contextmanager
+    def chapter(self, title: str, sentence: str) -> Iterator[None]:
+        self.chapters += 1
+        self.console.print()
+        self.console.rule(f"[bold]{self.chapters}. {title}[/]", align="left")
+        self.console.print(f"{sentence}\n", highlight=False)
+        began = time.perf_counter()
+        yield
+        self.note(f"\n({time.perf_counter() - began:.0f} s)")
+
+    def unless_it_fails(self, part: Callable[[], T]) -> T | None:
+        """None, and the reason said, where the doctor does not work here."""
+        try:
+            return part()
+        except Exception as error:
+            self.console.print(f"[yellow]This did not work here:[/] {escape(str(error))}", highlight=False)
+            self.console.print("The demo goes on without it.")
+            return None
+
+    def note(self, text: str) -> None:
+        doctor.note(self.console, text)
+
+
+# -- the parts
+
+
+def machine(hardware: Hardware) -> list[str]:
+    gpu = "no GPU: everything runs on the CPU"
+    if hardware.gpu:
+        gpu = f"{hardware.num_gpus} x {hardware.gpu}, {number(hardware.memory_gib, unit=' GiB')} each"
+    cpu = f"{hardware.cpu}, " if hardware.cpu else ""
+    return [gpu, f"{cpu}{hardware.num_cpus or 'n/a'} cores, {number(hardware.ram_gib, unit=' GiB')} of RAM"]
+
+
+def slow_job(settings: Settings, folder: Path) -> list[str]:
+    """The script with the documents and the tokenizer that flatout trains with, ready to run, look at and change."""
+    folder.mkdir(parents=True)
+    shutil.copy(gallery.folder() / SCRIPT, folder / SCRIPT.name)
+    prepare(settings.data, seed=settings.seed).tokenizer.save(folder)
+    with (folder / "documents.jsonl").open("w") as file:
+        for text in embedded.documents(settings.seed, settings.data.embedded_mb):
+            file.write(json.dumps({"text": text}) + "\n")
+    return [sys.executable, str(folder / SCRIPT.name)]
+
+
+def examine(command: Sequence[str], *, folder: Path, console: Console) -> doctor.Looked:
+    looked = doctor.look(command, asked=LOOK, folder=folder)
+    if looked.watched.interrupted:
+        raise KeyboardInterrupt
+    looked.check()
+    looked.run.write_diagnosis(looked.diagnosis)
+    doctor.say(looked.diagnosis, console=console)
+    return looked
+
+
+def proved(command: Sequence[str], looked: doctor.Looked, *, repeats: int, console: Console) -> list[Proof]:
+    """The first few switches, one by one and together; what they measured goes into the diagnosis."""
+    seen, diagnosis = looked.seen, looked.diagnosis
+    assert seen is not None
+    switches = tuple(finding for finding in diagnosis.findings if change_for(finding, seen) is not None)[:MOST_PROOFS]
+    if not switches:
+        console.print("None of the causes is a switch here: each is a change of the code.")
+        return []
+    proofs = prove(
+        command,
+        replace(diagnosis, findings=switches),
+        seen=seen,
+        asked=PROOF,
+        repeats=repeats,
+        say=lambda text: doctor.note(console, text),
+    )
+    looked.run.write_diagnosis(measured(diagnosis, proofs))
+    doctor.print_proofs(proofs, console=console)
+    return proofs
+
+
+def train(settings: Settings, *, folder: Path, console: Console) -> Outcome:
     outcome = pretrain.run(
         settings,
         folder=folder,
@@ -35,5 +185,35 @@ def run(folder: Path, *, console: Console) -> Outcome:
     text = complete(trained.model, trained.tokenizer, PROMPT, max_new_tokens=120, temperature=0.7, seed=settings.seed)
     console.print("\n[bold]It writes[/]")
     console.print(text, markup=False, highlight=False)
-    console.print(f"\nRun folder: {folder}", markup=False, highlight=False)
     return outcome
+
+
+def comparison(looked: doctor.Looked | None, proofs: Sequence[Proof], outcome: Outcome) -> Table:
+    """Tokens a second: the script as it is, with the switches, and flatout."""
+    rows = table("", "who", "tokens a step", "tokens/s", "times as fast")
+    slow = looked.diagnosis.limit.get("tokens_per_s") if looked is not None else None
+    if looked is not None and looked.seen is not None:
+        seen = looked.seen
+        tokens = None if seen.real_tokens is None else seen.real_tokens / len(seen.steps)
+        rows.add_row("the script as it is", number(tokens), number(slow), "1")
+        for proof in proofs[-1:]:  # all together, where there are several
+            if slow is not None and proof.gain is not None:
+                left = 1 - proof.gain
+                rows.add_row(f"the script with its fix: {proof.cause}", "", number(slow / left), number(1 / left))
+    ours = outcome.speed.tokens_per_s
+    times = None if slow is None or ours is None else ours / slow
+    rows.add_row("flatout", number(outcome.tokens / outcome.steps), number(ours), f"[bold]{number(times)}[/]")
+    return rows
+
+
+def ending(folder: Path, *, command: Sequence[str], watched: bool) -> list[str]:
+    ours, script = shlex.quote(str(folder)), shlex.join(["python", *command[1:]])
+    return [
+        f"Report: {Run.open(folder).report_path}",
+        f"Run folder: {folder}" + (f"; the script's: {folder / 'slow'}" if watched else ""),
+        "",
+        "What to try next:",
+        f"  flatout doctor --prove -- {script}    change the script, then look again; or take your own",
+        f"  flatout watch {ours} --web    the run as a live page",
+        "  flatout examples pretrain-124m --to mine.yaml    a configuration to start from",
+    ]

@@ -48,6 +48,7 @@ class Asked:
     switch: Mapping[str, Any] = field(default_factory=dict)  # fixes put in from outside
     variables: Mapping[str, str | None] = field(default_factory=dict)  # of the environment; None takes one out
     stdout_to_stderr: bool = False
+    quiet: bool = False  # what the script prints goes nowhere
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +66,11 @@ class Watched:
     def timed(self) -> list[Mapping[str, Any]]:
         """The steps that count: past warm-up, before the profiler."""
         return [step for step in self.steps if step["stage"] == "timed"]
+
+    @property
+    def interrupted(self) -> bool:
+        """Somebody ended it: they mean us too."""
+        return not self.stopped and self.returncode in (-signal.SIGINT, -signal.SIGTERM)
 
 
 def new_run(path: Path, *, command: Sequence[str], hardware: Hardware, asked: Asked) -> Run:
@@ -124,11 +130,12 @@ def _start(
     tail: deque[str] = deque(maxlen=_TAIL_LINES)
     # With `continue` the script keeps its own terminal; otherwise its last words are kept as they pass through.
     piped = asked.then == "stop"
+    stdout = subprocess.DEVNULL if asked.quiet else 2 if asked.stdout_to_stderr else None
     try:
         process = subprocess.Popen(
             list(command),
             env=_environment(asked, folder),
-            stdout=2 if asked.stdout_to_stderr else None,
+            stdout=stdout,
             stderr=subprocess.PIPE if piped else None,
             preexec_fn=lambda: signal.pthread_sigmask(signal.SIG_SETMASK, mask),
         )

@@ -6,7 +6,7 @@ import json
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -86,29 +86,52 @@ def script(
     """Run a script under the agent, say what is wrong with it, and return the exit code to leave with."""
     if not command:
         raise UsageError("doctor needs something to look at: -- python train.py ..., a run folder, or --log FILE")
-    hardware = detect()
-    run = new_run(folder, command=command, hardware=hardware, asked=asked)
-    watched = watch(command, asked=asked, run=run)
-    seen = observed(watched, hardware=hardware)
-    diagnosis = diagnose(seen) if seen is not None else _nothing(watched)
-    estimates = {finding.cause: finding.gain for finding in diagnosis.findings}
+    looked = look(command, asked=asked, folder=folder)
+    watched, seen = looked.watched, looked.seen
+    estimates = {finding.cause: finding.gain for finding in looked.diagnosis.findings}
     proofs: list[Proof] = []
     if proving and seen is not None and not watched.crash:
         proofs = prove(
-            command, diagnosis, seen=seen, asked=asked, repeats=repeats, say=lambda text: _note(console, text)
+            command, looked.diagnosis, seen=seen, asked=asked, repeats=repeats, say=lambda text: note(console, text)
         )
-        diagnosis = measured(diagnosis, proofs)
-    run.write_diagnosis(diagnosis)
+    diagnosis = measured(looked.diagnosis, proofs)
+    looked.run.write_diagnosis(diagnosis)
     about = {"command": redact(shlex.join(command)), "exit_code": watched.returncode, "stopped": watched.stopped}
     extra = {"run": str(folder), "script": about, "estimates": estimates, "proofs": [asdict(proof) for proof in proofs]}
     say(diagnosis, console=console, json_to=json_to, extra=extra, proofs=proofs)
     if asked.then == "continue":
         return _shell_code(watched.returncode)
-    if watched.returncode != 0 and not watched.stopped:
-        raise RunFailed(f"the script failed by itself, {_how(watched.returncode)}. Its last words:\n{watched.crash}")
-    if seen is None:
-        raise RunFailed(diagnosis.verdict)
+    looked.check()
     return 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Looked:
+    """One look at a script: what was seen of it, and what follows."""
+
+    run: Run
+    watched: Watched
+    seen: Observed | None
+    diagnosis: Diagnosis
+
+    def check(self) -> None:
+        """Raises where the script failed by itself, or too little of it was seen."""
+        watched = self.watched
+        if watched.returncode != 0 and not watched.stopped:
+            how = f"the script failed by itself, {_how(watched.returncode)}"
+            raise RunFailed(f"{how}. Its last words:\n{watched.crash}")
+        if self.seen is None:
+            raise RunFailed(self.diagnosis.verdict)
+
+
+def look(command: Sequence[str], *, asked: Asked, folder: Path) -> Looked:
+    """Run a script under the agent; what was seen is in the run folder from then on."""
+    hardware = detect()
+    run = new_run(folder, command=command, hardware=hardware, asked=asked)
+    watched = watch(command, asked=asked, run=run)
+    seen = observed(watched, hardware=hardware)
+    diagnosis = diagnose(seen) if seen is not None else _nothing(watched)
+    return Looked(run=run, watched=watched, seen=seen, diagnosis=diagnosis)
 
 
 def observed(watched: Watched, *, hardware: Any) -> Observed | None:
@@ -156,7 +179,7 @@ def say(
         Path(json_to).write_text(text)
     _print(diagnosis, console=console, proofs=proofs)
     if extra and "run" in extra:
-        _note(console, f"run folder {extra['run']}")
+        note(console, f"run folder {extra['run']}")
 
 
 def _print(diagnosis: Diagnosis, *, console: Console, proofs: Sequence[Proof]) -> None:
@@ -174,24 +197,21 @@ def _print(diagnosis: Diagnosis, *, console: Console, proofs: Sequence[Proof]) -
             console.print(f"   [dim]- {escape(redact(line))}[/]", highlight=False, soft_wrap=True)
         console.print(f"   [green]change:[/] {escape(redact(finding.fix))}", highlight=False, soft_wrap=True)
     if proofs:
-        _print_proofs(diagnosis, proofs, console=console)
+        print_proofs(proofs, console=console, fixes={finding.cause: finding.fix for finding in diagnosis.findings})
 
 
-def _print_proofs(diagnosis: Diagnosis, proofs: Sequence[Proof], *, console: Console) -> None:
-    fixes = {finding.cause: finding.fix for finding in diagnosis.findings}
-    rows = table("Proof", "fix for", "time saved", "spread", "repeats", "loss difference", "make it permanent")
+def print_proofs(proofs: Sequence[Proof], *, console: Console, fixes: Mapping[str, str] | None = None) -> None:
+    """What each fix did; with `fixes`, also the change to make."""
+    last = () if fixes is None else ("make it permanent",)
+    rows = table("Proof", "fix for", "time saved", "spread", "repeats", "loss difference", *last)
     for proof in proofs:
         spread = f"{percent(min(proof.gains))} to {percent(max(proof.gains))}" if proof.gains else "n/a"
-        patch = "every change above" if proof.cause == ALL_TOGETHER else fixes.get(proof.cause, "")
-        problem = f"failed: {proof.problem}" if proof.problem else ""
-        rows.add_row(
-            proof.cause,
-            percent(proof.gain),
-            spread,
-            str(len(proof.gains)),
-            number(proof.loss_difference),
-            escape(redact(problem or patch)),
-        )
+        spread = f"failed: {proof.problem}" if proof.problem and fixes is None else spread
+        cells = [proof.cause, percent(proof.gain), spread, str(len(proof.gains)), number(proof.loss_difference)]
+        if fixes is not None:
+            patch = "every change above" if proof.cause == ALL_TOGETHER else fixes.get(proof.cause, "")
+            cells.append(f"failed: {proof.problem}" if proof.problem else patch)
+        rows.add_row(*(escape(redact(cell)) for cell in cells))
     console.print("", rows)
 
 
@@ -208,5 +228,5 @@ def limit_line(limit: Mapping[str, Any]) -> str:
     )
 
 
-def _note(console: Console, text: str) -> None:
+def note(console: Console, text: str) -> None:
     console.print(text, style="dim", highlight=False, markup=False, soft_wrap=True)

@@ -68,12 +68,19 @@ def prove(
     timed = replace(asked, then="stop", look=False, stdout_to_stderr=True)
     for repeat in range(repeats):
         say(f"proof {repeat + 1} of {repeats}: as it is")
-        plain.append(watch(command, asked=timed))
+        plain.append(_timed(command, timed))
         for cause, change in changes.items():
             say(f"proof {repeat + 1} of {repeats}: {cause}")
             with_it = replace(timed, switch=change.switch, variables=change.variables)
-            changed[cause].append(watch(command, asked=with_it))
+            changed[cause].append(_timed(command, with_it))
     return [_proof(cause, plain, runs) for cause, runs in changed.items()]
+
+
+def _timed(command: Sequence[str], asked: Asked) -> Watched:
+    watched = watch(command, asked=asked)
+    if watched.interrupted:  # the signal reached the script, and there may be many runs to come
+        raise KeyboardInterrupt
+    return watched
 
 
 def measured(diagnosis: Diagnosis, proofs: Sequence[Proof]) -> Diagnosis:
