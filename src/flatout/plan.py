@@ -14,9 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from flatout import hub
-from flatout.config.settings import DataSettings, Decisions, PlanSettings, Settings
+from flatout.config.settings import DataSettings, Decisions, LoraSettings, PlanSettings, Settings
 from flatout.cost import (
     GIB,
+    TARGETS,
+    Adapters,
     BlockPath,
     Flops,
     Memory,
@@ -60,6 +62,9 @@ class Job:
     # CPU only: measured speed of bf16 matmuls relative to fp32; None when nobody measured.
     cpu_bf16_ratio: float | None = None
     pins: PlanSettings = field(default_factory=PlanSettings)
+    # What is trained instead of the weights, and the model those come from.
+    adapters: Adapters | None = None
+    base: str | None = None
 
     @property
     def device(self) -> str:
@@ -68,7 +73,11 @@ class Job:
     def flops(self, recompute: str) -> Flops:
         """Operations per token of this job."""
         return flops_per_token(
-            self.shape, sequence_length=self.sequence_length, mean_context=self.mean_context, recompute=recompute
+            self.shape,
+            sequence_length=self.sequence_length,
+            mean_context=self.mean_context,
+            adapters=self.adapters,
+            recompute=recompute,
         )
 
     @property
@@ -140,6 +149,8 @@ class Plan:
                 "packing": self.job.packing,
                 "hardware": self.job.hardware.name,
                 "preset": self.job.pins.preset,
+                "adapters": None if self.job.adapters is None else asdict(self.job.adapters),
+                "base": self.job.base,
             },
             "rates": self.rates.to_json(),
         }
@@ -278,6 +289,10 @@ def _kernels(job: Job, *, precision: str) -> list[tuple[str, bool, str]]:
         no = "preset safe uses library operations only"
     elif sm is None or sm < (8, 0) or precision == "fp32":
         no = "written for bf16 tensor cores, SM 8.0 and up"
+    elif job.adapters is not None and job.adapters.base_bits == 4:
+        no = "the fused segments take no 4-bit weights"
+    elif job.adapters is not None and job.adapters.dropout:
+        no = "the fused segments take no adapter dropout"
     elif job.pins.recompute == "selective":
         no = "selective recomputation keeps what they would overwrite"
     reasons = {
@@ -296,6 +311,8 @@ def _fp8(job: Job, *, precision: str, no: str | None) -> tuple[bool, str]:
     sm, shape = job.hardware.sm, job.shape
     if no is not None:
         return False, no
+    if job.adapters is not None:
+        return False, "adapters learn beside 16-bit matmuls"
     if precision != "bf16":
         return False, f"FP8 goes with bf16, not {precision}"
     if sm is None or sm < (8, 9):
@@ -418,6 +435,7 @@ def _memory(job: Job, *, micro_batch: int, recompute: str, precision: str, path:
         loss_chunk=job.pins.loss_chunk or rows,
         accumulation=max(1, job.rank_sequences // micro_batch),
         num_ranks=job.num_ranks,
+        adapters=job.adapters,
     )
 
 
@@ -510,7 +528,7 @@ def _predict(job: Job, decisions: Decisions, memory: Memory) -> Prediction:
         mfu=shares.mfu,
         mfu_common=shares.mfu_common,
         hours=seconds * job.steps / 3600 if seconds and job.steps else None,
-        checkpoint_gib=checkpoint_bytes(job.shape, weights_only=job.weights_only) / GIB,
+        checkpoint_gib=checkpoint_bytes(job.shape, weights_only=job.weights_only, adapters=job.adapters) / GIB,
     )
 
 
@@ -539,6 +557,7 @@ def _step_s(
         fp8_flops=job.hardware.peak_flops.get("fp8"),
         bandwidth=job.hardware.bandwidth,
         path=path,
+        adapters=job.adapters,
     )
 
 
@@ -571,9 +590,35 @@ def job_of(
         batch_tokens=train.batch_tokens,
         num_ranks=num_ranks,
         steps=total_steps,
-        packing=settings.data.packing,
+        # Rows of recipe sft are packed by document, whatever the setting for running text says.
+        packing="documents" if settings.recipe == "sft" else settings.data.packing,
         mean_context=mean_context,
         weights_only=settings.save.weights_only,
         cpu_bf16_ratio=cpu_bf16_ratio,
         pins=settings.plan,
+        adapters=adapters_of(settings.lora),
+        base=settings.model.name if settings.model.weights == "load" else None,
+    )
+
+
+def adapters_of(lora: LoraSettings) -> Adapters | None:
+    """The adapters a configuration asks for; a target that matches nothing is refused."""
+    if lora.rank is None:
+        return None
+    names = [name.strip().removesuffix("_proj") for name in lora.targets.split(",") if name.strip()]
+    known = TARGETS if names == ["all-linear"] else tuple(name for name in TARGETS if name in names)
+    unknown = [name for name in names if name not in (*TARGETS, "all-linear")]
+    if unknown or not known or (len(names) > 1 and "all-linear" in names):
+        what = ", ".join(repr(name) for name in unknown) or repr(lora.targets)
+        raise UsageError(
+            f"lora.targets: {what} matches no projection of this model: "
+            f"give all-linear, or some of {', '.join(TARGETS)}"
+        )
+    return Adapters(
+        rank=lora.rank,
+        alpha=2.0 * lora.rank if lora.alpha is None else lora.alpha,
+        targets=known,
+        dropout=lora.dropout,
+        rslora=lora.rslora,
+        base_bits=4 if lora.base == "4-bit" else 16,
     )

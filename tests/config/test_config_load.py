@@ -98,7 +98,7 @@ def test_mistakes_come_together_with_their_places(write: Any) -> None:
         "line 9: train.lr: -1 must be greater than 0 (peak learning rate)",
         "line 10: train.batch_tokens: 1000 is not a multiple of data.sequence_length (128); take 896 or 1024",
         "line 11: plan.precision: bf61 must be one of fp32, bf16, fp16, or null; did you mean bf16?",
-        "line 12: save: 5 given for a whole section; give its keys: every, keep, weights_only",
+        "line 12: save: 5 given for a whole section; give its keys: every, keep, best, weights_only",
         "environment FLATOUT__TRAIN__LRR: train.lrr: unknown key; did you mean train.lr?",
         "environment FLATOUT__TRAIN__BETA1: train.beta1: 1.5 must be less than 1 (AdamW's first moment)",
         "command line: trian.eps: unknown key; did you mean train.eps?",
