@@ -160,7 +160,7 @@ def shape_of(settings: Settings) -> ModelShape:
     """The decoder a configuration asks for: its own numbers, or a Hugging Face config.json."""
     model, length = settings.model, settings.data.sequence_length
     if model.name is not None:
-        shape = ModelShape.from_hf(hub.read_json(hub.folder(model.name, weights=False) / "config.json"))
+        shape = ModelShape.from_hf(hub.config_of(model.name))
     else:
         if model.layers is None or model.hidden is None or model.heads is None:
             raise UsageError("model needs `name`, or `layers`, `hidden` and `heads`")

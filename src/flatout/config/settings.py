@@ -212,7 +212,7 @@ class Settings:
     profile: ProfileSettings = section(ProfileSettings, "profiler traces")
 
 
-Source = Literal["default", "file", "environment", "command line"]
+Source = Literal["default", "preset", "file", "environment", "command line"]
 
 
 @dataclass(frozen=True, kw_only=True)

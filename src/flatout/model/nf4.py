@@ -63,15 +63,17 @@ def rebuilt(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
 
 class _Linear4(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Nf4, bias: Tensor | None) -> Tensor:
-        ctx.weight = weight
-        return F.linear(x, weight.dense(x.dtype), None if bias is None else bias.to(x.dtype))
+    def forward(ctx: Any, x: Tensor, codes: Tensor, scales: Tensor, shape: torch.Size, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(codes, scales)
+        ctx.shape = shape
+        return F.linear(x, rebuilt(codes, scales, x.dtype).view(shape), None if bias is None else bias.to(x.dtype))
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
-        return dy @ ctx.weight.dense(dy.dtype), None, None
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None, None]:
+        codes, scales = ctx.saved_tensors
+        return dy @ rebuilt(codes, scales, dy.dtype).view(ctx.shape), None, None, None, None
 
 
 def linear4(x: Tensor, weight: Nf4, bias: Tensor | None) -> Tensor:
-    out: Tensor = _Linear4.apply(x, weight, bias)  # type: ignore[no-untyped-call]
+    out: Tensor = _Linear4.apply(x, weight.codes, weight.scales, weight.shape, bias)  # type: ignore[no-untyped-call]
     return out
