@@ -443,6 +443,8 @@ def _batch(job: Job, *, precision: str, path: BlockPath) -> tuple[int, int, str,
     """Micro-batch, accumulation and recomputation together: they share the memory and must hold the batch."""
     pins, sequences = job.pins, job.rank_sequences
     total_gib = job.hardware.memory_gib if job.device == "gpu" else job.hardware.ram_gib
+    if total_gib is not None and pins.memory_fraction is not None:
+        total_gib *= pins.memory_fraction  # as if the device were that small
     budget = None if total_gib is None else MEMORY_BUDGET[pins.preset] * total_gib
     sizes = [n for n in range(sequences, 0, -1) if sequences % n == 0]
     if pins.micro_batch and pins.accumulation and pins.micro_batch * pins.accumulation != sequences:

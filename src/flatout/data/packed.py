@@ -36,8 +36,13 @@ class Packed:
         # The last token of an example is only a target, and takes no place.
         self._places = examples.lengths - 1
         self._bins = pack(self._places, capacity=sequence_length, seed=seed)
-        # One more for what is left empty.
-        self.max_documents = max(len(members) for members in self._bins) + 1
+        self.longest = int(self._places.max())
+        # What is left empty is cut into segments too, none longer than the longest example.
+        used = [int(self._places[members].sum()) for members in self._bins]
+        self.max_documents = max(
+            len(members) + -(-(sequence_length - full) // self.longest)
+            for members, full in zip(self._bins, used, strict=True)
+        )
 
     @property
     def num_sequences(self) -> int:
@@ -104,9 +109,9 @@ class Packed:
                 begins.append(at)
                 at += places
             used += at - row * length
-            if at < (row + 1) * length:
-                positions[at : (row + 1) * length] = np.arange((row + 1) * length - at)
-                begins.append(at)
+            end = (row + 1) * length
+            positions[at:end] = np.arange(end - at) % self.longest
+            begins += range(at, end, self.longest)
         most = -(-self.max_documents * count // SEGMENTS_MULTIPLE) * SEGMENTS_MULTIPLE
         segments = np.full(most + 1, count * length, np.int32)
         segments[: len(begins)] = begins
@@ -121,6 +126,7 @@ class Packed:
             sequence_length=length,
             num_target_tokens=len(trained),
             num_padding=count * length - used,
+            longest=self.longest,
             rows=rows,
             row_targets=row_targets,
         )

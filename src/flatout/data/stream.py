@@ -40,6 +40,7 @@ class Batch:
     num_target_tokens: int
     task: str | None = None
     num_padding: int = 0  # of the tokens, those that only fill a sequence up
+    longest: int | None = None  # no segment is longer, in any batch of the run; None: the sequence length
     # int64 [R]: the tokens with a target, and those targets, where that is not nearly all of them; padded alike.
     rows: Tensor | None = None
     row_targets: Tensor | None = None

@@ -111,7 +111,8 @@ def longest(batch: Batch) -> Batch:
     ends = torch.full_like(batch.cu_seqlens, tokens)
     whole = torch.arange(0, tokens + 1, length, dtype=ends.dtype)
     ends[: len(whole)] = whole
-    return replace(batch, cu_seqlens=ends, positions=torch.arange(length).repeat(batch.num_sequences))
+    positions = torch.arange(length).repeat(batch.num_sequences)
+    return replace(batch, cu_seqlens=ends, positions=positions, longest=None)
 
 
 def fitted(plan: Plan, trials: Sequence[Trial], *, size: int, source: str) -> Plan:
