@@ -212,7 +212,10 @@ def test_overrides_and_environment_read_alike(write: Any, override: str, key: st
         ("data: [text]", "data: [text] given for a whole section; give its keys: source, path, name"),
         ("save.keep: 3", "save.keep: in a file, write keep under save:"),
         ("zzzzzz: 3", "zzzzzz: unknown key; known keys: model, data, train"),
-        ("save: {qqqqqq: 3}", "save.qqqqqq: unknown key; known keys: save.every, save.keep, save.weights_only"),
+        (
+            "save: {qqqqqq: 3}",
+            "save.qqqqqq: unknown key; known keys: save.every, save.keep, save.best, save.weights_only",
+        ),
         ("? [a, b]\n: 1", "a key must be one word"),
         ("log: {name: !!python/name:os.system ''}", "log.name: the tag !!python/name:os.system is not allowed"),
         ("log: {name: !include other.yaml}", "log.name: the tag !include is not allowed; give a plain value"),

@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -23,14 +24,17 @@ from numpy.typing import NDArray
 from flatout.config.settings import DataSettings
 from flatout.data.prepare import cache_folder
 from flatout.data.shards import writer_lock
-from flatout.data.sources import Tally, Which, describe_source, read_rows, source_files
-from flatout.data.template import BadRow, Template
+from flatout.data.sources import Tally, Which, describe_source, encodable, read_rows, source_files
+from flatout.data.template import BadRow, Spoken, Template
 from flatout.data.tokenizer import Tokenizer, load_tokenizer
 from flatout.errors import UsageError
 from flatout.record.lines import write_atomic
 
 FORMAT = 1
+ENCODED_ROWS = 1024
 PARTS: tuple[Which, ...] = ("train", "valid")
+
+Draft = Spoken | tuple[str, str]  # a conversation, or a prompt and its completion
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,7 +124,17 @@ class Conversations:
             "vocab": self.tokenizer.vocab_size,
             "fingerprint": self.fingerprint,
             **self.left_out,
+            "left_out": self.summary(),
         }
+
+    def summary(self) -> str:
+        """What was left out, in words; nothing where nothing was."""
+        bad, long = self.left_out["bad_rows"], self.left_out["too_long"]
+        words = [f"{count} rows: {why} (first: {bad['examples'][why][0]})" for why, count in bad["reasons"].items()]
+        words += [
+            f"{count} too long for the window ({name.replace('_', ' ')})" for name, count in long.items() if count
+        ]
+        return "; ".join(words)
 
 
 @contextmanager
@@ -216,15 +230,21 @@ class Encoder:
         return examples
 
     def _fitting(self, which: Which) -> Iterator[tuple[NDArray[Any], NDArray[Any]]]:
-        for where, row in read_rows(self.data, which=which, tally=self.tally):
-            try:
-                ids, trained = self.encode(row)
-            except BadRow as error:
-                self.tally.bad(str(error), where=where)
-                continue
-            self.tally.good()
-            if (fitted := self._fit(np.asarray(ids, np.int32), np.asarray(trained, np.bool_), where)) is not None:
-                yield fitted
+        rows = read_rows(self.data, which=which, tally=self.tally)
+        while chunk := list(islice(rows, ENCODED_ROWS)):
+            drafts: list[tuple[str, Draft]] = []
+            for where, row in chunk:
+                try:
+                    drafts.append((where, self.draft(row)))
+                except BadRow as error:
+                    self.tally.bad(str(error), where=where)
+            for (where, _), (ids, trained) in zip(drafts, self.encode([d for _, d in drafts]), strict=True):
+                if not trained[1:].any():
+                    self.tally.bad("nothing to learn", where=where)
+                    continue
+                self.tally.good()
+                if (fitted := self._fit(ids, trained, where)) is not None:
+                    yield fitted
 
     def _fit(
         self, ids: NDArray[np.int32], trained: NDArray[np.bool_], where: str
@@ -248,19 +268,29 @@ class Encoder:
         self.too_long["truncated"] += 1
         return ids[:most], trained[:most]
 
-    def encode(self, row: Any) -> tuple[list[int], list[bool]]:
-        """The ids of one row, and which are to be learnt."""
+    def encode(self, drafts: Sequence[Draft]) -> list[tuple[NDArray[np.int32], NDArray[np.bool_]]]:
+        """The ids of each, and which are to be learnt."""
+        talks = [draft for draft in drafts if isinstance(draft, Spoken)]
+        spoken = iter(self.template.encode_batch(talks) if talks else [])
+        plain = [draft for draft in drafts if not isinstance(draft, Spoken)]
+        written = iter(self.tokenizer.encode_batch([text for pair in plain for text in pair]))
+        encoded = []
+        for draft in drafts:
+            if isinstance(draft, Spoken):
+                one = next(spoken)
+                ids, trained = one.ids, one.answered
+            else:
+                before, after = next(written), [*next(written), self.tokenizer.eos_id]
+                ids, trained = [*before, *after], [False] * len(before) + [True] * len(after)
+            learnt = np.asarray(trained, np.bool_) | (self.data.train_on == "all")
+            encoded.append((np.asarray(ids, np.int32), learnt))
+        return encoded
+
+    def draft(self, row: Any) -> Draft:
+        """What a row says, in text: a conversation, or a prompt and its completion."""
+        data = self.data
         if not isinstance(row, dict):
             raise BadRow("not an object")
-        ids, trained = self._encoded(row)
-        if self.data.train_on == "all":
-            trained = [True] * len(ids)
-        if not any(trained[1:]):
-            raise BadRow("nothing to learn")
-        return ids, trained
-
-    def _encoded(self, row: Mapping[str, Any]) -> tuple[list[int], list[bool]]:
-        data = self.data
         if row.get(data.messages_field) is not None:
             return self._chat(row[data.messages_field])
         missing = [name for name in (data.prompt_field, data.completion_field) if row.get(name) is None]
@@ -277,22 +307,20 @@ class Encoder:
             raise BadRow("an empty answer")
         if data.as_chat:
             return self._chat([{"role": "user", "content": prompt}, {"role": "assistant", "content": completion}])
-        return self._texts(prompt, completion)
+        _require_unicode(prompt, completion)
+        return prompt, completion
 
-    def _texts(self, prompt: str, completion: str) -> tuple[list[int], list[bool]]:
-        try:
-            before, after = self.tokenizer.encode_batch([prompt, completion])
-        except (UnicodeEncodeError, TypeError):
-            raise BadRow("invalid Unicode") from None
-        return [*before, *after, self.tokenizer.eos_id], [False] * len(before) + [True] * (len(after) + 1)
-
-    def _chat(self, messages: Any) -> tuple[list[int], list[bool]]:
+    def _chat(self, messages: Any) -> Spoken:
         if not isinstance(messages, list) or not messages or not all(isinstance(m, dict) for m in messages):
             raise BadRow("messages are no list of objects")
         if self.data.system is not None and messages[0].get("role") != "system":
             messages = [{"role": "system", "content": self.data.system}, *messages]
-        try:
-            encoded = self.template.encode(messages)
-        except (UnicodeEncodeError, TypeError):
-            raise BadRow("invalid Unicode") from None
-        return encoded.ids, encoded.answered
+        talk = self.template.spoken(messages)
+        _require_unicode(talk.text)
+        return talk
+
+
+def _require_unicode(*texts: str) -> None:
+    """JSON can spell half of a surrogate pair, which no tokenizer takes."""
+    if not all(encodable(text) for text in texts):
+        raise BadRow("invalid Unicode")

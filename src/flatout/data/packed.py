@@ -35,18 +35,20 @@ class Packed:
         self.sequence_length, self.batch_sequences = sequence_length, batch_sequences
         # The last token of an example is only a target, and takes no place.
         self._places = examples.lengths - 1
-        self._bins = pack(self._places, capacity=sequence_length, seed=seed)
         self.longest = int(self._places.max())
+        bins = pack(self._places, capacity=sequence_length, seed=seed)
+        # Examples in the order of their sequences, where each sequence ends among them, and where each example begins.
+        self._order = np.concatenate([np.asarray(members, np.int64) for members in bins])
+        self._ends = np.cumsum([len(members) for members in bins], dtype=np.int64)
+        self._offsets = np.concatenate([np.cumsum(self._places[m]) - self._places[m] for m in bins])
         # What is left empty is cut into segments too, none longer than the longest example.
-        used = [int(self._places[members].sum()) for members in self._bins]
         self.max_documents = max(
-            len(members) + -(-(sequence_length - full) // self.longest)
-            for members, full in zip(self._bins, used, strict=True)
+            len(members) + -(-(sequence_length - int(self._places[members].sum())) // self.longest) for members in bins
         )
 
     @property
     def num_sequences(self) -> int:
-        return len(self._bins)
+        return len(self._ends)
 
     @property
     def steps_per_epoch(self) -> float:
@@ -86,35 +88,38 @@ class Packed:
 
     def members(self, sequence: int) -> list[int]:
         """The examples of one sequence."""
-        return self._bins[sequence]
+        return [int(example) for example in self._order[self._range(sequence)]]
+
+    def _range(self, sequence: int) -> slice:
+        return slice(int(self._ends[sequence - 1]) if sequence else 0, int(self._ends[sequence]))
 
     def _batch(self, sequences: list[int]) -> Batch:
         count, length = len(sequences), self.sequence_length
+        ranges = [self._range(sequence) for sequence in sequences]
+        chosen = np.concatenate([self._order[r] for r in ranges])
+        places = self._places[chosen]
+        rows_of = np.repeat(np.arange(count), [r.stop - r.start for r in ranges])
+        begins = rows_of * length + np.concatenate([self._offsets[r] for r in ranges])
+        # For every place that is used: which of its example's, which of the corpus, which of the batch.
+        within = np.arange(int(places.sum())) - np.repeat(np.cumsum(places) - places, places)
+        source = np.repeat(self.examples.ends[chosen] - places - 1, places) + within
+        here = np.repeat(begins, places) + within
+
         tokens = np.zeros(count * length, np.int64)
         targets = np.full(count * length, NOT_TRAINED, np.int64)
         positions = np.zeros(count * length, np.int64)
-        begins: list[int] = []
-        used = 0
-        for row, sequence in enumerate(sequences):
-            at = row * length
-            for example in self._bins[sequence]:
-                end = int(self.examples.ends[example])
-                places = int(self._places[example])
-                begin = end - places - 1
-                here = slice(at, at + places)
-                tokens[here] = self.examples.tokens[begin : end - 1]
-                learnt = self.examples.trained[begin + 1 : end]
-                targets[here] = np.where(learnt, self.examples.tokens[begin + 1 : end], NOT_TRAINED)
-                positions[here] = np.arange(places)
-                begins.append(at)
-                at += places
-            used += at - row * length
-            end = (row + 1) * length
-            positions[at:end] = np.arange(end - at) % self.longest
-            begins += range(at, end, self.longest)
+        tokens[here] = self.examples.tokens[source]
+        targets[here] = np.where(self.examples.trained[source + 1], self.examples.tokens[source + 1], NOT_TRAINED)
+        positions[here] = within
+        segments_begin = begins.tolist()
+        used = np.bincount(rows_of, weights=places, minlength=count).astype(np.int64)
+        for row, full in enumerate(used.tolist()):
+            positions[row * length + full : (row + 1) * length] = np.arange(length - full) % self.longest
+            segments_begin += range(row * length + full, (row + 1) * length, self.longest)
+        segments_begin.sort()
         most = -(-self.max_documents * count // SEGMENTS_MULTIPLE) * SEGMENTS_MULTIPLE
         segments = np.full(most + 1, count * length, np.int32)
-        segments[: len(begins)] = begins
+        segments[: len(segments_begin)] = segments_begin
         trained = np.flatnonzero(targets != NOT_TRAINED)
         rows, row_targets = _rows(trained, targets)
         return Batch(
@@ -125,7 +130,7 @@ class Packed:
             num_sequences=count,
             sequence_length=length,
             num_target_tokens=len(trained),
-            num_padding=count * length - used,
+            num_padding=count * length - int(used.sum()),
             longest=self.longest,
             rows=rows,
             row_targets=row_targets,

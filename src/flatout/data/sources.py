@@ -282,13 +282,13 @@ def _value(value: Any, *, where: str, tally: Tally) -> Iterator[Document]:
         tally.bad("not a string", where=where)
     elif not value.strip():
         tally.bad("empty", where=where)
-    elif not _encodable(value):
+    elif not encodable(value):
         tally.bad("invalid Unicode", where=where)
     else:
         yield Document(text=value)
 
 
-def _encodable(text: str) -> bool:
+def encodable(text: str) -> bool:
     """JSON can spell half of a surrogate pair, which no UTF-8 can hold."""
     try:
         text.encode()

@@ -80,6 +80,7 @@ def key_of(plan: Plan) -> str:
         "versions": [__version__, str(torch.__version__)],
         "device": [plan.job.hardware.name, plan.job.hardware.memory_gib],
         "shape": plan.job.shape.to_json(),
+        "adapters": None if plan.job.adapters is None else asdict(plan.job.adapters),
         "job": [plan.job.sequence_length, plan.job.rank_sequences, plan.job.num_ranks, plan.job.packing],
         "decisions": {k: v for k, v in asdict(plan.decisions).items() if k not in loose},
     }

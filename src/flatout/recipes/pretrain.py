@@ -372,7 +372,10 @@ def introduce(
             text = f"this run began with plan.{name} {begun[name]} and goes on with {value}: not bit for bit the same"
             record.event("notice", text=text)
     record.event("hardware", **hardware.to_json())
-    record.event("data", **facts.describe())
+    described = facts.describe()
+    record.event("data", **described)
+    if left_out := described.get("left_out"):
+        record.event("notice", text=f"not learnt from: {left_out}")
     record.event("plan", **plan.to_json())
     record.event("active", **dict[str, Any](active.facts))
     if ranks.world == 1 and hardware.num_gpus > 1:
