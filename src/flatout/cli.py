@@ -272,6 +272,8 @@ def export(
         )
         return
     if trained.adapters is not None:
+        if trained.adapters.base_bits == 4:
+            out.print("they learnt over 4-bit weights and are merged into the full ones: close, not equal")
         lora.merge(trained.model)
     weights.export(trained.model, to, dtype=DTYPES[dtype], eos_token_id=trained.tokenizer.eos_id)
     out.print(f"wrote step {trained.step} of {run} to {to}", highlight=False, markup=False, soft_wrap=True)

@@ -142,6 +142,7 @@ def test_a_named_preset_sets_what_the_guide_sets_and_says_so(tmp_path: Path) -> 
     [
         ({"lora": {"dropout": 0.1}}, "lora.dropout: 0.1 without adapters; give lora.rank"),
         ({"data": {"source": "text", "path": "x"}}, "text has no rows; recipe sft takes jsonl, parquet or hf"),
+        ({"data": {"source": "hf", "name": "x/y", "valid_path": "z"}}, "z is for files, not for data.source hf"),
         ({"save": {"best": True}}, "save.best: needs evaluations during the run; give eval.every"),
         ({"recipe": "pretrain", "lora": {"rank": 4}}, "lora.rank: adapters go with recipe sft, not pretrain"),
         ({"recipe": "pretrain", "data": {"source": "jsonl", "path": "x", "as_chat": True}}, "goes with recipe sft"),

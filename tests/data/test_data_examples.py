@@ -193,6 +193,16 @@ def test_parquet_rows_and_a_validation_file_of_their_own(folder: Path, tmp_path:
         assert (len(talks.train), len(talks.valid)) == (5, 2)
 
 
+def test_a_dataset_by_name_is_read_through_datasets(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "set").mkdir()
+    write_rows(tmp_path / "set" / "train.jsonl", count=12)
+    data = DataSettings(source="hf", name=str(tmp_path / "set"), sequence_length=64, cache=str(tmp_path / "cache"))
+    with open_conversations(data, seed=0, tokenizer=str(folder)) as talks:
+        assert len(talks.train) + len(talks.valid) == 12
+        with pytest.raises(UsageError, match=r"token id \d+, the model's vocabulary ends at 99"):
+            talks.check_vocab(100)
+
+
 def test_examples_are_kept_and_a_changed_cache_is_noticed(folder: Path, tmp_path: Path) -> None:
     path = write_rows(tmp_path / "rows.jsonl", count=30)
     data = DataSettings(source="jsonl", path=str(path), sequence_length=64, cache=str(tmp_path / "cache"))

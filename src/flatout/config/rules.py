@@ -162,6 +162,11 @@ def _conversations(settings: Settings) -> Iterator[Breach]:
             yield Breach(
                 keys=("data.source", "recipe"), text=f"{data.source} has no rows; recipe sft takes jsonl, parquet or hf"
             )
+        if data.source == "hf" and data.valid_path is not None:
+            yield Breach(
+                keys=("data.valid_path", "data.source"),
+                text=f"{data.valid_path} is for files, not for data.source hf; use data.valid_share",
+            )
         return
     for name in ("as_chat", "system", "train_on", "too_long", "prompt_field", "completion_field", "messages_field"):
         if getattr(data, name) != getattr(default, name):
