@@ -9,6 +9,7 @@ import pytest
 
 from flatout.cost import (
     GIB,
+    Adapters,
     BlockPath,
     Flops,
     ModelShape,
@@ -131,9 +132,32 @@ def test_packed_documents_attend_less() -> None:
 
 def test_frozen_weights_get_no_gradient_of_their_own() -> None:
     trained = flops_per_token(SMALL, sequence_length=1024)
-    frozen = flops_per_token(SMALL, sequence_length=1024, frozen=True)
-    assert frozen.forward == trained.forward
-    assert trained.backward - frozen.backward == 2 * SMALL.matmul_weights
+    adapters = Adapters(rank=16, alpha=32.0)
+    frozen = flops_per_token(SMALL, sequence_length=1024, adapters=adapters)
+    low_rank = 2 * adapters.num_parameters(SMALL)
+    assert frozen.forward == trained.forward + low_rank
+    assert trained.backward - frozen.backward == 2 * SMALL.matmul_weights - 2 * low_rank
+    assert frozen.common == trained.common
+
+
+def test_adapters_are_counted_by_target() -> None:
+    assert Adapters(rank=4, alpha=8.0, targets=("q",)).num_parameters(SMALL) == 12 * 4 * (768 + 768)
+    whole = Adapters(rank=4, alpha=8.0).num_parameters(SMALL)
+    assert whole == 12 * 4 * (4 * (768 + 768) + 3 * (768 + SMALL.intermediate))
+
+
+def test_frozen_weights_take_two_bytes_or_half_of_one_and_no_optimizer() -> None:
+    how = {"micro_tokens": 1024, "precision": "bf16", "recompute": "none", "path": "compiled", "loss_chunk": 1024}
+    full = training_memory(SMALL, **how)  # type: ignore[arg-type]
+    adapters = Adapters(rank=16, alpha=32.0)
+    lora = training_memory(SMALL, **how, adapters=adapters)  # type: ignore[arg-type]
+    qlora = training_memory(SMALL, **how, adapters=replace(adapters, base_bits=4))  # type: ignore[arg-type]
+    trained = adapters.num_parameters(SMALL)
+    assert lora.weights == 2 * SMALL.num_parameters + 4 * trained
+    assert lora.optimizer == 8 * trained
+    assert lora.weights - qlora.weights == (2 - 0.5625) * SMALL.layers * SMALL.block_matmul_weights
+    assert qlora.total < lora.total < full.total
+    assert checkpoint_bytes(SMALL, weights_only=False, adapters=adapters) == 12 * trained
 
 
 def test_recomputation_adds_a_forward_of_the_blocks_to_hfu_only() -> None:

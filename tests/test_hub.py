@@ -217,3 +217,16 @@ def test_a_json_object_is_read_as_it_is(tmp_path: Path) -> None:
     file = tmp_path / "config.json"
     file.write_text('{"name": "Übung", "layers": 2}', encoding="utf-8")
     assert hub.read_json(file) == {"name": "Übung", "layers": 2}
+
+
+def test_published_shapes_have_their_published_sizes() -> None:
+    from flatout.cost import ModelShape
+
+    sizes = {name.split("/")[1]: ModelShape.from_hf(hub.config_of(name)).num_parameters for name in hub.PUBLISHED}
+    assert {name: round(count / 1e6) for name, count in sizes.items()} == {
+        "SmolLM2-135M-Instruct": 135,
+        "SmolLM2-360M-Instruct": 362,
+        "SmolLM2-1.7B-Instruct": 1711,
+        "Qwen2.5-3B-Instruct": 3086,
+        "Qwen2.5-7B-Instruct": 7616,
+    }

@@ -609,3 +609,30 @@ def test_a_window_shorter_than_the_sequences_goes_to_the_adapter(tmp_path: Path)
     fits = shape(model=model, sequence_length=256)
     assert (fits.adapter, fits.positions, fits.max_positions) == ("", 256, 1024)
     assert "sliding window of 256 is shorter than sequences of 512" in shape(model=model, sequence_length=512).adapter
+
+
+@pytest.mark.parametrize(
+    ("name", "machine"),
+    [("t4", "T4"), ("v100", "V100-32GB"), ("a100-40gb", "A100-40GB"), ("a100-80gb", "A100-80GB"), ("h100", "H100")],
+)
+def test_the_fine_tuning_examples_fit_their_machines(name: str, machine: str) -> None:
+    hardware = named(machine)
+    loaded = load(gallery.find(f"sft-{name}").path, environ={})
+    plan = decide(job_of(loaded.settings, hardware=hardware, num_ranks=1))
+    assert hardware.memory_gib is not None
+    assert plan.predicted.peak_gib < 0.93 * hardware.memory_gib
+    assert plan.decisions.precision == ("fp16" if name in ("t4", "v100") else "bf16")
+    assert plan.to_json()["job"]["base"] == loaded.settings.model.name
+
+
+def test_a_smaller_share_of_the_memory_is_a_smaller_device() -> None:
+    loaded = load(gallery.find("sft-a100-80gb").path, environ={})
+    whole = decide(job_of(loaded.settings, hardware=named("A100-80GB"), num_ranks=1))
+    half = whole.but(memory_fraction=0.5)
+    assert half.predicted.peak_gib < 0.5 * 79
+    with pytest.raises(UsageError, match=r"the model needs .* of 7\.\d GiB .*largest part: weights"):
+        whole.but(memory_fraction=0.1)
+    four = decide(replace(whole.job, adapters=replace(whole.job.adapters, base_bits=4)))  # type: ignore[type-var]
+    assert four.decisions.fused_qkv is False
+    assert "4-bit" in four.reasons["fused_qkv"]
+    assert "16-bit matmuls" in whole.reasons["fp8"] or "SM 8.9" in whole.reasons["fp8"]

@@ -200,7 +200,7 @@ def train(
         raise UsageError("--resume needs --run FOLDER: the folder of the run to go on with")
     # Only now: torch takes seconds to import, and the user's mistakes are told before.
     from flatout.engine.ranks import from_environment
-    from flatout.recipes import pretrain
+    from flatout.recipes import pretrain, sft
     from flatout.terminal import View, plan_tables
 
     if dry_run:
@@ -208,8 +208,9 @@ def train(
         return
     folder = run or _new_folder(config.stem)
     sinks = [View(out, every=loaded.settings.log.every)] if from_environment().first else []
+    recipe = {"pretrain": pretrain.run, "sft": sft.run}[loaded.settings.recipe]
     try:
-        outcome = pretrain.run(
+        outcome = recipe(
             loaded.settings,
             folder=folder,
             config_text=dump(loaded.settings),
@@ -245,11 +246,16 @@ def export(
     run: Annotated[Path, typer.Argument(help="run folder")],
     to: Annotated[Path, typer.Option(help="folder to write")],
     dtype: Annotated[str, typer.Option(help="bf16, fp16 or fp32")] = "bf16",
+    merge: Annotated[bool, typer.Option("--merge", help="adapters: add them to the weights they sit on")] = False,
+    best: Annotated[
+        bool, typer.Option("--best", help="the lowest validation loss (save.best), not the newest")
+    ] = False,
 ) -> None:
-    """Write a run's newest weights and tokenizer as a Hugging Face folder."""
+    """Write a run's newest weights and tokenizer as a Hugging Face folder; adapters as PEFT's, unless merged."""
     _require_torch()
     from flatout.engine.resolve import DTYPES
     from flatout.engine.trained import open_trained
+    from flatout.model import Decoder, lora, peft
     from flatout.model.loading import export_model
     from flatout.record import Run
 
@@ -257,8 +263,23 @@ def export(
         raise UsageError(f"--dtype {dtype!r} is none of {', '.join(DTYPES)}")
     if to.exists() and not (to.is_dir() and not any(to.iterdir())):
         raise UsageError(f"{to} is no empty folder, and nothing is overwritten: choose another folder")
-    trained = open_trained(Run.open(run))
+    trained = open_trained(Run.open(run), best=best)
+    if merge and trained.adapters is None:
+        raise UsageError(f"{run} trained all weights: there is nothing to merge, leave --merge out")
     trained.tokenizer.save(to)
+    if trained.adapters is not None and isinstance(trained.model, Decoder) and not merge:
+        peft.save(trained.model, to, trained.adapters, base=trained.base, fingerprint=trained.fingerprint)
+        out.print(
+            f"wrote the adapter of step {trained.step} of {run} to {to}; it goes on {trained.base}",
+            highlight=False,
+            markup=False,
+            soft_wrap=True,
+        )
+        return
+    if trained.adapters is not None and isinstance(trained.model, Decoder):
+        if trained.adapters.base_bits == 4:
+            out.print("they learnt over 4-bit weights and are merged into the full ones: close, not equal")
+        lora.merge(trained.model)
     export_model(trained.model, to, dtype=DTYPES[dtype], eos_token_id=trained.tokenizer.eos_id)
     out.print(f"wrote step {trained.step} of {run} to {to}", highlight=False, markup=False, soft_wrap=True)
 

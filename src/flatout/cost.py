@@ -241,6 +241,47 @@ def _slides(config: Mapping[str, Any]) -> bool:
     return int(config.get("max_window_layers") or 0) < int(config.get("num_hidden_layers") or 0)
 
 
+# What an adapter may sit on, in the order in which fused projections stack them.
+TARGETS = ("q", "k", "v", "o", "gate", "up", "down")
+# Bytes of a weight in 4 bits: two to a byte, and an fp32 scale for each block of 64.
+NF4_BLOCK = 64
+NF4_BYTES = 0.5 + 4 / NF4_BLOCK
+
+
+@dataclass(frozen=True, kw_only=True)
+class Adapters:
+    """Low-rank adapters on frozen weights (LoRA): what is trained, and how the rest is held."""
+
+    rank: int
+    alpha: float
+    targets: tuple[str, ...] = TARGETS
+    dropout: float = 0.0
+    rslora: bool = False
+    base_bits: int = 16
+
+    @property
+    def scale(self) -> float:
+        return self.alpha / (self.rank**0.5 if self.rslora else self.rank)
+
+    def num_parameters(self, shape: ModelShape) -> int:
+        widths = projections(shape)
+        return shape.layers * self.rank * sum(sum(widths[name]) for name in self.targets)
+
+    def base_bytes(self, shape: ModelShape, *, precision: str) -> float:
+        """The frozen weights: the blocks' matrices in 4 bits or in the compute type, as all the rest is."""
+        blocks = shape.layers * shape.block_matmul_weights
+        each = NF4_BYTES if self.base_bits == 4 else BYTES[precision]
+        return each * blocks + BYTES[precision] * (shape.num_parameters - blocks)
+
+
+def projections(shape: ModelShape) -> dict[str, tuple[int, int]]:
+    """Input and output width of each target."""
+    hidden, q, kv, ff = shape.hidden, shape.q_width, shape.kv_width, shape.intermediate
+    outputs = {"q": q, "k": kv, "v": kv, "o": hidden, "gate": ff, "up": ff, "down": hidden}
+    inputs = {"o": q, "down": ff}
+    return {name: (inputs.get(name, hidden), outputs[name]) for name in TARGETS}
+
+
 @dataclass(frozen=True, kw_only=True)
 class Flops:
     """Operations per trained token."""
@@ -267,22 +308,24 @@ def flops_per_token(
     *,
     sequence_length: int,
     mean_context: float | None = None,
-    frozen: bool = False,
+    adapters: Adapters | None = None,
     recompute: str = "none",
 ) -> Flops:
     """Operations for one token of training.
 
     `mean_context` is how many positions a token attends to on average: (T + 1) / 2 in a causal sequence of T,
     less when packed documents end inside it. Frozen weights pass a gradient through but get none themselves.
+    *Common* stays what others report, who count frozen weights as if they were trained.
     """
     context = (sequence_length + 1) / 2 if mean_context is None else mean_context
     attention = 4 * shape.layers * shape.q_width * context
     linear = 2 * shape.matmul_weights
     blocks = 2 * shape.layers * shape.block_matmul_weights
+    low_rank = 0 if adapters is None else 2 * adapters.num_parameters(shape)
     return Flops(
-        forward=linear + attention,
-        backward=(1 if frozen else 2) * linear + 2 * attention,
-        recomputed=blocks + attention if recompute == "full" else 0.0,
+        forward=linear + low_rank + attention,
+        backward=(2 if adapters is None else 1) * linear + 2 * low_rank + 2 * attention,
+        recomputed=blocks + low_rank + attention if recompute == "full" else 0.0,
         common=6 * shape.matmul_weights + 12 * shape.layers * shape.q_width * sequence_length,
         attention=3 * attention,
     )
@@ -384,8 +427,9 @@ def training_memory(
     loss_chunk: int,
     accumulation: int = 1,
     num_ranks: int = 1,
+    adapters: Adapters | None = None,
 ) -> Memory:
-    """Predicted peak for replicated weights and AdamW, weights and moments in fp32.
+    """Predicted peak for replicated weights and AdamW, trained weights and moments in fp32, frozen ones as they are.
 
     The peak is in the loss, where all activations stand beside one chunk of logits and the head's gradient, or in
     the backward pass of a block, whichever needs more.
@@ -404,6 +448,21 @@ def training_memory(
         # The block whose backward runs has all its activations back.
         inner = activation_bytes(shape, precision=precision, recompute="none", path=path)
         backward = micro_tokens * (inner - kept // shape.layers + 2 * width * shape.hidden)
+    if adapters is not None:
+        trained = adapters.num_parameters(shape)
+        # The input of each pair of matrices is kept already; what lies between them is not.
+        kept += 0 if recompute == "full" else width * shape.layers * adapters.rank * len(adapters.targets)
+        # The widest projection: rebuilt from 4 bits, or laid beside its adapter.
+        rebuilt = width * 2 * shape.intermediate * shape.hidden * (2 if adapters.base_bits == 4 else 1)
+        return Memory(
+            weights=adapters.base_bytes(shape, precision=precision) + 4 * trained,
+            weight_copies=0 if width == 4 else 2 * width * trained,
+            gradients=4 * trained * (1 + (num_ranks > 1)),
+            optimizer=8 * trained,
+            activations=micro_tokens * (kept + outside),
+            temporary=max(loss, backward + rebuilt),
+            workspace=64 * 2**20,
+        )
     return Memory(
         weights=4 * shape.num_parameters,
         # Casts to the compute type are kept for the backward pass, except where that recomputes them.
@@ -422,9 +481,10 @@ def kv_cache_bytes_per_token(shape: ModelShape, *, precision: str) -> int:
     return 2 * shape.layers * shape.kv_width * BYTES[precision]
 
 
-def checkpoint_bytes(shape: ModelShape, *, weights_only: bool) -> int:
-    """Size of one checkpoint on disk: fp32 weights and, unless left out, AdamW's two moments."""
-    return 4 * shape.num_parameters * (1 if weights_only else 3)
+def checkpoint_bytes(shape: ModelShape, *, weights_only: bool, adapters: Adapters | None = None) -> int:
+    """Size of one checkpoint on disk: what is trained, in fp32, and, unless left out, AdamW's two moments."""
+    trained = shape.num_parameters if adapters is None else adapters.num_parameters(shape)
+    return 4 * trained * (1 if weights_only else 3)
 
 
 # What an H200 reached with this decoder, as shares of the datasheet; see docs/predictions.md.
@@ -457,6 +517,7 @@ def step_seconds(
     fp8_flops: float | None = None,
     bandwidth: float | None,
     path: BlockPath,
+    adapters: Adapters | None = None,
 ) -> float:
     """Predicted seconds of one optimizer step on one device, from three lanes that add up.
 
@@ -476,6 +537,7 @@ def step_seconds(
         block = BLOCK_PASSES[path] * width * (12 * shape.hidden + 3 * shape.intermediate)
         logits = LOGIT_PASSES[path] * width * shape.vocab
         traffic = (shape.layers * block + logits) / (BANDWIDTH_SHARE * bandwidth)
-        update = 28 * shape.num_parameters / (BANDWIDTH_SHARE * bandwidth)
+        trained = shape.num_parameters if adapters is None else adapters.num_parameters(shape)
+        update = 28 * trained / (BANDWIDTH_SHARE * bandwidth)
     device = micro_tokens * (matmul + attention + traffic)
     return accumulation * max(device, shape.layers * HOST_S[path]) + update

@@ -14,9 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from flatout import hub
-from flatout.config.settings import DataSettings, Decisions, ModelSettings, PlanSettings, Settings
+from flatout.config.settings import DataSettings, Decisions, LoraSettings, ModelSettings, PlanSettings, Settings
 from flatout.cost import (
     GIB,
+    TARGETS,
+    Adapters,
     BlockPath,
     Flops,
     Memory,
@@ -62,6 +64,9 @@ class Job:
     # CPU only: measured speed of bf16 matmuls relative to fp32; None when nobody measured.
     cpu_bf16_ratio: float | None = None
     pins: PlanSettings = field(default_factory=PlanSettings)
+    # What is trained instead of the weights, and the model those come from.
+    adapters: Adapters | None = None
+    base: str | None = None
 
     @property
     def device(self) -> str:
@@ -70,7 +75,11 @@ class Job:
     def flops(self, recompute: str) -> Flops:
         """Operations per token of this job."""
         return flops_per_token(
-            self.shape, sequence_length=self.sequence_length, mean_context=self.mean_context, recompute=recompute
+            self.shape,
+            sequence_length=self.sequence_length,
+            mean_context=self.mean_context,
+            adapters=self.adapters,
+            recompute=recompute,
         )
 
     @property
@@ -142,6 +151,8 @@ class Plan:
                 "packing": self.job.packing,
                 "hardware": self.job.hardware.name,
                 "preset": self.job.pins.preset,
+                "adapters": None if self.job.adapters is None else asdict(self.job.adapters),
+                "base": self.job.base,
             },
             "rates": self.rates.to_json(),
         }
@@ -182,8 +193,8 @@ def named_shape(model: ModelSettings, *, length: int | None = None) -> ModelShap
     """The shape of a model by its folder or name, to be run on sequences of at most `length`."""
     if model.name is None:
         raise UsageError("model.name is missing: give a folder or a name on the hub")
-    folder = hub.folder(model.name, weights=False, revision=model.revision, code=model.trust_remote_code)
-    return ModelShape.of_config(hub.read_json(folder / "config.json"), length=length)
+    config = hub.config_of(model.name, revision=model.revision, code=model.trust_remote_code)
+    return ModelShape.of_config(config, length=length)
 
 
 def vocabulary(data: DataSettings) -> int:
@@ -308,6 +319,10 @@ def _kernels(job: Job, *, precision: str) -> list[tuple[str, bool, str]]:
         no = "preset safe uses library operations only"
     elif sm is None or sm < (8, 0) or precision == "fp32":
         no = "written for bf16 tensor cores, SM 8.0 and up"
+    elif job.adapters is not None and job.adapters.base_bits == 4:
+        no = "the fused segments take no 4-bit weights"
+    elif job.adapters is not None and job.adapters.dropout:
+        no = "the fused segments take no adapter dropout"
     elif job.pins.recompute == "selective":
         no = "selective recomputation keeps what they would overwrite"
     odd_heads = shape.qk_norm and shape.head_dim & (shape.head_dim - 1)
@@ -326,6 +341,8 @@ def _fp8(job: Job, *, precision: str, no: str | None) -> tuple[bool, str]:
     sm, shape = job.hardware.sm, job.shape
     if no is not None:
         return False, no
+    if job.adapters is not None:
+        return False, "adapters learn beside 16-bit matmuls"
     if precision != "bf16":
         return False, f"FP8 goes with bf16, not {precision}"
     if sm is None or sm < (8, 9):
@@ -452,6 +469,7 @@ def _memory(job: Job, *, micro_batch: int, recompute: str, precision: str, path:
         loss_chunk=job.pins.loss_chunk or rows,
         accumulation=max(1, job.rank_sequences // micro_batch),
         num_ranks=job.num_ranks,
+        adapters=job.adapters,
     )
 
 
@@ -459,6 +477,8 @@ def _batch(job: Job, *, precision: str, path: BlockPath) -> tuple[int, int, str,
     """Micro-batch, accumulation and recomputation together: they share the memory and must hold the batch."""
     pins, sequences = job.pins, job.rank_sequences
     total_gib = job.hardware.memory_gib if job.device == "gpu" else job.hardware.ram_gib
+    if total_gib is not None and pins.memory_fraction is not None:
+        total_gib *= pins.memory_fraction  # as if the device were that small
     budget = None if total_gib is None else MEMORY_BUDGET[pins.preset] * total_gib
     sizes = [n for n in range(sequences, 0, -1) if sequences % n == 0]
     if pins.micro_batch and pins.accumulation and pins.micro_batch * pins.accumulation != sequences:
@@ -544,7 +564,7 @@ def _predict(job: Job, decisions: Decisions, memory: Memory) -> Prediction:
         mfu=shares.mfu,
         mfu_common=shares.mfu_common,
         hours=seconds * job.steps / 3600 if seconds and job.steps else None,
-        checkpoint_gib=checkpoint_bytes(job.shape, weights_only=job.weights_only) / GIB,
+        checkpoint_gib=checkpoint_bytes(job.shape, weights_only=job.weights_only, adapters=job.adapters) / GIB,
     )
 
 
@@ -573,6 +593,7 @@ def _step_s(
         fp8_flops=job.hardware.peak_flops.get("fp8"),
         bandwidth=job.hardware.bandwidth,
         path=path,
+        adapters=job.adapters,
     )
 
 
@@ -607,9 +628,35 @@ def job_of(
         batch_tokens=train.batch_tokens,
         num_ranks=num_ranks,
         steps=total_steps,
-        packing=settings.data.packing,
+        # Rows of recipe sft are packed by document, whatever the setting for running text says.
+        packing="documents" if settings.recipe == "sft" else settings.data.packing,
         mean_context=mean_context,
         weights_only=settings.save.weights_only,
         cpu_bf16_ratio=cpu_bf16_ratio,
         pins=settings.plan,
+        adapters=adapters_of(settings.lora),
+        base=settings.model.name if settings.model.weights == "load" else None,
+    )
+
+
+def adapters_of(lora: LoraSettings) -> Adapters | None:
+    """The adapters a configuration asks for; a target that matches nothing is refused."""
+    if lora.rank is None:
+        return None
+    names = [name.strip().removesuffix("_proj") for name in lora.targets.split(",") if name.strip()]
+    known = TARGETS if names == ["all-linear"] else tuple(name for name in TARGETS if name in names)
+    unknown = [name for name in names if name not in (*TARGETS, "all-linear")]
+    if unknown or not known or (len(names) > 1 and "all-linear" in names):
+        what = ", ".join(repr(name) for name in unknown) or repr(lora.targets)
+        raise UsageError(
+            f"lora.targets: {what} matches no projection of this model: "
+            f"give all-linear, or some of {', '.join(TARGETS)}"
+        )
+    return Adapters(
+        rank=lora.rank,
+        alpha=2.0 * lora.rank if lora.alpha is None else lora.alpha,
+        targets=known,
+        dropout=lora.dropout,
+        rslora=lora.rslora,
+        base_bits=4 if lora.base == "4-bit" else 16,
     )

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
-from flatout.config import from_mapping
+from flatout.config import from_mapping, load, show
 from flatout.errors import UsageError
 
 SHAPE = {"layers": 2, "hidden": 64, "heads": 4}
@@ -125,3 +127,44 @@ def test_a_rule_is_silent_about_a_value_that_is_already_refused() -> None:
         "train.steps: -5 must be greater than 0 (length of the run in optimizer steps)"
     ]
     assert check({"train.steps": None, "train.stpes": 5}) == ["train.stpes: unknown key; did you mean train.steps?"]
+
+
+def _sft(**sections: object) -> dict[str, object]:
+    base = {"recipe": "sft", "model": {"layers": 2, "hidden": 64, "heads": 4}, "train": {"epochs": 1}}
+    return {**base, "data": {"source": "jsonl", "path": "x.jsonl"}, **sections}
+
+
+def test_a_named_preset_sets_what_the_guide_sets_and_says_so(tmp_path: Path) -> None:
+    file = tmp_path / "sft.yaml"
+    file.write_text(yaml.safe_dump(_sft()))
+    for preset, expected in {
+        "safe": {"plan.recompute": "full", "plan.compile": "none", "log.every": 50, "train.warmup_steps": 0},
+        "max": {"plan.recompute": None, "plan.compile": None, "log.every": 50, "train.warmup_steps": 50},
+    }.items():
+        shown = {row.key: row for row in show(load(file, overrides=[f"plan.preset={preset}"], environ={}))}
+        assert {key: shown[key].value for key in expected} == expected
+        assert shown["log.every"].source == "preset"
+    given = load(file, overrides=["plan.preset=safe", "log.every=7", "plan.recompute=none"], environ={})
+    assert (given.settings.log.every, given.settings.plan.recompute) == (7, "none")
+    assert given.sources["log.every"] == "command line"
+    short = load(file, overrides=["plan.preset=max", "train.epochs=null", "train.steps=20"], environ={})
+    assert short.settings.train.warmup_steps == 0
+    # Not named, or another recipe: nothing but the plan's own decisions.
+    assert load(file, environ={}).settings.log.every == 10
+
+
+@pytest.mark.parametrize(
+    ("sections", "words"),
+    [
+        ({"lora": {"dropout": 0.1}}, "lora.dropout: 0.1 without adapters; give lora.rank"),
+        ({"data": {"source": "text", "path": "x"}}, "text has no rows; recipe sft takes jsonl, parquet or hf"),
+        ({"data": {"source": "hf", "name": "x/y", "valid_path": "z"}}, "z is for files, not for data.source hf"),
+        ({"save": {"best": True}}, "save.best: needs evaluations during the run; give eval.every"),
+        ({"recipe": "pretrain", "lora": {"rank": 4}}, "lora.rank: adapters go with recipe sft, not pretrain"),
+        ({"recipe": "pretrain", "data": {"source": "jsonl", "path": "x", "as_chat": True}}, "goes with recipe sft"),
+    ],
+)
+def test_settings_of_fine_tuning_go_together(sections: dict[str, object], words: str) -> None:
+    with pytest.raises(UsageError) as refused:
+        from_mapping(_sft(**sections))
+    assert words in str(refused.value)

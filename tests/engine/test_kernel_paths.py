@@ -1,6 +1,7 @@
 """Training with fused kernels against the plain path: by Triton's interpreter on a CPU, natively on a GPU."""
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -11,12 +12,14 @@ pytest.importorskip("triton", reason="no Triton for this platform")
 from tests.engine import test_step
 from tests.engine.test_step import ACTIVE, build, train
 
-from flatout.cost import ModelShape
+from flatout.cost import Adapters, ModelShape
 from flatout.data.stream import Batch
 from flatout.engine.checkpoint import Checkpoints, restore
+from flatout.engine.prepare import HeadLoss, attend_for, prepare
 from flatout.engine.resolve import Active
 from flatout.engine.step import Engine
 from flatout.kernels import rope, swiglu
+from flatout.model import Decoder, lora
 
 ALL = {"fused_qkv": True, "fused_mlp": True, "fused_loss": True}
 
@@ -166,3 +169,33 @@ def test_a_steady_step_never_waits_for_the_device() -> None:
     # The profiler itself synchronises the device once, at its end.
     waits = [name for name in names if name in ("cudaStreamSynchronize", "aten::item", "aten::_local_scalar_dense")]
     assert waits == []
+
+
+def _head(head_loss: HeadLoss, targets: torch.Tensor, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return head_loss(hidden, weight, targets)
+
+
+@pytest.mark.parametrize("targets", [("q", "k", "v", "o", "gate", "up", "down"), ("q", "down")])
+def test_adapters_in_the_fused_segments_follow_the_plain_path(targets: tuple[str, ...]) -> None:
+    spec = Adapters(rank=4, alpha=8.0, targets=targets)
+    results = []
+    for kernels in ({}, ALL):
+        chosen = active(**kernels)
+        model = Decoder(SHAPE).to(chosen.device)
+        model.initialise(5)
+        lora.freeze(model, device=chosen.device, base_bits=16, seed=0)
+        lora.attach(model, spec, seed=1)
+        with torch.no_grad():
+            for _, b in lora.adapters(model).values():
+                b.normal_(0.0, 0.3, generator=torch.Generator(device=b.device).manual_seed(b.numel()))
+        head_loss, _ = prepare(model, active=chosen, recompute="none", loss_chunk=16)
+        batch = micro_batches(0, 4)[0].to(chosen.device)
+        head = partial(_head, head_loss, batch.targets)
+        loss = model(batch.tokens, batch.positions, attend_for(batch, active=chosen), head)
+        loss.backward()
+        results.append((loss, {n: p.grad for n, p in model.named_parameters() if p.requires_grad}))
+    (plain, expected), (fused, found) = results
+    assert fused.item() == pytest.approx(plain.item(), abs=1e-4)
+    assert len(expected) == 2 * 2 * (4 if len(targets) == 7 else 2)
+    for name, gradient in expected.items():
+        assert torch.allclose(found[name], gradient, atol=1e-4, rtol=1e-3), name

@@ -1,7 +1,7 @@
 """Settings from a YAML file, the environment and the command line: checked strictly, every mistake at once.
 
 Every command that takes CONFIG goes through `load`; `flatout config schema|show|validate` print what is here.
-Later sources win: default, file, environment (`FLATOUT__TRAIN__LR=3e-4`), command line (`train.lr=3e-4`).
+Later sources win: default, preset, file, environment (`FLATOUT__TRAIN__LR=3e-4`), command line (`train.lr=3e-4`).
 
 The text of a scalar is read by the type of its key, not by YAML's own guesses, so `lr: 6e-4` is a number
 and `wandb: off` a word. pydantic and its schema are imported on first use, and here only: what runs after the
@@ -32,6 +32,7 @@ import yaml
 from yaml.representer import SafeRepresenter
 
 from flatout.config.nearest import nearest, suggest
+from flatout.config.presets import implied
 from flatout.config.rules import breaches
 from flatout.config.settings import Loaded, Settings, Source
 from flatout.errors import UsageError
@@ -43,7 +44,7 @@ ENVIRONMENT_PREFIX = "FLATOUT__"
 # A section given as one word stands for this key of it.
 SHORTHANDS = {"model": "model.name"}
 
-_PRECEDENCE: tuple[Source, ...] = ("default", "file", "environment", "command line")
+_PRECEDENCE: tuple[Source, ...] = ("default", "preset", "file", "environment", "command line")
 _SWITCH_WORDS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
 _TAG = "tag:yaml.org,2002:"
 # What plain YAML resolves to; any other tag asks for an object to be built.
@@ -310,6 +311,9 @@ class _Gathered:
 
     def settled(self, *, title: str) -> Loaded:
         """The settings, or one error with all the mistakes."""
+        for key, value in implied({key: one.value for key, one in self.given.items()}).items():
+            place = _Place(source="preset", label="preset")
+            self.given[key] = _Given(value=value, text=str(value), place=place)
         settings = self._validated()
         for breach in breaches(settings):
             if self.doubtful.isdisjoint(breach.keys):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 
-from flatout.config.settings import DataSettings, ModelSettings, Settings
+from flatout.config.settings import DataSettings, LoraSettings, ModelSettings, Settings
 
 # What may stand beside `model.name`; everything else of the section is a shape.
 OF_NAME = ("name", "weights", "revision", "trust_remote_code")
@@ -26,6 +26,8 @@ def breaches(settings: Settings) -> Iterator[Breach]:
     yield from _data(settings.data)
     yield from _sequences(settings)
     yield from _stops(settings)
+    yield from _lora(settings)
+    yield from _conversations(settings)
 
 
 def _length(settings: Settings) -> Iterator[Breach]:
@@ -144,6 +146,40 @@ def _stops(settings: Settings) -> Iterator[Breach]:
                 keys=("profile.steps", "train.steps"),
                 text=f"[{first}, {last}] must end before train.steps ({steps}); steps count from 0",
             )
+
+
+def _lora(settings: Settings) -> Iterator[Breach]:
+    lora, default = settings.lora, LoraSettings()
+    if lora.rank is None:
+        for field in fields(lora):
+            if getattr(lora, field.name) != getattr(default, field.name):
+                yield Breach(
+                    keys=(f"lora.{field.name}", "lora.rank"),
+                    text=f"{getattr(lora, field.name)} without adapters; give lora.rank, such as 16",
+                )
+    elif settings.recipe != "sft":
+        yield Breach(keys=("lora.rank", "recipe"), text=f"adapters go with recipe sft, not {settings.recipe}")
+    if settings.save.best and settings.eval.every is None:
+        yield Breach(keys=("save.best", "eval.every"), text="needs evaluations during the run; give eval.every")
+
+
+def _conversations(settings: Settings) -> Iterator[Breach]:
+    """Recipe sft reads rows, and packs them itself."""
+    data, default = settings.data, DataSettings()
+    if settings.recipe == "sft":
+        if data.source not in ("jsonl", "parquet", "hf"):
+            yield Breach(
+                keys=("data.source", "recipe"), text=f"{data.source} has no rows; recipe sft takes jsonl, parquet or hf"
+            )
+        if data.source == "hf" and data.valid_path is not None:
+            yield Breach(
+                keys=("data.valid_path", "data.source"),
+                text=f"{data.valid_path} is for files, not for data.source hf; use data.valid_share",
+            )
+        return
+    for name in ("as_chat", "system", "train_on", "too_long", "prompt_field", "completion_field", "messages_field"):
+        if getattr(data, name) != getattr(default, name):
+            yield Breach(keys=(f"data.{name}", "recipe"), text=f"{getattr(data, name)} goes with recipe sft")
 
 
 def _multiples(value: int, *, of: int) -> str:

@@ -75,6 +75,15 @@ class DataSettings:
         None, "own validation data of the same kind (default: a share of the training data)"
     )
     valid_share: float = setting(0.01, "share of the documents held out for validation", gt=0, lt=0.5)
+    prompt_field: str = setting("prompt", "sft: field that holds the prompt, as text or as messages")
+    completion_field: str = setting("completion", "sft: field that holds what the model should answer")
+    messages_field: str = setting("messages", "sft: field that holds a whole conversation as messages")
+    as_chat: bool = setting(False, "sft: put prompt and completion texts into the chat template, as two turns")
+    system: str | None = setting(None, "sft: system message for conversations that have none")
+    train_on: Literal["completion", "all"] = setting("completion", "sft: what is learnt: the answers, or every token")
+    too_long: Literal["drop", "truncate", "stop"] = setting(
+        "drop", "sft: an example longer than data.sequence_length: leave it out, cut its end, or stop"
+    )
     on_bad_row: Literal["skip", "stop"] = setting("skip", "a row that cannot be read: skip and count it, or stop")
     max_bad_share: float = setting(0.01, "stop when more than this share of rows is bad", ge=0, le=1)
     embedded_mb: float = setting(8.0, "megabytes of text to generate for `source: embedded`", gt=0, le=1024)
@@ -98,6 +107,17 @@ class TrainSettings:
     eps: float = setting(1e-8, "AdamW's epsilon", gt=0)
     clip: float | None = setting(1.0, "largest gradient norm; null for no clipping", gt=0)
     deterministic: bool = setting(False, "bit-equal results from run to run, at some cost")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoraSettings:
+    rank: int | None = setting(None, "rank of the adapters; null trains all weights", gt=0)
+    alpha: float | None = setting(None, "strength of the adapters (default: twice the rank)", gt=0)
+    targets: str = setting("all-linear", "all-linear, or some of q, k, v, o, gate, up, down, with commas between")
+    dropout: float = setting(0.0, "share of an adapter's inputs dropped while training", ge=0, lt=1)
+    rslora: bool = setting(False, "scale by alpha / sqrt(rank) instead of alpha / rank")
+    base: Literal["16-bit", "4-bit"] = setting("16-bit", "how the frozen weights are held; 4-bit is QLoRA (NF4)")
+    adapter: str | None = setting(None, "folder with a PEFT adapter to start from")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,6 +163,7 @@ class EvalSettings:
 class SaveSettings:
     every: int | None = setting(None, "steps between checkpoints (default: only at the end)", gt=0)
     keep: int = setting(2, "checkpoints kept; never fewer than two verified ones", ge=2)
+    best: bool = setting(False, "also keep the checkpoint with the lowest validation loss")
     weights_only: bool = setting(False, "leave out the optimizer: smaller, but cannot be resumed")
 
 
@@ -179,12 +200,13 @@ class ProfileSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    recipe: Literal["pretrain"] = setting("pretrain", "what kind of training")
+    recipe: Literal["pretrain", "sft"] = setting("pretrain", "what kind of training")
     run: str | None = setting(None, "run folder, as --run (default: runs/CONFIG-TIME)")
     seed: int = setting(0, "seed of weights, data order and everything random", ge=0)
     model: ModelSettings = section(ModelSettings, "the decoder")
     data: DataSettings = section(DataSettings, "what it learns from")
     train: TrainSettings = section(TrainSettings, "how it learns")
+    lora: LoraSettings = section(LoraSettings, "adapters instead of all weights")
     plan: PlanSettings = section(PlanSettings, "how it runs: any decision can be pinned")
     eval: EvalSettings = section(EvalSettings, "validation")
     save: SaveSettings = section(SaveSettings, "checkpoints")
@@ -194,7 +216,7 @@ class Settings:
     profile: ProfileSettings = section(ProfileSettings, "profiler traces")
 
 
-Source = Literal["default", "file", "environment", "command line"]
+Source = Literal["default", "preset", "file", "environment", "command line"]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -161,28 +161,14 @@ class Staging:
         def empty(tensor: Tensor) -> Tensor:
             return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=self._pin)
 
-        segments = batch.cu_seqlens
-        return replace(
-            batch,
-            tokens=empty(batch.tokens),
-            targets=empty(batch.targets),
-            positions=empty(batch.positions),
-            cu_seqlens=None if segments is None else empty(segments),
-        )
+        return replace(batch, **{name: empty(tensor) for name, tensor in batch.tensors.items()})  # type: ignore[arg-type]
 
     def _fill(self, buffer: Batch, batch: Batch) -> Batch:
         """`batch` with its numbers in the memory of `buffer`."""
-        segments = buffer.cu_seqlens
-        if segments is not None and batch.cu_seqlens is not None:
-            segments.copy_(batch.cu_seqlens)
-        return replace(
-            batch,
-            tokens=buffer.tokens.copy_(batch.tokens),
-            targets=buffer.targets.copy_(batch.targets),
-            positions=buffer.positions.copy_(batch.positions),
-            cu_seqlens=segments,
-        )
+        held = buffer.tensors
+        filled = {name: held[name].copy_(tensor) for name, tensor in batch.tensors.items()}
+        return replace(batch, **filled)  # type: ignore[arg-type]
 
 
-def _shapes(batch: Batch) -> tuple[torch.Size, torch.Size | None]:
-    return batch.tokens.shape, None if batch.cu_seqlens is None else batch.cu_seqlens.shape
+def _shapes(batch: Batch) -> dict[str, torch.Size]:
+    return {name: tensor.shape for name, tensor in batch.tensors.items()}

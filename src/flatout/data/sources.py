@@ -13,6 +13,7 @@ import json
 import lzma
 import zlib
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, Literal
@@ -152,9 +153,15 @@ def _file(path: Path, settings: DataSettings, *, tally: Tally) -> Iterator[Docum
         yield from _parquet(path, field=settings.field, tally=tally)
         return
     read = _text if settings.source == "text" else _jsonl
+    with _reading(path), _open(path) as stream:
+        yield from read(stream, path, settings, tally=tally)
+
+
+@contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    """Says which file it was that could not be read."""
     try:
-        with _open(path) as stream:
-            yield from read(stream, path, settings, tally=tally)
+        yield
     except (EOFError, gzip.BadGzipFile, lzma.LZMAError, zlib.error) as error:
         # How many rows are lost cannot be known, so no policy may skip them.
         raise UsageError(f"{path} is damaged ({error}); replace it, or leave it out") from error
@@ -224,6 +231,12 @@ def _piece_end(buffer: bytes, *, limit: int) -> int:
 
 
 def _jsonl(stream: ByteStream, path: Path, settings: DataSettings, *, tally: Tally) -> Iterator[Document]:
+    for where, row in _json_rows(stream, path, tally=tally):
+        yield from _row(row, field=settings.field, where=where, tally=tally)
+
+
+def _json_rows(stream: ByteStream, path: Path, *, tally: Tally) -> Iterator[tuple[str, Any]]:
+    """Each line's place and value."""
     for number, line in enumerate(stream, start=1):
         where = f"{path}:{number}"
         if number == 1:
@@ -237,7 +250,20 @@ def _jsonl(stream: ByteStream, path: Path, settings: DataSettings, *, tally: Tal
         except (ValueError, RecursionError):
             tally.bad("invalid JSON", where=where)
         else:
-            yield from _row(row, field=settings.field, where=where, tally=tally)
+            yield where, row
+
+
+def read_rows(settings: DataSettings, *, which: Which, tally: Tally) -> Iterator[tuple[str, Any]]:
+    """Whole rows with their places, for recipes that want more than one field. Who reads them says which are good."""
+    if settings.source == "hf":
+        yield from _hf_rows(settings)
+        return
+    for path in source_files(settings, which=which):
+        if settings.source == "parquet":
+            yield from _parquet_rows(path)
+            continue
+        with _reading(path), _open(path) as stream:
+            yield from _json_rows(stream, path, tally=tally)
 
 
 def _row(row: Any, *, field: str, where: str, tally: Tally) -> Iterator[Document]:
@@ -256,13 +282,13 @@ def _value(value: Any, *, where: str, tally: Tally) -> Iterator[Document]:
         tally.bad("not a string", where=where)
     elif not value.strip():
         tally.bad("empty", where=where)
-    elif not _encodable(value):
+    elif not encodable(value):
         tally.bad("invalid Unicode", where=where)
     else:
         yield Document(text=value)
 
 
-def _encodable(text: str) -> bool:
+def encodable(text: str) -> bool:
     """JSON can spell half of a surrogate pair, which no UTF-8 can hold."""
     try:
         text.encode()
@@ -300,7 +326,29 @@ def _parquet(path: Path, *, field: str, tally: Tally) -> Iterator[Document]:
         tally.bad("empty file", where=f"{path}:1")
 
 
+def _parquet_rows(path: Path) -> Iterator[tuple[str, Any]]:
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError as error:
+        raise EnvironmentLacks("`source: parquet` needs pyarrow: pip install 'flatout[hf]'") from error
+    number = 0
+    try:
+        with pyarrow.parquet.ParquetFile(path) as file:
+            for batch in file.iter_batches():
+                for row in batch.to_pylist():
+                    number += 1
+                    yield f"{path}:{number}", row
+    except (OSError, UnicodeDecodeError, pyarrow.ArrowException) as error:
+        raise UsageError(f"{path} is damaged after row {number} ({error}); replace it, or leave it out") from error
+
+
 def _hf(settings: DataSettings, *, tally: Tally) -> Iterator[Document]:
+    for where, row in _hf_rows(settings):
+        yield from _row(row, field=settings.field, where=where, tally=tally)
+
+
+def _hf_rows(settings: DataSettings) -> Iterator[tuple[str, Any]]:
     if not settings.name:
         raise UsageError("data.name is not set: `source: hf` needs the name of a dataset")
     try:
@@ -318,4 +366,4 @@ def _hf(settings: DataSettings, *, tally: Tally) -> Iterator[Document]:
             "`source: parquet` or `source: jsonl`"
         ) from error
     for number, row in enumerate(rows, start=1):
-        yield from _row(row, field=settings.field, where=f"{name}:{number}", tally=tally)
+        yield f"{name}:{number}", row

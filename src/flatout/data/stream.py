@@ -11,8 +11,8 @@ Shape legend: S sequences, T sequence_length, N = S * T tokens.
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass, replace
-from typing import Literal
+from dataclasses import dataclass, fields, replace
+from typing import Literal, Protocol
 
 import numpy as np
 import torch
@@ -39,17 +39,29 @@ class Batch:
     sequence_length: int
     num_target_tokens: int
     task: str | None = None
+    num_padding: int = 0  # of the tokens, those that only fill a sequence up
+    longest: int | None = None  # no segment is longer, in any batch of the run; None: the sequence length
+    # int64 [R]: the tokens with a target, and those targets, where that is not nearly all of them; padded alike.
+    rows: Tensor | None = None
+    row_targets: Tensor | None = None
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {name: value for name, value in values.items() if isinstance(value, Tensor)}
 
     def to(self, device: torch.device | str, *, non_blocking: bool = True) -> Batch:
         """The same batch on a device; from pinned memory the copy runs beside the computation."""
-        segments = self.cu_seqlens
-        return replace(
-            self,
-            tokens=self.tokens.to(device, non_blocking=non_blocking),
-            targets=self.targets.to(device, non_blocking=non_blocking),
-            positions=self.positions.to(device, non_blocking=non_blocking),
-            cu_seqlens=None if segments is None else segments.to(device, non_blocking=non_blocking),
-        )
+        moved = {name: tensor.to(device, non_blocking=non_blocking) for name, tensor in self.tensors.items()}
+        return replace(self, **moved)  # type: ignore[arg-type]
+
+
+class Steps(Protocol):
+    """What a run takes its batches from: any step, in any order, by any number of ranks."""
+
+    def micro_batches(self, step: int, *, rank: int = 0, world: int = 1, micro_batch: int) -> list[Batch]: ...
+    @property
+    def steps_per_epoch(self) -> float | None: ...
 
 
 @dataclass(frozen=True, kw_only=True)

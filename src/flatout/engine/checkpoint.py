@@ -59,7 +59,7 @@ class Checkpoints:
         partial = self.folder / f"{final.name}.tmp-{uuid.uuid4().hex[:8]}"
         try:
             partial.mkdir()
-            weights = _once(model.state_dict())
+            weights = _once(_kept(model))
             tensors = {"weights-rank00000.safetensors": weights}
             if optimizer is not None:
                 tensors["optimizer-rank00000.safetensors"] = _moments(model, optimizer)
@@ -80,10 +80,23 @@ class Checkpoints:
         self._purge()
         return final
 
+    def mark_best(self, step: int) -> None:
+        """Keeps the checkpoint of a step, however old it gets, until another one is better."""
+        self._point(self.folder / f"step-{step:08}", name="best")
+        self._purge()
+
+    def best(self) -> Checkpoint | None:
+        """The one with the lowest validation loss, where a run keeps it and it holds."""
+        found, _ = self._first([self.folder / name for name in self._best_name()])
+        return found
+
     def latest(self) -> tuple[Checkpoint | None, list[str]]:
         """The newest checkpoint that holds, and a sentence for each newer one that does not."""
+        return self._first(self._folders())
+
+    def _first(self, folders: list[Path]) -> tuple[Checkpoint | None, list[str]]:
         problems: list[str] = []
-        for folder in self._folders():
+        for folder in folders:
             if problem := self.problem(folder):
                 problems.append(f"{folder.name}: {problem}")
                 continue
@@ -144,19 +157,27 @@ class Checkpoints:
         path.write_text(json.dumps(body | {"checksum": _digest(body)}))
         _fsync(path)
 
-    def _point(self, final: Path) -> None:
-        pointer, fresh = self.folder / "latest", self.folder / f"latest.tmp-{uuid.uuid4().hex[:8]}"
+    def _best_name(self) -> list[str]:
+        try:
+            name = (self.folder / "best").read_text().strip()
+        except OSError:
+            return []
+        return [name] if _NAME.fullmatch(name) else []
+
+    def _point(self, final: Path, *, name: str = "latest") -> None:
+        pointer, fresh = self.folder / name, self.folder / f"{name}.tmp-{uuid.uuid4().hex[:8]}"
         fresh.write_text(final.name + "\n")
         _fsync(fresh)
         fresh.replace(pointer)
         _fsync(self.folder)
 
     def _purge(self) -> None:
-        """Removes what is older than the newest `keep` checkpoints that hold."""
-        good = 0
+        """Removes what is older than the newest `keep` checkpoints that hold, but for the best one."""
+        good, best = 0, self._best_name()
         for folder in self._folders():
             if good >= max(2, self.keep):
-                shutil.rmtree(folder)
+                if folder.name not in best:
+                    shutil.rmtree(folder)
             elif self.problem(folder) is None:
                 good += 1
 
@@ -171,7 +192,7 @@ def restore(checkpoint: Checkpoint, *, model: nn.Module, optimizer: torch.optim.
     weights = load_file(checkpoint.folder / "weights-rank00000.safetensors")
     parameters = dict(model.named_parameters())
     with torch.no_grad():
-        for name, tensor in model.state_dict().items():
+        for name, tensor in _kept(model).items():
             # A buffer may be newer than the checkpoint: one begun without 8-bit scales has none.
             if name in weights or name in parameters:
                 tensor.copy_(weights[name])
@@ -190,6 +211,12 @@ def _once(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     for name, tensor in state.items():
         first.setdefault((tensor.data_ptr(), tensor.shape, tensor.stride()) if tensor.numel() else (name,), name)
     return {name: state[name].detach() for name in first.values()}
+
+
+def _kept(model: nn.Module) -> dict[str, Tensor]:
+    """What a checkpoint holds: everything but frozen weights, which are where they came from."""
+    frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
+    return {name: tensor for name, tensor in model.state_dict().items() if name not in frozen}
 
 
 def _write_tensors(tensors: Mapping[str, Tensor], path: Path) -> dict[str, Any]:

@@ -81,9 +81,11 @@ def resolve(plan: Plan, *, local_rank: int, deterministic: bool) -> Active:
         facts["device"] = torch.cuda.get_device_name(device)
     else:
         facts["device"] = f"CPU, {torch.get_num_threads()} threads"
-    facts["precision"] = f"{wish.precision}, weights and optimizer in fp32" + (
-        ", dynamic loss scaling" if dtype == torch.float16 else ""
-    )
+    held = "weights and optimizer in fp32"
+    if (adapters := plan.job.adapters) is not None:
+        frozen = "4 bits" if adapters.base_bits == 4 else wish.precision
+        held = f"frozen weights in {frozen}, adapters of rank {adapters.rank} and optimizer in fp32"
+    facts["precision"] = f"{wish.precision}, {held}" + (", dynamic loss scaling" if dtype == torch.float16 else "")
     if plan.job.shape.adapter:
         facts["model"] = f"as transformers builds it: {plan.job.shape.adapter}"
         attention, repeat_kv, facts["attention"] = "transformers", False, "as transformers chooses it"
@@ -119,6 +121,9 @@ def _kernels(plan: Plan, dtype: torch.dtype, device: torch.device) -> tuple[dict
     granted = dict.fromkeys(wished, False)
     words: dict[str, str] = {}
     general = _no_triton(device) if any(wished.values()) else None
+    adapters = plan.job.adapters
+    if adapters is not None and (adapters.dropout or adapters.base_bits == 4):
+        general = "they take no adapter dropout and no 4-bit weights"
     if wish.recompute == "selective":
         general = "selective recomputation keeps what they would overwrite"
     for name, wanted in wished.items():
@@ -127,7 +132,7 @@ def _kernels(plan: Plan, dtype: torch.dtype, device: torch.device) -> tuple[dict
         words[f"{name} kernel"] = "fused" if granted[name] else f"plain: {problem}" if wanted else "plain"
     fp8 = bool(wish.fp8) and any(granted.values())
     if wish.fp8:
-        problem = _no_fp8(device, dtype)
+        problem = _no_fp8(device, dtype) if adapters is None else "adapters learn beside 16-bit matmuls"
         fp8 = fp8 and problem is None
         words["fp8"] = "on: 8-bit matmuls in the fused segments" if fp8 else f"off: {problem or 'no fused segment'}"
     return {f"fused_{name}": on for name, on in granted.items()} | {"fp8": fp8, "fp8_head": fp8}, words

@@ -80,6 +80,7 @@ def key_of(plan: Plan) -> str:
         "versions": [__version__, str(torch.__version__)],
         "device": [plan.job.hardware.name, plan.job.hardware.memory_gib],
         "shape": plan.job.shape.to_json(),
+        "adapters": None if plan.job.adapters is None else asdict(plan.job.adapters),
         "job": [plan.job.sequence_length, plan.job.rank_sequences, plan.job.num_ranks, plan.job.packing],
         "decisions": {k: v for k, v in asdict(plan.decisions).items() if k not in loose},
     }
@@ -111,7 +112,8 @@ def longest(batch: Batch) -> Batch:
     ends = torch.full_like(batch.cu_seqlens, tokens)
     whole = torch.arange(0, tokens + 1, length, dtype=ends.dtype)
     ends[: len(whole)] = whole
-    return replace(batch, cu_seqlens=ends, positions=torch.arange(length).repeat(batch.num_sequences))
+    positions = torch.arange(length).repeat(batch.num_sequences)
+    return replace(batch, cu_seqlens=ends, positions=positions, longest=None)
 
 
 def fitted(plan: Plan, trials: Sequence[Trial], *, size: int, source: str) -> Plan:

@@ -19,11 +19,13 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from flatout.config.settings import Recompute, TrainSettings
-from flatout.cost import ModelShape
+from flatout.cost import Adapters, ModelShape
 from flatout.engine.prepare import prepare
 from flatout.engine.resolve import Active
 from flatout.losses import linear_cross_entropy, row_loss
 from flatout.model import Attend, Block, Decoder, Masked, Rectangular, Varlen
+from flatout.model.decoder import linear
+from flatout.model.lora import Adapter
 from flatout.optim import adamw
 
 # A larger difference than this, relative to the plain result, is an error and not rounding.
@@ -125,6 +127,13 @@ def _trials(device: torch.device) -> Iterator[_Trial]:
         against="all logits at once",
         fast=_loss(shape, tokens, dtype, device, chunk=tokens // 2),
         plain=_plain_loss(shape, tokens, dtype, device),
+        tolerance=limit,
+    )
+    yield _Trial(
+        path="adapters: beside the frozen projection",
+        against="W x + scale B (A x)",
+        fast=_adapted(shape, tokens, dtype, device, plain=False),
+        plain=_adapted(shape, tokens, dtype, device, plain=True),
         tolerance=limit,
     )
     yield _Trial(
@@ -301,6 +310,28 @@ def _kernel_loss(shape: ModelShape, tokens: int, dtype: torch.dtype, device: tor
     def work() -> Sequence[Tensor]:
         loss = linear_cross_entropy(hidden, weight, targets, chunk=tokens, rows=cross_entropy_) / tokens
         return [loss, *torch.autograd.grad(loss, [hidden, weight])]
+
+    return work
+
+
+def _adapted(shape: ModelShape, tokens: int, dtype: torch.dtype, device: torch.device, *, plain: bool) -> Work:
+    """Gate and up with adapters on both, by the adapter's own path or by the formula."""
+    spec = Adapters(rank=16, alpha=32.0)
+    adapter = Adapter(spec, shape, group="gate_up").to(device)
+    with torch.no_grad():
+        for seed, matrix in enumerate((adapter.a, adapter.b)):
+            matrix.copy_(_random(tuple(matrix.shape), seed=seed, dtype=torch.float32, device=device) * 0.05)
+    weight = 0.05 * _random((2 * shape.intermediate, shape.hidden), seed=2, dtype=dtype, device=device)
+    x = _random((tokens, shape.hidden), seed=3, dtype=dtype, device=device).requires_grad_()
+
+    def work() -> Sequence[Tensor]:
+        if plain:
+            y = F.linear(x, weight)
+            parts = [spec.scale * linear(linear(x, a), b) for a, b in adapter.pairs().values()]
+            y = y + torch.cat(parts, dim=1)
+        else:
+            y = adapter(x, weight, None)
+        return [y, *torch.autograd.grad(y.float().square().mean(), [x, adapter.a, adapter.b])]
 
     return work
 

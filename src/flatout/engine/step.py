@@ -39,6 +39,7 @@ class StepFacts:
     seconds: float
     spans: tuple[Span, ...]
     tokens: int
+    padded_tokens: int
     target_tokens: int
     loss: float
     grad_norm: float
@@ -104,7 +105,11 @@ class Engine:
         torch.manual_seed(_step_seed(self.seed, step, self.ranks.rank))
         device = self.active.device
         # Targets and tokens, summed over ranks before the first forward, because every loss is divided by them.
-        counts = [sum(b.num_target_tokens for b in batches), sum(b.tokens.numel() for b in batches)]
+        counts = [
+            sum(b.num_target_tokens for b in batches),
+            sum(b.tokens.numel() - b.num_padding for b in batches),
+            sum(b.tokens.numel() for b in batches),
+        ]
         totals = self.ranks.sum_(torch.tensor(counts, dtype=torch.float64).to(device, non_blocking=True))
         shortage = ""
         loss = torch.zeros((), device=device)
@@ -184,6 +189,8 @@ class Engine:
         attend = attend_for(batch, active=self.active)
 
         def head(hidden_NC: Tensor, weight_VC: Tensor) -> Tensor:
+            if batch.rows is not None and batch.row_targets is not None:
+                return self.head_loss(hidden_NC.index_select(0, batch.rows), weight_VC, batch.row_targets)
             return self.head_loss(hidden_NC, weight_VC, batch.targets)
 
         loss: Tensor = self.model(batch.tokens, batch.positions, attend, head)
@@ -229,7 +236,7 @@ class Engine:
                 # Two steps old, so it is there; this also keeps the host from running away from the device.
                 pending.ready.synchronize()
             self._spans |= {timing.step: timing.spans for timing in self.phases.ready()}
-            loss, norm, scale, targets, tokens = pending.numbers.tolist()
+            loss, norm, scale, targets, tokens, padded = pending.numbers.tolist()
             due.append(
                 StepFacts(
                     step=pending.step,
@@ -237,6 +244,7 @@ class Engine:
                     seconds=pending.seconds,
                     spans=self._spans.pop(pending.step, ()),
                     tokens=int(tokens),
+                    padded_tokens=int(padded),
                     target_tokens=int(targets),
                     loss=loss,
                     grad_norm=norm,

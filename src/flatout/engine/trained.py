@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
+import torch
+
+from flatout import hub
 from flatout.config.settings import ModelSettings
-from flatout.cost import ModelShape
+from flatout.cost import Adapters, ModelShape
 from flatout.data.tokenizer import Tokenizer, load_tokenizer
 from flatout.engine.checkpoint import Checkpoints, restore
 from flatout.errors import UsageError
-from flatout.model import Model
+from flatout.model import Model, lora, peft, weights
 from flatout.model.loading import empty_model
 from flatout.record import Run
 
@@ -19,6 +22,9 @@ class Trained:
     model: Model
     tokenizer: Tokenizer
     step: int
+    adapters: Adapters | None = None  # on the model, whose other weights are those of `base`
+    base: str | None = None
+    fingerprint: str | None = None
 
 
 def model_settings(run: Run) -> ModelSettings:
@@ -27,13 +33,35 @@ def model_settings(run: Run) -> ModelSettings:
     return ModelSettings(**{key: value for key, value in run.config["model"].items() if key in known})
 
 
-def open_trained(run: Run) -> Trained:
-    checkpoint, problems = Checkpoints(run.checkpoints_dir, identity=None, keep=2).latest()
+def open_trained(run: Run, *, best: bool = False) -> Trained:
+    checkpoints = Checkpoints(run.checkpoints_dir, identity=None, keep=2)
+    checkpoint, problems = checkpoints.latest()
+    if best and (checkpoint := checkpoints.best()) is None:
+        raise UsageError(f"{run.path} keeps no best checkpoint: train with save.best: true, or export the newest")
     if checkpoint is None:
         raise UsageError(f"{run.path} has no whole checkpoint" + (": " + "; ".join(problems) if problems else " yet"))
-    model = empty_model(model_settings(run), shape=ModelShape(**run.plan["job"]["shape"]))
+    job = run.plan["job"]
+    adapters = job.get("adapters")
+    spec = None if adapters is None else Adapters(**{**adapters, "targets": tuple(adapters["targets"])})
+    base = job.get("base")
+    fingerprint = None
+    if spec is None:
+        model: Model = empty_model(model_settings(run), shape=ModelShape(**job["shape"]))
+    else:
+        if base is None:
+            raise UsageError(f"{run.path} trained adapters on random weights, which nobody else has: nothing to write")
+        folder = hub.folder(base, weights=True)
+        fingerprint = peft.fingerprint(folder)
+        if fingerprint != checkpoint.state["base"]:
+            raise UsageError(f"{base} holds other weights than those the adapters of {run.path} were trained on")
+        decoder = weights.load(folder)
+        lora.freeze(decoder, device=torch.device("cpu"), base_bits=16, seed=0)
+        lora.attach(decoder, spec, seed=0)
+        model = decoder
     restore(checkpoint, model=model, optimizer=None)
     if not run.tokenizer_dir.is_dir():
         raise UsageError(f"{run.path} has no tokenizer folder: it was removed, or the run was killed while it began")
     tokenizer = load_tokenizer(str(run.tokenizer_dir), documents=None, cache=run.tokenizer_dir)
-    return Trained(model=model, tokenizer=tokenizer, step=checkpoint.step)
+    return Trained(
+        model=model, tokenizer=tokenizer, step=checkpoint.step, adapters=spec, base=base, fingerprint=fingerprint
+    )

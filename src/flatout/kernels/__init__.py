@@ -2,6 +2,7 @@
 
     norm.py     residual addition and RMSNorm, forward and backward in one pass each
     rope.py     query/key norms and rotary positions, in place
+    lowrank.py  a frozen projection and its adapter, by library matmuls
     swiglu.py   silu(gate) * up and its gradient
     rows.py     cross-entropy of rows of logits and its gradient
     fp8.py      8-bit copies of matrices, their scales, and the matmuls on them

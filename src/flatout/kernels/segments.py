@@ -17,7 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flatout.kernels import fp8
+from flatout.kernels import fp8, lowrank
+from flatout.kernels.lowrank import weight_gradient
 from flatout.kernels.norm import add_norm, add_norm_backward
 from flatout.kernels.rope import norm_rotate, norm_rotate_back_, rotate_, rotate_back
 from flatout.kernels.swiglu import swiglu, swiglu_backward
@@ -44,12 +45,21 @@ class Mlp8:
     down: fp8.Weight
 
 
-def weight_gradient(dy_NM: Tensor, x_NK: Tensor, dtype: torch.dtype) -> Tensor:
-    """dy.T @ x in the weight's own type, without a rounding in between where the device can."""
-    if dy_NM.is_cuda and dtype == torch.float32 and dy_NM.dtype != torch.float32:
-        out: Tensor = torch.mm(dy_NM.t(), x_NK, out_dtype=dtype)
-        return out
-    return (dy_NM.t() @ x_NK).to(dtype)
+def _project(x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor | None, b: Any, scale: float) -> Any:
+    """A projection, with an adapter where it has one, and what lies between that one's matrices."""
+    if a is None:
+        return torch.nn.functional.linear(x, weight, bias), None
+    return lowrank.forward(x, weight, bias, a, b, scale)
+
+
+def _project_back(
+    dy: Tensor, x: Tensor, weight: Tensor, between: Tensor | None, a: Any, b: Any, scale: float, weight_type: Any
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    """Gradients of (x, the weight unless it is frozen, the adapter's two matrices where it has one)."""
+    if between is not None:
+        dx, d_a, d_b = lowrank.backward(dy, x, between, weight, a, b, scale)
+        return dx, None, d_a, d_b
+    return dy @ weight, (None if weight_type is None else weight_gradient(dy, x, weight_type)), None, None
 
 
 class _NormQkvRope(torch.autograd.Function):
@@ -57,13 +67,13 @@ class _NormQkvRope(torch.autograd.Function):
     def forward(
         ctx: Any, residual: Tensor, delta: Tensor | None, norm: Tensor, weight: Tensor, bias: Tensor | None,
         q_norm: Tensor | None, k_norm: Tensor | None, cos: Tensor, sin: Tensor, eps: float, heads: int, groups: int,
-        scales: Qkv8 | None,
+        scales: Qkv8 | None, a: Tensor | None, b: Tensor | None, scale: float,
     ) -> tuple[Tensor | None, Tensor, Tensor, Tensor]:  # fmt: skip
         summed, x, rstd = add_norm(residual, delta, norm, eps, fp8=None if scales is None else scales.x)
         if scales is None:
             cast = weight.to(x.dtype)
-            qkv = torch.nn.functional.linear(x, cast, None if bias is None else bias.to(x.dtype))
-            kept = [x, cast]
+            qkv, between = _project(x, cast, None if bias is None else bias.to(x.dtype), a, b, scale)
+            kept = [x, cast, between, a, b]
         else:
             both = scales.weight.both
             qkv = fp8.matmul(x, both.rows, scales.x.inverse, both.inverse, dtype=residual.dtype, fast=True)
@@ -80,7 +90,9 @@ class _NormQkvRope(torch.autograd.Function):
             q, k, v = parts
         ctx.save_for_backward(summed, rstd, norm, cos, sin, *kept)
         ctx.set_materialize_grads(False)
-        ctx.scales, ctx.types = scales, (weight.dtype, None if bias is None else bias.dtype)
+        trained = ctx.needs_input_grad
+        ctx.scales, ctx.scale = scales, scale
+        ctx.types = (weight.dtype if trained[3] else None, bias.dtype if bias is not None and trained[4] else None)
         ctx.has_delta, ctx.has_head_norms, ctx.heads, ctx.groups = delta is not None, q_norm is not None, heads, groups
         return (summed if delta is not None else None), q, k, v
 
@@ -91,16 +103,15 @@ class _NormQkvRope(torch.autograd.Function):
         # With head norms the rotation is undone first, and 8 bits come after them.
         at_once = None if scales is None or ctx.has_head_norms else scales.d_qkv
         d_qkv = rotate_back(dq, dk, dv, cos, sin, fp8=at_once)
-        d_q_norm = d_k_norm = d_bias = None
+        d_q_norm = d_k_norm = d_bias = d_a = d_b = None
         if ctx.has_head_norms:
             *kept, qkv, head_rstd, q_norm, k_norm = kept
             d_q_norm, d_k_norm = norm_rotate_back_(
                 d_qkv, qkv, head_rstd, q_norm, k_norm, heads=ctx.heads, groups=ctx.groups
             )
         if scales is None:
-            x, cast = kept
-            dx = d_qkv @ cast
-            d_weight = weight_gradient(d_qkv, x, weight_type)
+            x, cast, between, a, b = kept
+            dx, d_weight, d_a, d_b = _project_back(d_qkv, x, cast, between, a, b, ctx.scale, weight_type)
             if bias_type is not None:
                 d_bias = d_qkv.sum(0, dtype=torch.float32).to(bias_type)
         else:
@@ -115,41 +126,47 @@ class _NormQkvRope(torch.autograd.Function):
             d_weight = fp8.matmul(d_cols, x_cols, inverse, scales.x.inverse, dtype=weight_type, fast=False)
         d_input, d_norm = add_norm_backward(dx, d_summed, summed, rstd, norm)
         d_delta = d_input if ctx.has_delta else None
-        return d_input, d_delta, d_norm, d_weight, d_bias, d_q_norm, d_k_norm, *[None] * 6
+        beside = (None,) * 6  # cos, sin, eps, heads, groups, scales
+        return d_input, d_delta, d_norm, d_weight, d_bias, d_q_norm, d_k_norm, *beside, d_a, d_b, None
 
 
 class _NormMlp(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, residual: Tensor, delta: Tensor, norm: Tensor, gate_up: Tensor, down: Tensor, eps: float,
-        scales: Mlp8 | None,
+        scales: Mlp8 | None, a1: Tensor | None, b1: Tensor | None, scale1: float, a2: Tensor | None,
+        b2: Tensor | None, scale2: float,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         summed, x, rstd = add_norm(residual, delta, norm, eps, fp8=None if scales is None else scales.x)
         if scales is None:
             wide, narrow = gate_up.to(x.dtype), down.to(x.dtype)
-            hidden = x @ wide.t()
+            hidden, between1 = _project(x, wide, None, a1, b1, scale1)
             h = swiglu(hidden)
-            out = h @ narrow.t()
-            ctx.save_for_backward(summed, rstd, norm, x, hidden, h, wide, narrow)
+            out, between2 = _project(h, narrow, None, a2, b2, scale2)
+            ctx.save_for_backward(
+                summed, rstd, norm, x, hidden, h, wide, narrow, between1, a1, b1, between2, a2, b2
+            )  # fmt: skip
         else:
             w, n, dtype = scales.gate_up.both, scales.down.both, residual.dtype
             hidden = fp8.matmul(x, w.rows, scales.x.inverse, w.inverse, dtype=dtype, fast=True)
             h = swiglu(hidden, fp8=scales.h)
             out = fp8.matmul(h, n.rows, scales.h.inverse, n.inverse, dtype=dtype, fast=True)
             ctx.save_for_backward(summed, rstd, norm, fp8.transposed(x), hidden, fp8.transposed(h))
-        ctx.scales, ctx.types = scales, (gate_up.dtype, down.dtype)
+        trained = ctx.needs_input_grad
+        ctx.types = (gate_up.dtype if trained[3] else None, down.dtype if trained[4] else None)
+        ctx.scales, ctx.low = scales, (scale1, scale2)
         ctx.set_materialize_grads(False)
         return summed, out
 
     @staticmethod
     def backward(ctx: Any, d_summed: Tensor | None, d_out: Tensor) -> tuple[Any, ...]:
         scales, (wide_type, narrow_type) = ctx.scales, ctx.types
+        low: list[Tensor | None] = [None] * 4
         if scales is None:
-            summed, rstd, norm, x, hidden, h, wide, narrow = ctx.saved_tensors
-            d_hidden = swiglu_backward(d_out @ narrow, hidden)
-            d_down = weight_gradient(d_out, h, narrow_type)
-            dx = d_hidden @ wide
-            d_gate_up = weight_gradient(d_hidden, x, wide_type)
+            summed, rstd, norm, x, hidden, h, wide, narrow, between1, a1, b1, between2, a2, b2 = ctx.saved_tensors
+            dh, d_down, *low[2:] = _project_back(d_out, h, narrow, between2, a2, b2, ctx.low[1], narrow_type)
+            d_hidden = swiglu_backward(dh, hidden)
+            dx, d_gate_up, *low[:2] = _project_back(d_hidden, x, wide, between1, a1, b1, ctx.low[0], wide_type)
         else:
             summed, rstd, norm, x_cols, hidden, h_cols = ctx.saved_tensors
             w, n, dtype = scales.gate_up.both, scales.down.both, summed.dtype
@@ -160,7 +177,7 @@ class _NormMlp(torch.autograd.Function):
             dx = fp8.matmul(g, w.cols, g_inverse, w.inverse, dtype=dtype, fast=True)
             d_gate_up = fp8.matmul(fp8.transposed(g), x_cols, g_inverse, scales.x.inverse, dtype=wide_type, fast=False)
         d_input, d_norm = add_norm_backward(dx, d_summed, summed, rstd, norm)
-        return d_input, d_input, d_norm, d_gate_up, d_down, None, None
+        return d_input, d_input, d_norm, d_gate_up, d_down, None, None, *low[:2], None, *low[2:], None
 
 
 class _Norm(torch.autograd.Function):
@@ -187,17 +204,23 @@ def norm_qkv_rope(
     k_norm_D: Tensor | None,
     cos: Tensor,
     sin: Tensor,
+    a: Tensor | None = None,
+    b: Tensor | None = None,
+    scale: float = 0.0,
     *,
     eps: float,
     heads: int,
     groups: int,
     scales: Qkv8 | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(residual + delta, q_NHD, k_NGD, v_NGD); views of the projection, or beside it if q and k are normed."""
+    """(residual + delta, q_NHD, k_NGD, v_NGD); views of the projection, or beside it if q and k are normed.
+
+    `a`, `b` and `scale` are the projection's adapter, see `lowrank`; a frozen weight gets no gradient.
+    """
     n = residual_NC.shape[0]
     summed, q, k, v = _NormQkvRope.apply(
         residual_NC, delta_NC, norm_C, weight, bias, q_norm_D, k_norm_D, cos.view(n, -1), sin.view(n, -1), eps, heads,
-        groups, scales if torch.is_grad_enabled() else None,
+        groups, scales if torch.is_grad_enabled() else None, a, b, scale,
     )  # fmt: skip
     return (residual_NC if summed is None else summed), q, k, v
 
@@ -208,13 +231,20 @@ def norm_mlp(
     norm_C: Tensor,
     gate_up: Tensor,
     down: Tensor,
+    a1: Tensor | None = None,
+    b1: Tensor | None = None,
+    scale1: float = 0.0,
+    a2: Tensor | None = None,
+    b2: Tensor | None = None,
+    scale2: float = 0.0,
     *,
     eps: float,
     scales: Mlp8 | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(residual + delta, the MLP of its norm)."""
+    """(residual + delta, the MLP of its norm); adapters of gate and up first, then down's."""
     scales = scales if torch.is_grad_enabled() else None
-    summed, out = _NormMlp.apply(residual_NC, delta_NC, norm_C, gate_up, down, eps, scales)
+    low = (a1, b1, scale1, a2, b2, scale2)
+    summed, out = _NormMlp.apply(residual_NC, delta_NC, norm_C, gate_up, down, eps, scales, *low)
     return summed, out
 
 

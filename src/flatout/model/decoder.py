@@ -22,6 +22,7 @@ from flatout.config.settings import Recompute
 from flatout.cost import ModelShape
 from flatout.model import rope
 from flatout.model.attention import Attend
+from flatout.model.nf4 import Nf4, linear4
 
 if TYPE_CHECKING:
     # (hidden_NC, head weight_VC) -> anything: cross-entropy, log-probabilities, logits.
@@ -49,7 +50,9 @@ def selective_contexts() -> Any:
     return create_selective_checkpoint_contexts(_keep_expensive)
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def linear(x: Tensor, weight: Tensor | Nf4, bias: Tensor | None = None) -> Tensor:
+    if isinstance(weight, Nf4):
+        return linear4(x, weight, bias)
     return F.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
 
 
@@ -80,6 +83,8 @@ class Block(nn.Module):
         self.mlp_norm = nn.Parameter(torch.ones(shape.hidden))
         self.gate_up = nn.Parameter(torch.empty(2 * shape.intermediate, shape.hidden))
         self.down = nn.Parameter(torch.empty(shape.hidden, shape.intermediate))
+        # Low-rank adapters by the projection they sit on, see `model.lora`.
+        self.adapters = nn.ModuleDict()
         self.recompute: Recompute = "none"
         # Fused kernels for two segments of the body, where `engine.prepare` put them.
         self.qkv_kernel: Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]] | None = None
@@ -101,7 +106,24 @@ class Block(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         residual_NC, q_NHD, k_NGD, v_NGD = self.norm_qkv_rope(residual_NC, delta_NC, cos, sin)
         mixed_NHD = attend(q_NHD, k_NGD, v_NGD)
-        return self.norm_mlp(residual_NC, linear(mixed_NHD.flatten(1), self.out, self.out_bias))
+        return self.norm_mlp(residual_NC, self.project(mixed_NHD.flatten(1), "out", self.out_bias))
+
+    def project(self, x: Tensor, name: str, bias: Tensor | None = None) -> Tensor:
+        """One of the four projections, with its adapter where it has one."""
+        weight: Tensor | Nf4 = getattr(self, name)
+        if name in self.adapters:
+            out: Tensor = self.adapters[name](x, weight, bias)
+            return out
+        return linear(x, weight, bias)
+
+    def low_rank(self, name: str) -> tuple[Any, ...]:
+        """(A, B, scale) of a projection's adapter, for the kernels; nothing where no block has any."""
+        if not self.adapters:
+            return ()
+        if name not in self.adapters:
+            return None, None, 0.0
+        adapter: Any = self.adapters[name]
+        return *adapter.matrices(), adapter.scale
 
     def norm_qkv_rope(
         self, residual_NC: Tensor, delta_NC: Tensor | None, cos: Tensor, sin: Tensor
@@ -109,12 +131,12 @@ class Block(nn.Module):
         """The residual stream with delta in it, and q, k, v at their positions."""
         if self.qkv_kernel is not None:
             weights = (self.attention_norm, self.qkv, self.qkv_bias, self.q_norm, self.k_norm)
-            return self.qkv_kernel(residual_NC, delta_NC, *weights, cos, sin)
+            return self.qkv_kernel(residual_NC, delta_NC, *weights, cos, sin, *self.low_rank("qkv"))
         s = self.shape
         if delta_NC is not None:
             residual_NC = residual_NC + delta_NC
         x_NC = rms_norm(residual_NC, self.attention_norm, s.norm_eps)
-        heads = linear(x_NC, self.qkv, self.qkv_bias).view(x_NC.shape[0], -1, s.head_dim)
+        heads = self.project(x_NC, "qkv", self.qkv_bias).view(x_NC.shape[0], -1, s.head_dim)
         q_NHD, k_NGD, v_NGD = heads.split([s.heads, s.kv_heads, s.kv_heads], dim=1)
         if self.q_norm is not None and self.k_norm is not None:
             q_NHD = rms_norm(q_NHD, self.q_norm, s.norm_eps)
@@ -124,11 +146,12 @@ class Block(nn.Module):
     def norm_mlp(self, residual_NC: Tensor, delta_NC: Tensor) -> tuple[Tensor, Tensor]:
         """The residual stream with attention in it, and what the MLP adds next."""
         if self.mlp_kernel is not None:
-            return self.mlp_kernel(residual_NC, delta_NC, self.mlp_norm, self.gate_up, self.down)
+            lora = (*self.low_rank("gate_up"), *self.low_rank("down"))
+            return self.mlp_kernel(residual_NC, delta_NC, self.mlp_norm, self.gate_up, self.down, *lora)
         residual_NC = residual_NC + delta_NC
         x_NC = rms_norm(residual_NC, self.mlp_norm, self.shape.norm_eps)
-        gate_NF, up_NF = linear(x_NC, self.gate_up).chunk(2, dim=-1)
-        return residual_NC, linear(F.silu(gate_NF) * up_NF, self.down)
+        gate_NF, up_NF = self.project(x_NC, "gate_up").chunk(2, dim=-1)
+        return residual_NC, self.project(F.silu(gate_NF) * up_NF, "down")
 
 
 class Decoder(nn.Module):
@@ -149,16 +172,19 @@ class Decoder(nn.Module):
     def initialise(self, seed: int) -> None:
         """Normal weights; the two projections that write to the residual are scaled down with depth."""
         generator = torch.Generator(device=self.embedding.device).manual_seed(seed)
-        narrow = INIT_STD / (2 * self.shape.layers) ** 0.5
         for name, parameter in self.named_parameters():
-            if name.endswith("norm"):
-                parameter.fill_(1.0)
-            elif name.endswith("bias"):
-                parameter.zero_()
-            else:
-                std = narrow if name.endswith((".out", ".down")) else INIT_STD
-                parameter.normal_(0.0, std, generator=generator)
+            self.draw_(name, parameter, generator)
         self.frequencies.copy_(rope.frequencies(self.shape))
+
+    def draw_(self, name: str, parameter: Tensor, generator: torch.Generator) -> None:
+        """The first values of one parameter."""
+        if name.endswith("norm"):
+            parameter.fill_(1.0)
+        elif name.endswith("bias"):
+            parameter.zero_()
+        else:
+            narrow = INIT_STD / (2 * self.shape.layers) ** 0.5
+            parameter.normal_(0.0, narrow if name.endswith((".out", ".down")) else INIT_STD, generator=generator)
 
     def enter(self, tokens_N: Tensor, positions_N: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Embeddings in the compute type, and the cosine and sine of each token's position."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 from flatout.data.feed import Feed
-from flatout.data.stream import Batch, Stream
+from flatout.data.stream import Batch, Steps
 from flatout.engine.faults import OutOfMemory, largest, smaller
 from flatout.engine.ranks import Ranks
 from flatout.errors import RunFailed
@@ -15,7 +15,7 @@ from flatout.plan import Plan
 class Batches:
     """Gives smaller micro-batches from where the device ran out of memory on; the batch of a step stays the same."""
 
-    def __init__(self, stream: Stream, plan: Plan, ranks: Ranks, *, start: int, stop: int) -> None:
+    def __init__(self, stream: Steps, plan: Plan, ranks: Ranks, *, start: int, stop: int) -> None:
         self.stream, self.plan, self.ranks, self.stop = stream, plan, ranks, stop
         self.micro_batch = plan.decisions.micro_batch or 1
         self.feed = self._open(start)

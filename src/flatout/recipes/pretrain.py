@@ -8,19 +8,20 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from flatout import hub
 from flatout.config.settings import Decisions, PlanSettings, Settings
 from flatout.cost import checkpoint_bytes
 from flatout.data.corpus import Corpus, open_corpus
 from flatout.data.prepare import cache_folder
-from flatout.data.stream import Batch, Stream
+from flatout.data.stream import Batch, Steps, Stream
 from flatout.engine import search
 from flatout.engine.faults import OutOfMemory, explained, require_space
 from flatout.engine.prepare import prepare
@@ -29,11 +30,12 @@ from flatout.engine.resolve import Active, check_build, resolve
 from flatout.engine.step import Engine
 from flatout.errors import RunFailed, UsageError
 from flatout.hardware import Hardware, bf16_ratio, detect
-from flatout.model import load_model
+from flatout.model import Model, load_model, lora, peft, weights
 from flatout.optim import adamw, schedule
 from flatout.plan import Job, Plan, decide, job_of
 from flatout.probe import Phases
 from flatout.recipes.batches import Batches
+from flatout.recipes.material import Facts, Material, OpenData
 from flatout.recipes.profiling import Profile
 from flatout.recipes.saving import Saving
 from flatout.recipes.session import Ledger, Session, open_session
@@ -53,7 +55,9 @@ def run(
     config: Mapping[str, Any],
     resume: bool = False,
     sinks: Sequence[Sink] = (),
+    open_data: OpenData | None = None,
 ) -> Outcome:
+    """`open_data` is for recipes that learn from something else in the same way; running text by default."""
     with ExitStack() as stack:
         # Where it runs.
         hardware = detect()
@@ -62,17 +66,25 @@ def run(
         folder = Path(ranks.agree(str(folder)))
 
         # What it learns from, and for how long.
-        corpus = stack.enter_context(open_corpus(settings.data, seed=settings.seed))
-        stream = training_stream(settings, corpus)
+        material = stack.enter_context((open_data or running_text)(settings))
+        facts, stream = material.facts, material.stream
         total_steps = steps_of(settings, stream)
 
         # How it runs.
         plan = plan_for(
-            settings, hardware=hardware, ranks=ranks, total_steps=total_steps, begun=folder if resume else None
+            settings,
+            hardware=hardware,
+            ranks=ranks,
+            total_steps=total_steps,
+            mean_context=material.mean_context,
+            begun=folder if resume else None,
         )
-        corpus.check_vocab(plan.job.shape.vocab)
-        checkpoint_size = checkpoint_bytes(plan.job.shape, weights_only=settings.save.weights_only)
-        require_space(folder, needed_bytes=(settings.save.keep + 1) * checkpoint_size, what="checkpoints")
+        facts.check_vocab(plan.job.shape.vocab)
+        checkpoint_size = checkpoint_bytes(
+            plan.job.shape, weights_only=settings.save.weights_only, adapters=plan.job.adapters
+        )
+        count = settings.save.keep + settings.save.best + 1
+        require_space(folder, needed_bytes=count * checkpoint_size, what="checkpoints")
         session = stack.enter_context(
             open_session(
                 settings,
@@ -99,13 +111,13 @@ def run(
         )
         plan = with_found_micro_batch(plan, engine, stream, session, ranks, cache=cache_folder(settings.data))
         ledger = Ledger(session, plan=plan, active=active)
-        introduce(session, plan, active, hardware=hardware, ranks=ranks, corpus=corpus, total_steps=total_steps)
+        introduce(session, plan, active, hardware=hardware, ranks=ranks, facts=facts, total_steps=total_steps)
 
         # What it starts from.
-        saving = Saving(settings, engine, ledger, session, ranks, data=corpus.fingerprint)
+        saving = Saving(settings, engine, ledger, session, ranks, data=facts.fingerprint, base=base_of(settings))
         start = saving.resume() if resume else 0
         batches = stack.enter_context(Batches(stream, plan, ranks, start=start, stop=total_steps))
-        held_out = validation_batches(settings, corpus, ranks, micro_batch=batches.micro_batch)
+        held_out = material.held_out(ranks, batches.micro_batch)
         validation = Validation(settings, engine, ledger, session, held_out)
         profile = stack.enter_context(Profile(settings.profile.steps if ranks.first else None, session=session))
 
@@ -118,6 +130,9 @@ def run(
             if every(settings.eval.every, step) and validation.step != step and (step > start or start == 0):
                 phases.mark("eval")
                 stopped_by = validation.measure(step)
+                if settings.save.best and step > start:
+                    phases.mark("save")
+                    saving.save_best(step)
 
             # Asked to stop, here or on any other rank.
             if ranks.any(bool(session.stop)):
@@ -155,6 +170,8 @@ def run(
         ledger.write(engine.finished(all=True))
         if not stopped_by.startswith("SIG") and validation.step != step and step > start:
             stopped_by = validation.measure(step) or stopped_by
+            if settings.save.best:
+                saving.save_best(step)
         if saving.step != step and step > start and not saving.save(step):
             raise RunFailed(f"the run stopped at step {step}, and its state could not be saved: the disk is full")
         return conclude(settings, ledger, session, step=step, stopped_by=stopped_by or "end", saved=saving.step)
@@ -171,6 +188,17 @@ def dry_run(settings: Settings) -> Plan:
     return plan_for(settings, hardware=hardware, ranks=from_environment())
 
 
+@contextmanager
+def running_text(settings: Settings) -> Iterator[Material]:
+    """Windows over documents end to end."""
+    with open_corpus(settings.data, seed=settings.seed) as corpus:
+
+        def validation(ranks: Ranks, micro_batch: int) -> list[Batch]:
+            return validation_batches(settings, corpus, ranks, micro_batch=micro_batch)
+
+        yield Material(facts=corpus, stream=training_stream(settings, corpus), held_out=validation)
+
+
 def training_stream(settings: Settings, corpus: Corpus) -> Stream:
     data = settings.data
     return Stream(
@@ -183,7 +211,7 @@ def training_stream(settings: Settings, corpus: Corpus) -> Stream:
     )
 
 
-def steps_of(settings: Settings, stream: Stream) -> int:
+def steps_of(settings: Settings, stream: Steps) -> int:
     """The length of the run in optimizer steps, whichever way it was given."""
     train = settings.train
     if train.steps is not None:
@@ -251,14 +279,7 @@ def build_engine(
     note: Callable[[str], None] = lambda text: None,
 ) -> Engine:
     """The model with its weights, prepared for this device, and the optimizer that trains it."""
-    model = load_model(
-        settings.model,
-        shape=plan.job.shape,
-        device=active.device,
-        compute_dtype=active.dtype,
-        seed=settings.seed,
-        note=note,
-    )
+    model = build_model(settings, plan, active, note=note)
     head_loss, eight = prepare(
         model,
         active=active,
@@ -280,8 +301,43 @@ def build_engine(
     )
 
 
+def build_model(settings: Settings, plan: Plan, active: Active, *, note: Callable[[str], None]) -> Model:
+    """Loaded or drawn, on the device; under adapters frozen, and moved there weight by weight."""
+    chosen, adapters = settings.model, plan.job.adapters
+    if adapters is None:
+        return load_model(
+            chosen,
+            shape=plan.job.shape,
+            device=active.device,
+            compute_dtype=active.dtype,
+            seed=settings.seed,
+            note=note,
+        )
+    if plan.job.shape.adapter:
+        raise UsageError(f"lora goes with our own decoder only: {plan.job.shape.adapter}")
+    if chosen.name is not None and chosen.weights == "load":
+        folder = hub.folder(chosen.name, weights=True, revision=chosen.revision)
+        model = weights.load(folder, shape=plan.job.shape, compute_dtype=active.dtype, note=note)
+    else:
+        model = lora.hollow(plan.job.shape, compute_dtype=active.dtype)
+    lora.freeze(model, device=active.device, base_bits=adapters.base_bits, seed=settings.seed)
+    lora.attach(model, adapters, seed=settings.seed)
+    if settings.lora.adapter is not None:
+        peft.load(model, Path(settings.lora.adapter), adapters, base=base_of(settings))
+    return model
+
+
+def base_of(settings: Settings) -> str | None:
+    """What identifies the frozen weights under adapters; None without such."""
+    if settings.lora.rank is None:
+        return None
+    if settings.model.name is None or settings.model.weights == "random":
+        return f"random, seed {settings.seed}"
+    return peft.fingerprint(hub.folder(settings.model.name, weights=True))
+
+
 def with_found_micro_batch(
-    plan: Plan, engine: Engine, stream: Stream, session: Session, ranks: Ranks, *, cache: Path
+    plan: Plan, engine: Engine, stream: Steps, session: Session, ranks: Ranks, *, cache: Path
 ) -> Plan:
     """The plan with the micro-batch that runs fastest here, unless it was pinned or there is no GPU to fill."""
     pins = plan.job.pins
@@ -323,20 +379,23 @@ def introduce(
     *,
     hardware: Hardware,
     ranks: Ranks,
-    corpus: Corpus,
+    facts: Facts,
     total_steps: int,
 ) -> None:
     """Says once, at the start, what was planned and what is really active."""
     record = session.recorder
     if ranks.first and not session.run.tokenizer_dir.is_dir():
-        corpus.tokenizer.save(session.run.tokenizer_dir)
+        facts.tokenizer.save(session.run.tokenizer_dir)
     begun = session.run.plan["decisions"]
     for name, value in asdict(plan.decisions).items():
         if name in begun and begun[name] != value:
             text = f"this run began with plan.{name} {begun[name]} and goes on with {value}: not bit for bit the same"
             record.event("notice", text=text)
     record.event("hardware", **hardware.to_json())
-    record.event("data", **corpus.describe())
+    described = facts.describe()
+    record.event("data", **described)
+    if left_out := described.get("left_out"):
+        record.event("notice", text=f"not learnt from: {left_out}")
     record.event("plan", **plan.to_json())
     record.event("active", **dict[str, Any](active.facts))
     if ranks.world == 1 and hardware.num_gpus > 1:

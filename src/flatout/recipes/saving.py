@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
+
 from flatout.config.settings import Settings
 from flatout.engine.checkpoint import Checkpoints, restore
 from flatout.engine.ranks import Ranks
@@ -14,10 +16,20 @@ class Saving:
     """Puts engine and ledger into checkpoints and back. `identity` is what both ends of a resume must share."""
 
     def __init__(
-        self, settings: Settings, engine: Engine, ledger: Ledger, session: Session, ranks: Ranks, *, data: str
+        self,
+        settings: Settings,
+        engine: Engine,
+        ledger: Ledger,
+        session: Session,
+        ranks: Ranks,
+        *,
+        data: str,
+        base: str | None = None,
     ) -> None:
+        """`base` identifies the frozen weights under adapters, which no checkpoint holds."""
+        adapters = ledger.plan.job.adapters
         self.engine, self.ledger, self.session, self.ranks = engine, ledger, session, ranks
-        self.weights_only = settings.save.weights_only
+        self.weights_only, self.base = settings.save.weights_only, base
         identity = identity_of(
             shape=engine.model.shape.to_json(),
             seed=settings.seed,
@@ -26,6 +38,7 @@ class Saving:
             batch_tokens=settings.train.batch_tokens,
             packing=settings.data.packing,
             shuffle=settings.data.shuffle,
+            **({} if adapters is None else {"adapters": asdict(adapters), "base": base}),
         )
         self.checkpoints = Checkpoints(session.run.checkpoints_dir, identity=identity, keep=settings.save.keep)
         self.step: int | None = None  # the newest that stands
@@ -53,6 +66,15 @@ class Saving:
         self.step = checkpoint.step
         return checkpoint.step
 
+    def save_best(self, step: int) -> None:
+        """Saves the state that was just validated, if none before was better, and keeps it."""
+        losses = self.ledger.val_losses
+        if not losses or not all(losses[-1] < before for before in losses[:-1]):
+            return
+        if (self.step == step or self.save(step)) and self.ranks.first:
+            self.checkpoints.mark_best(step)
+            self.session.recorder.event("best", step=step, val_loss=losses[-1])
+
     def save(self, step: int) -> bool:
         """Saves on the first rank while the others wait. A full disk is reported and survived."""
         engine, ledger = self.engine, self.ledger
@@ -64,6 +86,7 @@ class Saving:
                 "seconds": ledger.seconds,
                 "saves": ledger.saves + 1,
                 "val_losses": ledger.val_losses,
+                "base": self.base,
                 "loss_scale": engine.scale.item(),
                 "loss_scale_streak": engine.scale_streak.item(),
             }

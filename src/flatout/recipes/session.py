@@ -124,7 +124,7 @@ class Ledger:
                 time=facts.time,
                 seconds=facts.seconds,
                 tokens=facts.tokens,
-                padded_tokens=facts.tokens,
+                padded_tokens=facts.padded_tokens,
                 loss=facts.loss,
                 spans=facts.spans,
                 memory=device_memory(self.active.device, self.session.monitor),

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 from flatout.config.settings import Settings
 from flatout.data.corpus import Corpus
-from flatout.data.stream import Batch, Stream
+from flatout.data.stream import Batch, Steps, Stream
 from flatout.engine.ranks import Ranks
 from flatout.engine.step import Engine
 from flatout.recipes.session import Ledger, Session
@@ -24,16 +25,24 @@ def validation_batches(settings: Settings, corpus: Corpus, ranks: Ranks, *, micr
     length = settings.data.sequence_length
     windows = max(1, min((corpus.valid.num_tokens - 1) // length, settings.eval.tokens // length))
     windows -= windows % GROUP if windows > GROUP else 0
+
+    def stream_of(size: int) -> Stream:
+        return Stream(
+            corpus.valid,
+            sequence_length=length,
+            batch_sequences=size,
+            seed=settings.seed,
+            packing=settings.data.packing,
+            shuffle=False,
+        )
+
+    return held_out(stream_of, windows=windows, ranks=ranks, micro_batch=micro_batch)
+
+
+def held_out(stream_of: Callable[[int], Steps], *, windows: int, ranks: Ranks, micro_batch: int) -> list[Batch]:
+    """This rank's part of the first windows, in micro-batches of the largest size that divides them."""
     size = next(n for n in range(min(micro_batch, windows), 0, -1) if windows % n == 0)
-    stream = Stream(
-        corpus.valid,
-        sequence_length=length,
-        batch_sequences=size,
-        seed=settings.seed,
-        packing=settings.data.packing,
-        shuffle=False,
-    )
-    mine = range(ranks.rank, windows // size, ranks.world)
+    stream, mine = stream_of(size), range(ranks.rank, windows // size, ranks.world)
     return [batch for group in mine for batch in stream.micro_batches(group, micro_batch=size)]
 
 

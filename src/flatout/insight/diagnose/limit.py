@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from flatout.cost import Flops, ModelShape, Rates, flops_per_token
@@ -65,9 +66,10 @@ def _flops(seen: Observed) -> tuple[Flops | None, str]:
         per_weight = 4 if frozen else 6
         flops = Flops(forward=2 * weights, backward=(per_weight - 2) * weights, recomputed=0.0, common=6.0 * weights)
         return flops, f"{weights:,} weights that multiply, attention left out: the ceiling is a little too high"
-    return flops_per_token(
-        shape, sequence_length=round(length), frozen=frozen
-    ), "its config.json, attention counted causal"
+    flops = flops_per_token(shape, sequence_length=round(length))
+    if frozen:
+        flops = replace(flops, backward=flops.backward - 2 * shape.matmul_weights)
+    return flops, "its config.json, attention counted causal"
 
 
 def too_good(claimed_tokens_per_s: float, *, parameters: float, hardware: Hardware) -> str | None:

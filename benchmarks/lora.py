@@ -1,0 +1,182 @@
+"""Fine-tuning with adapters beside Hugging Face's Trainer with PEFT, on one GPU, in one call, repeats interleaved.
+
+    python -m benchmarks.lora --peer-script FILE --peers rft-bf16-bs256,rft-bf16-bs256-compile --repeats 3
+    python -m benchmarks.lora --fit           # what fits 15, 40 and 80 GB, predicted and measured
+
+The workload is the peers': the SmolLM2-360M shape, rank 16 on all projections, examples of 48 to 128 tokens of which
+the first 24 are the prompt. Ours is the command itself, `flatout train` with `recipe: sft`, with clipping, data
+loading and recording on, read from its run folder. A peer is a script that takes a variant's name and prints one JSON
+line with `samples_s` and `mem_gib`. Nothing but torch, numpy, safetensors and tokenizers is needed for ours.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import string
+import subprocess
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.results import FOLDER, Call, git_commit, table, write
+from flatout.record import Run
+
+PROMPT, SHORTEST, LONGEST = 24, 48, 128
+UNITS = {"samples_per_s": "samples/s", "tokens_per_s": "real tokens/s", "peak_gib": "GiB"}
+SMOLLM2_360M = (
+    "{layers: 32, hidden: 960, heads: 15, kv_heads: 5, intermediate: 2560, vocab: 49152, positions: 2048, tied: true}"
+)
+# Ours, by what is trained and how much a step takes: 256 examples, as the peers, and a batch that fills the device.
+VARIANTS = {
+    "flatout": ["train.batch_tokens=65536"],
+    "flatout-bs256": ["train.batch_tokens=22528", "data.sequence_length=1024"],
+    "flatout-full": ["train.batch_tokens=65536", "lora.rank=null", "lora.alpha=null"],
+}
+SHAPES = {
+    "1b": "{layers: 16, hidden: 2048, heads: 32, kv_heads: 8, intermediate: 8192, vocab: 128256, tied: true}",
+    "3b": "{layers: 28, hidden: 3072, heads: 24, kv_heads: 8, intermediate: 8192, vocab: 128256, tied: true}",
+    "8b": "{layers: 32, hidden: 4096, heads: 32, kv_heads: 8, intermediate: 14336, vocab: 128256}",
+}
+CAPS_GB = (15, 40, 80)
+
+
+def write_rows(path: Path, *, count: int) -> None:
+    """Texts in which a character is a token: the prompt, and an answer that its end mark makes complete."""
+    with path.open("w") as file:
+        for i in range(count):
+            generator = random.Random(i)
+            letters = generator.choices(string.ascii_letters, k=generator.randint(SHORTEST, LONGEST) - 1)
+            row = {"prompt": "".join(letters[:PROMPT]), "completion": "".join(letters[PROMPT:])}
+            file.write(json.dumps(row) + "\n")
+
+
+def config(path: Path, *, rows: Path, model: str, steps: int) -> Path:
+    path.write_text(
+        f"recipe: sft\nmodel: {model}\n"
+        f"data: {{source: jsonl, path: {rows}, tokenizer: byte, sequence_length: 2048, cache: {path.parent}/cache}}\n"
+        f"train: {{batch_tokens: 65536, steps: {steps}, lr: 2.0e-4, weight_decay: 0.0}}\n"
+        "lora: {rank: 16, alpha: 64}\neval: {tokens: 16384}\nsave: {weights_only: true}\n"
+    )
+    return path
+
+
+@dataclass(frozen=True, kw_only=True)
+class Done:
+    refused: str | None
+    figures: dict[str, float]
+    predicted_gib: float | None
+
+
+def ours(file: Path, overrides: list[str], *, folder: Path) -> Done:
+    """One run of the command; its own summary, or why it was refused."""
+    command = [sys.executable, "-m", "flatout", "train", str(file), *overrides, "--run", str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        return Done(refused=f"exit {done.returncode}: {done.stderr.strip()[-400:]}", figures={}, predicted_gib=None)
+    run = Run.open(folder)
+    events: dict[str, Any] = {event.kind: event.data for event in run.events()}
+    end, data = events["end"]["outcome"], events["data"]
+    # An example of n tokens takes n - 1 places: the last one is only a target.
+    places = data["train_tokens"] / data["train_examples"] - 1
+    speed = end["speed"]["tokens_per_s"]
+    return Done(
+        refused=None,
+        figures={"samples_per_s": speed / places, "tokens_per_s": speed, "peak_gib": end["peak_gib"]},
+        predicted_gib=run.plan["predicted"]["peak_gib"],
+    )
+
+
+def peer(script: Path, variant: str, *, seconds: float) -> dict[str, float] | None:
+    """One run of a rival; None, with its last words printed, when it did not finish."""
+    try:
+        done = subprocess.run([sys.executable, str(script), variant], capture_output=True, text=True, timeout=seconds)
+    except subprocess.TimeoutExpired:
+        print(f"{variant}: not finished in {seconds:.0f} s", flush=True)
+        return None
+    for line in done.stdout.splitlines():
+        if line.startswith("{") and "samples_s" in (found := json.loads(line)):
+            real = (SHORTEST + LONGEST) / 2
+            speed = found["samples_s"]
+            return {"samples_per_s": speed, "tokens_per_s": speed * real, "peak_gib": found["mem_gib"]}
+    print(f"{variant}: {(done.stdout + done.stderr)[-300:]}", flush=True)
+    return None
+
+
+def fit(scratch: Path, rows: Path, *, steps: int) -> None:
+    """Every shape on every cap, 16 and 4 bits: trained, with the predicted peak beside the measured, or refused."""
+    import torch
+
+    total_gb = torch.cuda.get_device_properties(0).total_memory / 1e9
+    for name, shape in SHAPES.items():
+        file = config(scratch / f"{name}.yaml", rows=rows, model=shape, steps=steps)
+        for cap in CAPS_GB:
+            for base in ("16-bit", "4-bit"):
+                pins = [f"plan.memory_fraction={cap / total_gb:.4f}", f"lora.base={base}", "train.batch_tokens=16384"]
+                pins += ["plan.precision=fp16"] if cap == 15 else []
+                done = ours(file, pins, folder=scratch / f"{name}-{cap}-{base}")
+                line: dict[str, Any] = {"shape": name, "cap_gb": cap, "base": base, "refused": done.refused}
+                if done.predicted_gib is not None:
+                    peak = done.figures["peak_gib"]
+                    line |= {
+                        "predicted_gib": done.predicted_gib,
+                        "measured_gib": peak,
+                        "off": done.predicted_gib / peak - 1,
+                    }
+                print(json.dumps(line), flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--examples", type=int, default=20_000)
+    parser.add_argument("--model", default=SMOLLM2_360M, help="shape as YAML; smaller ones try the script on a CPU")
+    parser.add_argument("--variants", default=",".join(VARIANTS), help="NAME or NAME:key=value:key=value, by commas")
+    parser.add_argument("--peer-script", type=Path)
+    parser.add_argument("--peers", default="")
+    parser.add_argument("--peer-seconds", type=float, default=180)
+    parser.add_argument("--fit", action="store_true", help="what fits capped memory, instead of the comparison")
+    parser.add_argument("--commit", default=None, help="where there is no git")
+    parser.add_argument("--to", type=Path, default=FOLDER / "lora-360m.jsonl")
+    options = parser.parse_args()
+
+    measured: dict[str, list[dict[str, float]]] = defaultdict(list)
+    with tempfile.TemporaryDirectory() as name:
+        scratch = Path(name)
+        write_rows(rows := scratch / "rows.jsonl", count=options.examples)
+        if options.fit:
+            fit(scratch, rows, steps=20)
+            return
+        file = config(scratch / "lora.yaml", rows=rows, model=options.model, steps=options.steps)
+        for repeat in range(options.repeats):
+            for variant, *more in (v.split(":") for v in options.variants.split(",") if v):
+                began = time.time()
+                done = ours(file, [*VARIANTS.get(variant, []), *more], folder=scratch / f"{variant}-{repeat}")
+                if done.refused:
+                    print(variant, done.refused, flush=True)
+                    continue
+                measured[variant].append(done.figures)
+                print(variant, repeat, done.figures, f"{time.time() - began:.0f} s", flush=True)
+            for variant in filter(None, options.peers.split(",")):
+                if (found := peer(options.peer_script, variant, seconds=options.peer_seconds)) is not None:
+                    measured[variant].append(found)
+                    print(variant, repeat, found, flush=True)
+
+    call = Call(benchmark="lora-360m", commit=options.commit or git_commit())
+    results = [
+        call.result(variant=variant, metric=metric, unit=unit, values=[run[metric] for run in runs])
+        for variant, runs in measured.items()
+        for metric, unit in UNITS.items()
+    ]
+    write(results, options.to)
+    print(table(results))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,30 @@
+"""What a preset sets beside the plan's own decisions, when it is named in a configuration of recipe sft.
+
+`safe` is the conservative configuration of the fine-tuning guide this recipe replaces, `max` its full one; docs/sft.md
+maps every setting of it. Values that depend on the device stay with the plan. Anything given wins over a preset.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+# Few lines are printed, the update is one kernel, and the learning rate has a shape, in both.
+_BOTH: dict[str, Any] = {"log.every": 50, "plan.fused_optimizer": True, "train.schedule": "cosine", "train.clip": 1.0}
+SFT: dict[str, dict[str, Any]] = {
+    # Activations are recomputed even where they would fit, and nothing is compiled.
+    "safe": {**_BOTH, "plan.recompute": "full", "plan.compile": "none", "save.keep": 2},
+    # Recomputation only where memory demands it, warm-up, two verified checkpoints instead of the guide's one.
+    "max": {**_BOTH, "train.warmup_steps": 50, "plan.prefetch": 2, "save.keep": 2},
+}
+
+
+def implied(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings a named preset stands for, as far as nothing else was said of them."""
+    if given.get("recipe") != "sft" or given.get("plan.preset") not in SFT:
+        return {}
+    values = {key: value for key, value in SFT[given["plan.preset"]].items() if key not in given}
+    steps, warmup = given.get("train.steps"), values.get("train.warmup_steps")
+    if warmup is not None and isinstance(steps, int) and steps <= warmup:
+        del values["train.warmup_steps"]  # a run shorter than its warm-up would never arrive
+    return values

@@ -1,0 +1,180 @@
+"""Whole examples side by side in sequences of one length, none of them seeing another: what recipe sft trains on.
+
+Packed once, best fit first, so hardly a token is padding; then the order of the sequences is a seeded bijection per
+epoch, as in `stream`: the batch of a step is a pure function of (examples, seed, step).
+
+Shape legend: S sequences, T sequence_length, N = S * T tokens.
+"""
+
+from __future__ import annotations
+
+import bisect
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from flatout.data.examples import Examples
+from flatout.data.stream import NOT_TRAINED, SEGMENTS_MULTIPLE, Batch, permute
+from flatout.errors import UsageError
+
+# The loss looks at trained tokens only, rounded up to a multiple of this share of a micro-batch: few shapes.
+ROW_PARTS = 16
+
+
+class Packed:
+    """Sequences of whole examples, in the order in which a run visits them.
+
+    Step s takes the indices [s B, (s + 1) B) of an endless row of epochs; rank r of W takes the r-th block of them.
+    """
+
+    def __init__(
+        self, examples: Examples, *, sequence_length: int, batch_sequences: int, seed: int, shuffle: bool
+    ) -> None:
+        self.examples, self.seed, self.shuffle = examples, seed, shuffle
+        self.sequence_length, self.batch_sequences = sequence_length, batch_sequences
+        # The last token of an example is only a target, and takes no place.
+        self._places = examples.lengths - 1
+        self.longest = int(self._places.max())
+        bins = pack(self._places, capacity=sequence_length, seed=seed)
+        # Examples in the order of their sequences, where each sequence ends among them, and where each example begins.
+        self._order = np.concatenate([np.asarray(members, np.int64) for members in bins])
+        self._ends = np.cumsum([len(members) for members in bins], dtype=np.int64)
+        self._offsets = np.concatenate([np.cumsum(self._places[m]) - self._places[m] for m in bins])
+        # What is left empty is cut into segments too, none longer than the longest example.
+        self.max_documents = max(
+            len(members) + -(-(sequence_length - int(self._places[members].sum())) // self.longest) for members in bins
+        )
+
+    @property
+    def num_sequences(self) -> int:
+        return len(self._ends)
+
+    @property
+    def steps_per_epoch(self) -> float:
+        return self.num_sequences / self.batch_sequences
+
+    @property
+    def fill(self) -> float:
+        """Share of the places that hold a token."""
+        return float(self._places.sum()) / (self.num_sequences * self.sequence_length)
+
+    @property
+    def mean_context(self) -> float:
+        """Positions a token attends to on average, itself included."""
+        return float((self._places * (self._places + 1) / 2).sum() / self._places.sum())
+
+    def micro_batches(self, step: int, *, rank: int = 0, world: int = 1, micro_batch: int) -> list[Batch]:
+        """The rank's share of a step in slices of `micro_batch` sequences, in order."""
+        share, left = divmod(self.batch_sequences, world)
+        if left:
+            raise UsageError(f"a batch of {self.batch_sequences} sequences cannot be split over {world} ranks evenly")
+        if share % micro_batch:
+            raise UsageError(f"{share} sequences of a rank cannot be cut into micro-batches of {micro_batch} evenly")
+        first = step * self.batch_sequences + rank * share
+        chosen = self.sequences(np.arange(first, first + share, dtype=np.int64)).tolist()
+        return [self._batch(chosen[i : i + micro_batch]) for i in range(0, share, micro_batch)]
+
+    def sequences(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Which sequence stands at each index of the endless row of epochs."""
+        epochs, within = np.divmod(indices, self.num_sequences)
+        if not self.shuffle:
+            return within
+        found = np.empty_like(within)
+        for epoch in np.unique(epochs).tolist():
+            chosen = epochs == epoch
+            found[chosen] = permute(within[chosen], self.num_sequences, key=(self.seed, epoch, 0))
+        return found
+
+    def members(self, sequence: int) -> list[int]:
+        """The examples of one sequence."""
+        return [int(example) for example in self._order[self._range(sequence)]]
+
+    def _range(self, sequence: int) -> slice:
+        return slice(int(self._ends[sequence - 1]) if sequence else 0, int(self._ends[sequence]))
+
+    def _batch(self, sequences: list[int]) -> Batch:
+        count, length = len(sequences), self.sequence_length
+        ranges = [self._range(sequence) for sequence in sequences]
+        chosen = np.concatenate([self._order[r] for r in ranges])
+        places = self._places[chosen]
+        rows_of = np.repeat(np.arange(count), [r.stop - r.start for r in ranges])
+        begins = rows_of * length + np.concatenate([self._offsets[r] for r in ranges])
+        # For every place that is used: which of its example's, which of the corpus, which of the batch.
+        within = np.arange(int(places.sum())) - np.repeat(np.cumsum(places) - places, places)
+        source = np.repeat(self.examples.ends[chosen] - places - 1, places) + within
+        here = np.repeat(begins, places) + within
+
+        tokens = np.zeros(count * length, np.int64)
+        targets = np.full(count * length, NOT_TRAINED, np.int64)
+        positions = np.zeros(count * length, np.int64)
+        tokens[here] = self.examples.tokens[source]
+        targets[here] = np.where(self.examples.trained[source + 1], self.examples.tokens[source + 1], NOT_TRAINED)
+        positions[here] = within
+        segments_begin = begins.tolist()
+        used = np.bincount(rows_of, weights=places, minlength=count).astype(np.int64)
+        for row, full in enumerate(used.tolist()):
+            positions[row * length + full : (row + 1) * length] = np.arange(length - full) % self.longest
+            segments_begin += range(row * length + full, (row + 1) * length, self.longest)
+        segments_begin.sort()
+        most = -(-self.max_documents * count // SEGMENTS_MULTIPLE) * SEGMENTS_MULTIPLE
+        segments = np.full(most + 1, count * length, np.int32)
+        segments[: len(segments_begin)] = segments_begin
+        trained = np.flatnonzero(targets != NOT_TRAINED)
+        rows, row_targets = _rows(trained, targets)
+        return Batch(
+            tokens=torch.from_numpy(tokens),
+            targets=torch.from_numpy(targets),
+            positions=torch.from_numpy(positions),
+            cu_seqlens=torch.from_numpy(segments),
+            num_sequences=count,
+            sequence_length=length,
+            num_target_tokens=len(trained),
+            num_padding=count * length - int(used.sum()),
+            longest=self.longest,
+            rows=rows,
+            row_targets=row_targets,
+        )
+
+
+def _rows(
+    trained: NDArray[np.int64], targets: NDArray[np.int64]
+) -> tuple[torch.Tensor, torch.Tensor] | tuple[None, None]:
+    """Where the trained tokens are and what follows them, padded by rows that count for nothing; None if all are."""
+    part = -(-len(targets) // ROW_PARTS)
+    size = max(1, -(-len(trained) // part)) * part
+    if size >= len(targets):
+        return None, None
+    rows, row_targets = np.zeros(size, np.int64), np.full(size, NOT_TRAINED, np.int64)
+    rows[: len(trained)] = trained
+    row_targets[: len(trained)] = targets[trained]
+    return torch.from_numpy(rows), torch.from_numpy(row_targets)
+
+
+def pack(lengths: NDArray[np.int64], *, capacity: int, seed: int) -> list[list[int]]:
+    """Which items share a bin: the longest first, each into the fullest bin that still has room."""
+    if len(lengths) and int(lengths.max()) > capacity:
+        raise UsageError(f"an example of {int(lengths.max())} tokens does not fit a sequence of {capacity}")
+    # Equal lengths in a seeded order, so that neighbours in the file are not neighbours here.
+    shuffled = permute(np.arange(len(lengths), dtype=np.int64), len(lengths), key=(seed, -1, 0))
+    order = shuffled[np.argsort(-lengths[shuffled], kind="stable")]
+    bins: list[list[int]] = []
+    by_room: list[list[int]] = [[] for _ in range(capacity + 1)]
+    rooms: list[int] = []  # those of `by_room` that are not empty, sorted
+    for item in order.tolist():
+        need = int(lengths[item])
+        at = bisect.bisect_left(rooms, need)
+        if at == len(rooms):
+            chosen, room = len(bins), capacity
+            bins.append([])
+        else:
+            room = rooms[at]
+            chosen = by_room[room].pop()
+            if not by_room[room]:
+                rooms.pop(at)
+        bins[chosen].append(item)
+        if left := room - need:
+            if not by_room[left]:
+                bisect.insort(rooms, left)
+            by_room[left].append(chosen)
+    return bins

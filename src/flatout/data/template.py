@@ -1,0 +1,174 @@
+"""Chat templates: messages to the text, and the ids, that a model was taught to read.
+
+The template is the tokenizer's own, Jinja in `chat_template.jinja` or `tokenizer_config.json`, run in Jinja's sandbox
+as transformers does. A message is data: one that spells out a control token is refused, never obeyed.
+Used by recipe sft.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from flatout.data.tokenizer import JsonTokenizer, Tokenizer
+from flatout.errors import EnvironmentLacks, UsageError
+
+Message = Mapping[str, Any]
+ROLES = ("system", "user", "assistant", "tool")
+TEMPLATE_FILE = "chat_template.jinja"
+
+
+class BadRow(ValueError):
+    """A row that cannot be learnt from, and why."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spoken:
+    text: str
+    spans: list[tuple[int, int]]  # what the assistant says, each with its end mark
+
+
+@dataclass(frozen=True, kw_only=True)
+class Encoded:
+    ids: list[int]
+    answered: list[bool]  # whether each id belongs to what the assistant says
+
+
+class Template:
+    """Renders conversations with a tokenizer's own template, and tokenizes what comes out."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        text = _template_text(tokenizer)
+        if text is None or not isinstance(tokenizer, JsonTokenizer):
+            raise UsageError(
+                f"the tokenizer {tokenizer.name} has no chat template, which messages need: take the tokenizer of an "
+                f"instruction-tuned model, put a {TEMPLATE_FILE} beside its tokenizer.json, or give prompt and "
+                "completion texts with data.as_chat: false"
+            )
+        self.tokenizer = tokenizer
+        self._compiled = _compiled(text, name=tokenizer.name)
+        self._words = _special_words(tokenizer)
+        # Control tokens are read in the template's text, unlike in a document's.
+        self._backend = type(tokenizer.backend).from_str(tokenizer.files["tokenizer.json"])
+        self._backend.no_truncation()
+        self._backend.no_padding()
+        added = self._backend.get_added_tokens_decoder().values()
+        self._control = [token.content for token in added if token.special and token.content.strip()]
+
+    def render(self, messages: Sequence[Message], *, prompt: bool = False) -> str:
+        """The text of a conversation; with `prompt`, up to where the assistant begins to speak."""
+        import jinja2
+
+        try:
+            return str(self._compiled.render(messages=list(messages), add_generation_prompt=prompt, **self._words))
+        except jinja2.TemplateError as error:
+            raise BadRow(f"the chat template refuses it: {str(error).splitlines()[0][:100]}") from None
+
+    def spoken(self, messages: Sequence[Message]) -> Spoken:
+        """A conversation's text, and where the assistant speaks in it."""
+        for message in messages:
+            self._check(message)
+        text = self.render(messages)
+        spans = [self._span(messages, i, text) for i, m in enumerate(messages) if m["role"] == "assistant"]
+        if not spans:
+            raise BadRow("no message of the assistant")
+        return Spoken(text=text, spans=spans)
+
+    def encode_batch(self, talks: Sequence[Spoken]) -> list[Encoded]:
+        """Ids, and which of them answer; many at a time, as the tokenizer then uses all cores."""
+        encodings = self._backend.encode_batch([talk.text for talk in talks], add_special_tokens=False)
+        return [_answered(encoding, talk.spans) for encoding, talk in zip(encodings, talks, strict=True)]
+
+    def encode(self, messages: Sequence[Message]) -> Encoded:
+        return self.encode_batch([self.spoken(messages)])[0]
+
+    def _span(self, messages: Sequence[Message], index: int, text: str) -> tuple[int, int]:
+        """Where in the text the assistant's message lies, its end mark included."""
+        before = self.render(messages[:index], prompt=True)
+        through = text if index == len(messages) - 1 else self.render(messages[: index + 1])
+        if not (through.startswith(before) and text.startswith(through)):
+            raise BadRow("the chat template rewrites earlier turns, so the answers cannot be told from the prompts")
+        return len(before), len(through)
+
+    def _check(self, message: Message) -> None:
+        content = message.get("content")
+        if message.get("role") not in ROLES:
+            raise BadRow(f"role {message.get('role')!r} is none of {', '.join(ROLES)}")
+        if not isinstance(content, str):
+            raise BadRow("a message's content is not a string")
+        if message["role"] == "assistant" and not content.strip():
+            raise BadRow("an empty answer")
+        if found := next((word for word in self._control if word in content), None):
+            raise BadRow(f"a message spells out the control token {found}")
+
+
+def _answered(encoding: Any, spans: Sequence[tuple[int, int]]) -> Encoded:
+    # By their ends: of a token that is only white space, some tokenizers report no more than that.
+    ends = np.array([end for _, end in encoding.offsets], np.int64)
+    answered = np.zeros(len(ends), np.bool_)
+    for low, high in spans:
+        answered |= (low < ends) & (ends <= high)
+    return Encoded(ids=list(encoding.ids), answered=answered.tolist())
+
+
+def _template_text(tokenizer: Tokenizer) -> str | None:
+    if not isinstance(tokenizer, JsonTokenizer):
+        return None
+    if TEMPLATE_FILE in tokenizer.files:
+        return tokenizer.files[TEMPLATE_FILE]
+    template = json.loads(tokenizer.files.get("tokenizer_config.json", "{}")).get("chat_template")
+    if isinstance(template, list):  # several, by name
+        named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
+        template = named.get("default")
+    return template if isinstance(template, str) else None
+
+
+def _special_words(tokenizer: JsonTokenizer) -> dict[str, str]:
+    """`eos_token` and its kind, which templates write by name."""
+    config = json.loads(tokenizer.files.get("tokenizer_config.json", "{}"))
+    words = {}
+    for name in ("bos_token", "eos_token", "pad_token", "unk_token"):
+        value = config.get(name)
+        value = value.get("content") if isinstance(value, dict) else value
+        words[name] = value if isinstance(value, str) else ""
+    return words
+
+
+def _compiled(text: str, *, name: str) -> Any:
+    try:
+        import jinja2
+        import jinja2.ext
+        import jinja2.sandbox
+    except ImportError as error:
+        raise EnvironmentLacks("chat templates need jinja2: pip install 'flatout[train]'") from error
+
+    class Generation(jinja2.ext.Extension):  # type: ignore[misc]
+        """`{% generation %}` marks an answer for those who want a mask; here it is only its content."""
+
+        tags = {"generation"}  # noqa: RUF012
+
+        def parse(self, parser: Any) -> Any:
+            next(parser.stream)
+            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+    def refuse(message: str) -> None:
+        raise jinja2.TemplateError(message)
+
+    def tojson(value: Any, **options: Any) -> str:
+        return json.dumps(value, ensure_ascii=False, **options)
+
+    def undated(_format: str) -> str:
+        raise jinja2.TemplateError("it writes today's date, and training data must not change from day to day")
+
+    extensions = [Generation, jinja2.ext.loopcontrols]
+    sandbox = jinja2.sandbox.ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
+    sandbox.filters["tojson"] = tojson
+    sandbox.globals |= {"raise_exception": refuse, "strftime_now": undated}
+    try:
+        return sandbox.from_string(text)
+    except jinja2.TemplateError as error:
+        raise UsageError(f"the chat template of {name} is not valid Jinja: {error}") from None

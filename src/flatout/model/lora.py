@@ -1,0 +1,178 @@
+"""LoRA: frozen weights, and beside each projection a pair of small matrices that learn (`lora:` in a configuration).
+
+An adapter sits on one of our fused projections and keeps one pair per sub-projection, so that PEFT's files, which
+know only q, k, v, go in and out. The A matrices of one input are stacked: one matmul serves them all. Matrices are
+banks `[adapters, …]`; plain LoRA is a bank of one. The result equals W x + scale B (A x), see `kernels.lowrank`.
+
+Legend: N tokens, K inputs, M outputs, P sub-projections with an adapter, R = P x rank.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from flatout.cost import Adapters, ModelShape, projections
+from flatout.kernels import lowrank
+from flatout.model import rope
+from flatout.model.decoder import Block, Decoder, linear
+from flatout.model.nf4 import Nf4, rebuilt
+
+# Our fused projections and what they are made of, in stacking order.
+GROUPS = {"qkv": ("q", "k", "v"), "out": ("o",), "gate_up": ("gate", "up"), "down": ("down",)}
+
+
+class Adapter(nn.Module):
+    """The pairs of one fused projection."""
+
+    def __init__(self, spec: Adapters, shape: ModelShape, *, group: str) -> None:
+        super().__init__()
+        widths = projections(shape)
+        self.parts = [name for name in GROUPS[group] if name in spec.targets]
+        # Of each sub-projection: its rows in the fused one, and which adapter it has, if any.
+        self.layout = [
+            (widths[name][1], self.parts.index(name) if name in self.parts else None) for name in GROUPS[group]
+        ]
+        self.rank, self.scale, self.dropout = spec.rank, spec.scale, spec.dropout
+        self.a = nn.Parameter(torch.empty(1, spec.rank * len(self.parts), widths[self.parts[0]][0]))
+        self.b = nn.Parameter(torch.zeros(1, sum(widths[name][1] for name in self.parts), spec.rank))
+
+    def forward(self, x_NK: Tensor, weight: Tensor | Nf4, bias: Tensor | None) -> Tensor:
+        a_RK, b_MR = self.matrices()
+        if self.dropout and torch.is_grad_enabled():
+            between_NR = linear(F.dropout(x_NK, self.dropout), a_RK) * self.scale
+            return linear(x_NK, weight, bias) + linear(between_NR, b_MR)
+        bias = None if bias is None else bias.to(x_NK.dtype)
+        if isinstance(weight, Nf4):
+            out: Tensor = _Adapted.apply(x_NK, weight.codes, weight.scales, weight.shape, bias, a_RK, b_MR, self.scale)  # type: ignore[no-untyped-call]
+        else:
+            out = _Adapted.apply(x_NK, weight, None, None, bias, a_RK, b_MR, self.scale)  # type: ignore[no-untyped-call]
+        return out
+
+    def matrices(self) -> tuple[Tensor, Tensor]:
+        """A, stacked, and B as one matrix from all of A's rows to the whole output, zero where they do not meet."""
+        b = self.b[0]
+        if len(self.layout) == 1:
+            return self.a[0], b
+        pieces, begin, count = [], 0, len(self.parts)
+        for rows, index in self.layout:
+            if index is None:
+                pieces.append(b.new_zeros(rows, count * self.rank))
+            else:
+                padding = (index * self.rank, (count - 1 - index) * self.rank)
+                pieces.append(F.pad(b[begin : begin + rows], padding))
+                begin += rows
+        return self.a[0], torch.cat(pieces)
+
+    def pairs(self) -> dict[str, tuple[Tensor, Tensor]]:
+        """(A, B) of each sub-projection, as views."""
+        rows = [rows for rows, index in self.layout if index is not None]
+        return dict(zip(self.parts, zip(self.a[0].split(self.rank), self.b[0].split(rows), strict=True), strict=True))
+
+
+class _Adapted(torch.autograd.Function):
+    """Keeps the input and what lies between the matrices; the frozen weight gets no gradient, nor is it copied."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, scales: Tensor | None, shape: torch.Size | None, bias: Tensor | None,
+        a: Tensor, b: Tensor, scale: float,
+    ) -> Tensor:  # fmt: skip
+        y, between = lowrank.forward(x, _dense(weight, scales, shape, x.dtype), bias, a, b, scale)
+        ctx.save_for_backward(x, between, weight, scales, a, b)
+        ctx.shape, ctx.scale = shape, scale
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
+        x, between, weight, scales, a, b = ctx.saved_tensors
+        dense = _dense(weight, scales, ctx.shape, dy.dtype)
+        dx, d_a, d_b = lowrank.backward(dy, x, between, dense, a, b, ctx.scale)
+        return dx, None, None, None, None, d_a, d_b, None
+
+
+def _dense(weight: Tensor, scales: Tensor | None, shape: torch.Size | None, dtype: torch.dtype) -> Tensor:
+    if scales is None or shape is None:
+        return weight.to(dtype)
+    return rebuilt(weight, scales, dtype).view(shape)
+
+
+def hollow(shape: ModelShape, *, compute_dtype: torch.dtype) -> Decoder:
+    """A decoder whose weights take no memory until `freeze` makes them, one at a time."""
+    with torch.device("meta"):
+        model = Decoder(shape, compute_dtype=compute_dtype)
+    model.frequencies = rope.frequencies(shape)
+    return model
+
+
+@torch.no_grad()
+def freeze(model: Decoder, *, device: torch.device, base_bits: int, seed: int) -> None:
+    """Moves every weight to the device, matrices in the compute type or 4 bits, so that none of it learns.
+
+    One at a time, so that the device never holds more than the result. Weights that do not exist yet are drawn.
+    """
+    generator = torch.Generator(device=device).manual_seed(seed)
+    model.frequencies = model.frequencies.to(device)
+    for name, parameter in list(model.named_parameters()):
+        owner = model.get_submodule(name.rpartition(".")[0])
+        leaf = name.rpartition(".")[2]
+        dtype = model.compute_dtype if parameter.ndim > 1 else torch.float32
+        if parameter.is_meta:
+            value = torch.empty(parameter.shape, device=device, dtype=dtype)
+            model.draw_(name, value, generator)
+        else:
+            value = parameter.detach().to(device, dtype)
+        if base_bits == 4 and isinstance(owner, Block) and value.ndim == 2:
+            delattr(owner, leaf)
+            setattr(owner, leaf, Nf4.of(value))
+        else:
+            setattr(owner, leaf, nn.Parameter(value, requires_grad=False))
+
+
+@torch.no_grad()
+def attach(model: Decoder, spec: Adapters, *, seed: int) -> None:
+    """Adapters on the frozen model: A drawn as PEFT draws it, B zero, so that nothing changes before the first step."""
+    device = model.embedding.device
+    generator = torch.Generator(device=device).manual_seed(seed)
+    for block in model.blocks:
+        assert isinstance(block, Block)
+        for group, parts in GROUPS.items():
+            if any(name in spec.targets for name in parts):
+                adapter = Adapter(spec, model.shape, group=group).to(device)
+                bound = adapter.a.shape[-1] ** -0.5
+                adapter.a.uniform_(-bound, bound, generator=generator)
+                block.adapters[group] = adapter
+
+
+def adapters(model: Decoder) -> dict[str, tuple[Tensor, Tensor]]:
+    """(A, B) of every adapted projection, by `layer.target`, as views."""
+    found: dict[str, tuple[Tensor, Tensor]] = {}
+    for i, block in enumerate(model.blocks):
+        assert isinstance(block, Block)
+        for adapter in block.adapters.values():
+            assert isinstance(adapter, Adapter)
+            found |= {f"{i}.{name}": pair for name, pair in adapter.pairs().items()}
+    return found
+
+
+@torch.no_grad()
+def merge(model: Decoder) -> None:
+    """Adds every adapter to the weight it sits on, in fp32, and takes it off: the plain model it amounts to."""
+    for block in model.blocks:
+        assert isinstance(block, Block)
+        for group in list(block.adapters):
+            adapter = block.adapters[group]
+            assert isinstance(adapter, Adapter)
+            a_RK, b_MR = adapter.matrices()
+            weight = getattr(block, group)
+            dense = weight.dense(torch.float32) if isinstance(weight, Nf4) else weight.detach().float()
+            delattr(block, group)
+            setattr(block, group, nn.Parameter(dense + adapter.scale * (b_MR @ a_RK), requires_grad=False))
+            del block.adapters[group]
+        for group in GROUPS:
+            if isinstance(weight := getattr(block, group), Nf4):
+                delattr(block, group)
+                setattr(block, group, nn.Parameter(weight.dense(torch.float32), requires_grad=False))

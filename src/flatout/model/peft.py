@@ -1,0 +1,155 @@
+"""Adapters in and out of PEFT's files: `adapter_config.json` and `adapter_model.safetensors`. Their names end here.
+
+`flatout export RUN --to DIR` writes them, `lora.adapter: DIR` starts from them. Safetensors and JSON only.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from flatout.cost import TARGETS, Adapters
+from flatout.errors import UsageError
+from flatout.hub import read_json
+from flatout.model import lora
+from flatout.model.decoder import Decoder
+
+CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
+MODULES = {name: f"{'self_attn' if name in 'qkvo' else 'mlp'}.{name}_proj" for name in TARGETS}
+_NAME = re.compile(r"base_model\.model\.model\.layers\.(\d+)\.\w+\.(\w+)_proj\.lora_([AB])\.weight")
+# What their configuration may ask for and ours cannot do, with the value that asks for nothing.
+UNSUPPORTED = {
+    "use_dora": False, "bias": "none", "modules_to_save": None, "rank_pattern": {}, "alpha_pattern": {},
+    "layers_to_transform": None, "fan_in_fan_out": False, "trainable_token_indices": None, "layer_replication": None,
+}  # fmt: skip
+SAMPLED_BLOCKS, BLOCK_BYTES = 64, 1 << 16
+
+
+def save(model: Decoder, folder: Path, spec: Adapters, *, base: str | None, fingerprint: str | None) -> None:
+    """A folder that `peft.PeftModel.from_pretrained` puts on the base model with equal logits."""
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors = {}
+    for name, (a, b) in lora.adapters(model).items():
+        layer, _, target = name.partition(".")
+        prefix = f"base_model.model.model.layers.{layer}.{MODULES[target]}"
+        tensors[f"{prefix}.lora_A.weight"] = a.detach().cpu().contiguous()
+        tensors[f"{prefix}.lora_B.weight"] = b.detach().cpu().contiguous()
+    # PEFT ignores what it does not know here; we know our base by it again.
+    metadata = {"format": "pt"} | ({"flatout_base": fingerprint} if fingerprint else {})
+    save_file(tensors, folder / TENSORS, metadata=metadata)
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "r": spec.rank,
+        "lora_alpha": spec.alpha,
+        "lora_dropout": spec.dropout,
+        "use_rslora": spec.rslora,
+        "target_modules": [f"{name}_proj" for name in spec.targets],
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+    }
+    (folder / CONFIG).write_text(json.dumps(config, indent=2))
+
+
+def read(folder: Path) -> Adapters:
+    """What kind of adapters a folder holds; what we cannot do is refused by name."""
+    config = read_json(folder / CONFIG)
+    if config.get("peft_type") != "LORA":
+        raise UsageError(f"{folder / CONFIG}: peft_type {config.get('peft_type')!r} is not LORA, which is all we read")
+    asked = [name for name, nothing in UNSUPPORTED.items() if (config.get(name) or nothing) != nothing]
+    if asked:
+        raise UsageError(f"{folder / CONFIG} asks for {', '.join(asked)}, which our adapters lack")
+    found = {target for _, target, _ in _names(folder)}
+    return Adapters(
+        rank=int(config["r"]),
+        alpha=float(config["lora_alpha"]),
+        targets=tuple(name for name in TARGETS if name in found),
+        dropout=float(config.get("lora_dropout") or 0.0),
+        rslora=bool(config.get("use_rslora")),
+    )
+
+
+@torch.no_grad()
+def load(model: Decoder, folder: Path, spec: Adapters, *, base: str | None) -> None:
+    """Puts a folder's adapters into a model that has the same kind; nothing changes if anything does not fit."""
+    theirs = read(folder)
+    for name in ("rank", "targets", "rslora", "alpha"):
+        if getattr(theirs, name) != getattr(spec, name):
+            raise UsageError(
+                f"{folder} has adapters of {name} {getattr(theirs, name)}, this run asks for {getattr(spec, name)}: "
+                f"set lora.{name} to what the adapter has"
+            )
+    ours = lora.adapters(model)
+    names = _names(folder)
+    wanted = {(int(layer), target) for layer, _, target in (key.partition(".") for key in ours)}
+    if {(layer, target) for layer, target, _ in names} != wanted:
+        raise UsageError(
+            f"{folder} is an adapter of another base: it has {1 + max(layer for layer, _, _ in names)} layers, "
+            f"the model has {model.shape.layers}"
+        )
+    values: dict[tuple[int, str, str], Tensor] = {}
+    with _opened(folder) as file:
+        made_for = (file.metadata() or {}).get("flatout_base")
+        if made_for is not None and base is not None and made_for != base:
+            raise UsageError(f"{folder} is an adapter of another base: its weights are not those of this model")
+        for key, name in names.items():
+            values[key] = file.get_tensor(name)
+    for (layer, target, side), value in values.items():
+        into = ours[f"{layer}.{target}"][side == "B"]
+        if into.shape != value.shape:
+            raise UsageError(
+                f"{folder} is an adapter of another base: {names[layer, target, side]} is {tuple(value.shape)}, "
+                f"this model needs {tuple(into.shape)}"
+            )
+    for (layer, target, side), value in values.items():
+        ours[f"{layer}.{target}"][side == "B"].copy_(value)
+
+
+def fingerprint(folder: Path) -> str:
+    """One hash of a model's weights, from samples of every file: enough to tell one base from another."""
+    digest = hashlib.sha256()
+    for path in sorted(folder.glob("*.safetensors")):
+        size = path.stat().st_size
+        digest.update(f"{path.name} {size}".encode())
+        with path.open("rb") as file:
+            for i in range(SAMPLED_BLOCKS):
+                file.seek(i * max(0, size - BLOCK_BYTES) // (SAMPLED_BLOCKS - 1))
+                digest.update(file.read(BLOCK_BYTES))
+    return digest.hexdigest()
+
+
+def _names(folder: Path) -> dict[tuple[int, str, str], str]:
+    """(layer, target, A or B) to their tensor's name."""
+    with _opened(folder) as file:
+        keys = list(file.keys())
+    found = {}
+    for key in keys:
+        match = _NAME.fullmatch(key)
+        if match is None or match[2] not in TARGETS:
+            raise UsageError(
+                f"{folder / TENSORS}: {key} sits on nothing this decoder has: targets are {', '.join(TARGETS)}"
+            )
+        found[int(match[1]), match[2], match[3]] = key
+    if not found:
+        raise UsageError(f"{folder / TENSORS} holds no adapter")
+    return found
+
+
+def _opened(folder: Path) -> Any:
+    path = folder / TENSORS
+    if not path.is_file():
+        raise UsageError(f"{folder} has no {TENSORS} (pickled adapters are not read)")
+    try:
+        return safe_open(path, framework="pt")
+    except (SafetensorError, OSError) as error:
+        raise UsageError(f"{path} is no readable safetensors file: {error}") from None
