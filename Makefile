@@ -3,7 +3,9 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test bench-gpu check format clean
+COMPAT ?= .venv-compat
+
+.PHONY: demo test test-compat bench-gpu check format clean
 
 demo: $(VENV)/.train
 	$(BIN)/flatout demo
@@ -11,10 +13,20 @@ demo: $(VENV)/.train
 test: $(VENV)/.dev
 	$(BIN)/python -m pytest -n 2 --dist loadgroup $(PYTEST_ARGS)
 
+# The doctor on an old torch, in an environment that knows nothing of flatout. On x86 pass
+# COMPAT_PIP='--index-url https://download.pytorch.org/whl/cpu' to spare the CUDA libraries.
+test-compat: $(VENV)/.dev $(COMPAT)/.made
+	FLATOUT_COMPAT_PYTHON=$(abspath $(COMPAT))/bin/python $(BIN)/python -m pytest tests/doctor/test_doctor_compat.py
+
 # One GPU; a peer is a script that prints one JSON line: see benchmarks/pretrain.py.
 bench-gpu: $(VENV)/.train
 	$(BIN)/python -m benchmarks.pretrain $(BENCH_ARGS)
 	$(BIN)/python -m benchmarks.memory
+	$(BIN)/python -m benchmarks.growth
+	$(BIN)/python -m benchmarks.micro_batch
+	$(BIN)/python -m benchmarks.overhead
+	$(BIN)/python -m benchmarks.profile_step --fp8
+	$(BIN)/python -m benchmarks.doctor_gpu
 
 check: $(VENV)/.dev
 	$(BIN)/ruff format --check src tests benchmarks
@@ -38,5 +50,10 @@ $(VENV)/.dev: $(VENV)/.made pyproject.toml
 	$(BIN)/python -m pip install --quiet --editable '.[train,hf,tensorboard,wandb,dev]'
 	touch $@
 
+$(COMPAT)/.made:
+	$(PYTHON) -m venv $(COMPAT)
+	$(COMPAT)/bin/python -m pip install --quiet $(COMPAT_PIP) 'torch==2.4.1' 'numpy<2'
+	touch $@
+
 clean:
-	rm -rf $(VENV) dist build .mypy_cache .ruff_cache .pytest_cache .import_linter_cache
+	rm -rf $(VENV) $(COMPAT) dist build .mypy_cache .ruff_cache .pytest_cache .import_linter_cache

@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import gc
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -71,12 +71,19 @@ class Point:
     loss_chunk: int = 8192
     fused: bool = True
     fp8: bool = False
+    length: int | None = None  # of a sequence, where it is not the shape's own
+
+    @property
+    def model(self) -> ModelShape:
+        shape = SHAPES[self.shape]
+        return shape if self.length is None else replace(shape, positions=self.length)
 
     @property
     def variant(self) -> str:
         how = "fp8" if self.fp8 else "fused" if self.fused else "eager" if self.compile == "none" else "compiled"
         size = f"{self.micro_batch}" if self.accumulation == 1 else f"{self.micro_batch}x{self.accumulation}"
-        return f"flatout-{self.shape}-micro{size}-{self.recompute}-{how}-{self.precision}-chunk{self.loss_chunk}"
+        name = self.shape if self.length is None else f"{self.shape}.{self.length}"
+        return f"flatout-{name}-micro{size}-{self.recompute}-{how}-{self.precision}-chunk{self.loss_chunk}"
 
 
 POINTS = [
@@ -99,7 +106,7 @@ POINTS = [
 
 
 def planned(point: Point, *, hardware: Hardware | None = None) -> Plan:
-    shape = SHAPES[point.shape]
+    shape = point.model
     pins = PlanSettings(
         micro_batch=point.micro_batch,
         recompute=point.recompute,

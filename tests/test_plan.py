@@ -551,6 +551,9 @@ def test_kernels_and_8_bits_where_they_gain() -> None:
     assert ampere.decisions.fused_mlp
     assert not ampere.decisions.fp8
     assert "SM 8.9" in ampere.reasons["fp8"]
+    ada = decide(job(hardware="RTX 4090", sequences=64))
+    assert not ada.decisions.fp8
+    assert "plan.fp8: true" in ada.reasons["fp8"]
     assert not decide(job(hardware="T4")).decisions.fused_mlp
     assert not decide(job(hardware="CPU")).decisions.fused_mlp
     assert not decide(job(sequences=64, pins={"preset": "safe"})).decisions.fp8
@@ -566,11 +569,15 @@ def test_8_bits_need_tokens_enough_and_widths_of_16() -> None:
     assert not decide(job(shape=replace(SMALL, hidden=384, heads=6, kv_heads=6), sequences=64)).decisions.fp8
 
 
-def test_query_and_key_norms_leave_that_segment_to_the_compiler() -> None:
+def test_query_and_key_norms_are_fused_where_heads_are_a_power_of_two() -> None:
     plan = decide(job(shape=replace(SMALL, qk_norm=True), sequences=64, steps=None))
-    assert not plan.decisions.fused_qkv
-    assert plan.decisions.fused_mlp
-    assert plan.decisions.compile == "default"
+    assert plan.decisions.fused_qkv
+    assert plan.decisions.fp8
+    odd = decide(job(shape=replace(SMALL, qk_norm=True, head_dim=96), sequences=64, steps=None))
+    assert not odd.decisions.fused_qkv
+    assert "not 96" in odd.reasons["fused_qkv"]
+    assert odd.decisions.fused_mlp
+    assert odd.decisions.compile == "default"
 
 
 def test_selective_recomputation_is_for_the_plain_path() -> None:

@@ -259,6 +259,38 @@ def export(
     out.print(f"wrote step {trained.step} of {run} to {to}", highlight=False, markup=False, soft_wrap=True)
 
 
+@app.command(context_settings={"allow_interspersed_args": False})
+def doctor(
+    what: Annotated[list[str] | None, typer.Argument(help="a run folder, or -- and the command of any script")] = None,
+    steps: Annotated[int, typer.Option(help="optimizer steps to watch, warm-up included")] = 20,
+    seconds: Annotated[float, typer.Option(help="watch no longer than this after warm-up")] = 60.0,
+    then: Annotated[str, typer.Option(help="stop: end the script after that; continue: let it run on")] = "stop",
+    run: Annotated[Path | None, typer.Option(help="run folder to write (default: runs/doctor-TIME)")] = None,
+    json_to: Annotated[str | None, typer.Option("--json", help="file for the diagnosis, or - for stdout")] = None,
+    proving: Annotated[bool, typer.Option("--prove", help="measure each fix that is a switch, on the script")] = False,
+    repeats: Annotated[int, typer.Option(help="with --prove: how often each is measured")] = 3,
+    log: Annotated[Path | None, typer.Option(help="diagnose the log of a training elsewhere")] = None,
+    on: Annotated[str | None, typer.Option("--on", help="with --log: the machine it ran on, such as H100x8")] = None,
+    params: Annotated[str | None, typer.Option(help="with --log: size of the model, such as 124M")] = None,
+) -> None:
+    """Say why training is slow: of any PyTorch script, unchanged; of a run folder; of a log."""
+    from flatout.insight import doctor as verb
+
+    leave = verb.main(
+        what or [],
+        asked=verb.asked_for(steps=steps, seconds=seconds, then=then, json_to=json_to),
+        folder=run or _new_folder("doctor"),
+        consoles=(out, err),
+        json_to=json_to,
+        proving=proving,
+        repeats=repeats,
+        log=log,
+        on=on,
+        params=params,
+    )
+    raise typer.Exit(leave)
+
+
 @app.command()
 def report(
     runs: Annotated[list[Path], typer.Argument(help="run folders", metavar="RUN...")],

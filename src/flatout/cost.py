@@ -359,15 +359,15 @@ def activation_bytes(shape: ModelShape, *, precision: str, recompute: str, path:
     beside = 4 * (shape.heads + 2)
     # The residual stream before each norm; the projection qkv; the attention's output; gate and up.
     kept = 2 * hidden + (q + 2 * kv) + q + 2 * ff
+    if recompute == "none" and (shape.qk_norm or path in ("eager", "compiled")):
+        # The rotated q and k, beside the projection that v is a view of.
+        kept += q + kv
     if path == "fp8":
         # Both norms' outputs and the product of gate and up in 8 bits.
         return width * kept + 2 * hidden + ff + beside
     if recompute == "selective":
         return width * (kept + hidden) + beside
     kept += 2 * hidden + ff
-    if path != "fused":
-        # The rotated q and k, beside the projection that v is a view of.
-        kept += q + kv
     if path == "eager":
         # Additionally the norms' inputs in fp32, where those are copies, and silu(gate).
         kept += (0 if width == 4 else 2 * hidden) + ff

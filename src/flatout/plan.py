@@ -310,18 +310,16 @@ def _kernels(job: Job, *, precision: str) -> list[tuple[str, bool, str]]:
         no = "written for bf16 tensor cores, SM 8.0 and up"
     elif job.pins.recompute == "selective":
         no = "selective recomputation keeps what they would overwrite"
-    reasons = {
-        "fused_qkv": no
-        or foreign
-        or ("it has no query and key norms" if shape.qk_norm else "norm and rotary positions, one pass"),
-        "fused_mlp": no or foreign or "norm and SwiGLU, one pass each way",
-        "fused_loss": no or "one read and one write of each logit",
-    }
-    lacking = {"fused_qkv": shape.qk_norm or foreign, "fused_mlp": foreign}
-    rows = [(name, no is None and not lacking.get(name), why) for name, why in reasons.items()]
-    if no is None and any(lacking.values()):
-        no = "8-bit matmuls need all fused segments"
-    return [*rows, ("fp8", *_fp8(job, precision=precision, no=no))]
+    odd_heads = shape.qk_norm and shape.head_dim & (shape.head_dim - 1)
+    uneven = f"query and key norms need heads of a power of two, not {shape.head_dim}" if odd_heads else None
+    rows = [
+        ("fused_qkv", no or foreign or uneven, "norm and rotary positions, one pass each way"),
+        ("fused_mlp", no or foreign, "norm and SwiGLU, one pass each way"),
+        ("fused_loss", no, "one read and one write of each logit"),
+    ]
+    lacking = "it needs all fused segments" if foreign or uneven else None
+    eight = ("fp8", *_fp8(job, precision=precision, no=no or lacking))
+    return [*((name, problem is None, problem or gain) for name, problem, gain in rows), eight]
 
 
 def _fp8(job: Job, *, precision: str, no: str | None) -> tuple[bool, str]:
@@ -332,6 +330,8 @@ def _fp8(job: Job, *, precision: str, no: str | None) -> tuple[bool, str]:
         return False, f"FP8 goes with bf16, not {precision}"
     if sm is None or sm < (8, 9):
         return False, "FP8 tensor cores begin with SM 8.9"
+    if sm[0] != 9:
+        return False, f"measured on SM 9.0 only; pin plan.fp8: true to try it on SM {sm[0]}.{sm[1]}"
     odd = {"hidden": shape.hidden, "intermediate": shape.intermediate, "vocab": shape.vocab}
     if uneven := [name for name, size in odd.items() if size % 16]:
         return False, f"FP8 matmuls need multiples of 16, and model.{uneven[0]} is {odd[uneven[0]]}"

@@ -136,6 +136,16 @@ def test_kernels_in_bf16_follow_the_plain_path(recompute: str) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("kernel", ["fused_qkv", "fused_mlp", "fused_loss"])
+def test_one_kernel_and_the_compiler_share_a_block(kernel: str) -> None:
+    device = torch.device("cuda")
+    plain = train(build(active=replace(ACTIVE, device=device)), steps=10)
+    here = replace(active(**{kernel: True}), device=device, dtype=torch.bfloat16, compile="default")
+    for one, other in zip(plain, train(build(active=here), steps=10), strict=True):
+        assert other.loss == pytest.approx(one.loss, rel=0.02)
+
+
+@pytest.mark.gpu
 def test_a_steady_step_never_waits_for_the_device() -> None:
     here = replace(active(**ALL), device=torch.device("cuda"), dtype=torch.bfloat16)
     engine = build(active=here)

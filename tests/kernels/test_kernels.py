@@ -147,6 +147,8 @@ def qkv_inputs(dtype: torch.dtype) -> dict[str, Tensor]:
         "norm": (1 + 0.1 * random(s["c"], seed=2)).requires_grad_(),
         "weight": (0.1 * random(width, s["c"], seed=3)).requires_grad_(),
         "bias": random(width, seed=4, grad=True),
+        "q_norm": (1 + 0.1 * random(s["d"], seed=6)).requires_grad_(),
+        "k_norm": (1 + 0.1 * random(s["d"], seed=7)).requires_grad_(),
     }
 
 
@@ -155,20 +157,25 @@ def angles() -> tuple[Tensor, Tensor]:
     return a.cos(), a.sin()
 
 
-def plain_qkv(t: dict[str, Tensor], *, delta: bool, bias: bool) -> list[Tensor]:
+def plain_qkv(t: dict[str, Tensor], *, delta: bool, bias: bool, head_norms: bool = False) -> list[Tensor]:
     cos, sin = angles()
     summed = t["residual"] + t["delta"] if delta else t["residual"]
     x = rms_norm(summed, t["norm"], 1e-5)
     heads = linear(x, t["weight"], t["bias"] if bias else None).view(SHAPE["n"], -1, SHAPE["d"])
     q, k, v = heads.split([SHAPE["heads"], SHAPE["groups"], SHAPE["groups"]], dim=1)
+    if head_norms:
+        q, k = rms_norm(q, t["q_norm"], 1e-5), rms_norm(k, t["k_norm"], 1e-5)
     return [summed, rotate(q, cos, sin), rotate(k, cos, sin), v]
 
 
-def fused_qkv(t: dict[str, Tensor], *, delta: bool, bias: bool, scales: segments.Qkv8 | None = None) -> list[Tensor]:
+def fused_qkv(
+    t: dict[str, Tensor], *, delta: bool, bias: bool, head_norms: bool = False, scales: segments.Qkv8 | None = None
+) -> list[Tensor]:
     cos, sin = angles()
     return list(
         segments.norm_qkv_rope(
             t["residual"], t["delta"] if delta else None, t["norm"], t["weight"], t["bias"] if bias else None,
+            t["q_norm"] if head_norms else None, t["k_norm"] if head_norms else None,
             cos, sin, eps=1e-5, heads=SHAPE["heads"], groups=SHAPE["groups"], scales=scales,
         )
     )  # fmt: skip
@@ -179,12 +186,15 @@ def gradients(outputs: list[Tensor], inputs: list[Tensor]) -> list[Tensor]:
     return list(torch.autograd.grad(outputs, inputs, weights))
 
 
-@pytest.mark.parametrize("delta", [True, False])
-@pytest.mark.parametrize("bias", [True, False])
-def test_norm_qkv_rope(delta: bool, bias: bool) -> None:
+@pytest.mark.parametrize(
+    ("delta", "bias", "head_norms"), [(True, True, False), (False, False, False), (True, False, True)]
+)
+def test_norm_qkv_rope(delta: bool, bias: bool, head_norms: bool) -> None:
     t = qkv_inputs(torch.float32)
     inputs = [t[k] for k in ("residual", "norm", "weight")] + [t["delta"]] * delta + [t["bias"]] * bias
-    expected, found = plain_qkv(t, delta=delta, bias=bias), fused_qkv(t, delta=delta, bias=bias)
+    inputs += [t["q_norm"], t["k_norm"]] * head_norms
+    asked = {"delta": delta, "bias": bias, "head_norms": head_norms}
+    expected, found = plain_qkv(t, **asked), fused_qkv(t, **asked)
     for a, b in zip(found, expected, strict=True):
         assert off(a, b) < 1e-5
     for a, b in zip(gradients(found, inputs), gradients(expected, inputs), strict=True):
@@ -237,13 +247,15 @@ def test_final_norm() -> None:
 EIGHT_BITS = 0.15 if DEVICE == "cuda" else 0.35
 
 
-def test_qkv_in_8_bits_is_near_the_plain_path() -> None:
+@pytest.mark.parametrize("head_norms", [True, False])
+def test_qkv_in_8_bits_is_near_the_plain_path(head_norms: bool) -> None:
     t = qkv_inputs(WIDE)
     weight = fp8.Weight(t["weight"])
     fp8.Weight.refresh([t["weight"]], [weight])
     scales = segments.Qkv8(x=scale(fp8.FORWARD, 64.0), d_qkv=scale(fp8.BACKWARD, 1024.0), weight=weight)
     inputs = [t[k] for k in ("residual", "delta", "norm", "weight")]
-    expected, found = plain_qkv(t, delta=True, bias=False), fused_qkv(t, delta=True, bias=False, scales=scales)
+    asked = {"delta": True, "bias": False, "head_norms": head_norms}
+    expected, found = plain_qkv(t, **asked), fused_qkv(t, **asked, scales=scales)
     for a, b in zip(found, expected, strict=True):
         assert off(a, b) < EIGHT_BITS
     for a, b in zip(gradients(found, inputs), gradients(expected, inputs), strict=True):
@@ -251,7 +263,7 @@ def test_qkv_in_8_bits_is_near_the_plain_path() -> None:
     assert scales.x.amax.max() > 0
     assert scales.d_qkv.amax.max() > 0
     with torch.no_grad():  # evaluation is not in 8 bits
-        assert off(fused_qkv(t, delta=True, bias=False, scales=scales)[1], expected[1]) < 0.01
+        assert off(fused_qkv(t, **asked, scales=scales)[1], expected[1]) < 0.01
 
 
 def test_mlp_in_8_bits_is_near_the_plain_path() -> None:

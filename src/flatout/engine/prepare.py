@@ -74,9 +74,14 @@ def _compile(model: Decoder, blocks: list[Block], *, active: Active, rows: RowLo
     options: dict[str, Any] = {"fullgraph": True, "dynamic": False}
     if active.compile == "max-autotune":
         options["mode"] = "max-autotune-no-cudagraphs"
-    if not (active.fused_qkv and active.fused_mlp):
-        for block in blocks:
+    for block in blocks:
+        # The compiler takes a whole block, or the one segment of it that has no kernel.
+        if not active.fused_qkv and not active.fused_mlp:
             block.compile(**options)
+        elif not active.fused_qkv:
+            block.norm_qkv_rope = torch.compile(block.norm_qkv_rope, **options)  # type: ignore[method-assign]
+        elif not active.fused_mlp:
+            block.norm_mlp = torch.compile(block.norm_mlp, **options)  # type: ignore[method-assign]
     model.enter = torch.compile(model.enter, **options)  # type: ignore[method-assign]
     if not active.fused_mlp:
         model.leave = torch.compile(model.leave, **options)  # type: ignore[method-assign]

@@ -43,6 +43,12 @@ class Ranks:
             dist.all_reduce(tensor)
         return tensor
 
+    def max_(self, tensor: Tensor) -> Tensor:
+        """The largest over all ranks, in place."""
+        if self.world > 1:
+            dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
+        return tensor
+
     def sum_gradients_(self, gradients: list[Tensor]) -> None:
         """One collective over all gradients: they are laid end to end, summed and copied back."""
         if self.world == 1:

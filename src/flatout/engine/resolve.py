@@ -170,8 +170,8 @@ def _try_kernel(name: str, shape: ModelShape, dtype: torch.dtype, device: torch.
     """Why a fused segment cannot be trained with here; None if it took a forward and a backward pass."""
     from flatout.kernels import rows, segments
 
-    if name == "qkv" and shape.qk_norm:
-        return "it has no query and key norms"
+    if name == "qkv" and shape.qk_norm and shape.head_dim & (shape.head_dim - 1):
+        return f"query and key norms need heads of a power of two, not {shape.head_dim}"
     tokens = 16
 
     def zeros(*size: int, kind: torch.dtype = torch.float32) -> torch.Tensor:
@@ -184,9 +184,10 @@ def _try_kernel(name: str, shape: ModelShape, dtype: torch.dtype, device: torch.
         if name == "qkv":
             weight, angles = zeros(shape.q_width + 2 * shape.kv_width, shape.hidden), (tokens, 1, shape.head_dim // 2)
             cos = torch.ones(angles, device=device)
+            q_norm, k_norm = (zeros(shape.head_dim) if shape.qk_norm else None for _ in range(2))
             _, q, k, v = segments.norm_qkv_rope(
-                stream(), stream(), zeros(shape.hidden), weight, None, cos, cos, eps=1e-5, heads=shape.heads,
-                groups=shape.kv_heads,
+                stream(), stream(), zeros(shape.hidden), weight, None, q_norm, k_norm, cos, cos, eps=1e-5,
+                heads=shape.heads, groups=shape.kv_heads,
             )  # fmt: skip
             (q.sum() + k.sum() + v.sum()).backward()
         elif name == "mlp":

@@ -116,13 +116,13 @@ def longest(batch: Batch) -> Batch:
 
 def fitted(plan: Plan, trials: Sequence[Trial], *, size: int, source: str) -> Plan:
     """The plan with the size that was found, and why."""
-    found = plan.but(micro_batch=size)
+    found = plan.but(micro_batch=size, recompute=plan.decisions.recompute)
     speeds = {trial.micro_batch: trial.tokens_per_s for trial in trials}
     others = [f"{n}: {f'{speed:,.0f}' if speed else 'did not fit'}" for n, speed in speeds.items() if n != size]
     reason = f"{speeds[size]:,.0f} tokens/s forward and backward, {source}" + (
         f" ({', '.join(others)})" if others else ""
     )
-    return replace(found, reasons={**found.reasons, "micro_batch": reason})
+    return replace(found, reasons={**found.reasons, "recompute": plan.reasons["recompute"], "micro_batch": reason})
 
 
 def _try(engine: Engine, batch_of: Callable[[int], Batch], size: int, ranks: Ranks) -> Trial:

@@ -10,7 +10,8 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -19,13 +20,18 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from flatout.config.settings import Recompute, TrainSettings
 from flatout.cost import ModelShape
+from flatout.engine.prepare import prepare
+from flatout.engine.resolve import Active
 from flatout.losses import linear_cross_entropy, row_loss
 from flatout.model import Attend, Block, Decoder, Masked, Rectangular, Varlen
 from flatout.optim import adamw
 
 # A larger difference than this, relative to the plain result, is an error and not rounding.
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 1e-2}
+EIGHT_BIT_TOLERANCE = 0.15
 REPEATS = 5
+# Steps after which delayed scales have found every matrix of a block, from the last to the first.
+SETTLING = 6
 
 Work = Callable[[], Sequence[Tensor]]
 
@@ -138,6 +144,28 @@ def _trials(device: torch.device) -> Iterator[_Trial]:
             tolerance=limit,
         )
     if on_gpu:
+        for name, title in (("fused_qkv", "norm, qkv, rotary"), ("fused_mlp", "norm, MLP")):
+            yield _Trial(
+                path=f"kernel: {title}",
+                against="plain",
+                fast=_block(shape, batch, length, dtype, device, kernels=(name,)),
+                plain=_block(shape, batch, length, dtype, device),
+                tolerance=limit,
+            )
+        yield _Trial(
+            path="kernel: cross-entropy",
+            against="plain",
+            fast=_kernel_loss(shape, tokens, dtype, device),
+            plain=_plain_loss(shape, tokens, dtype, device),
+            tolerance=limit,
+        )
+        yield _Trial(
+            path="8-bit matmuls: one block",
+            against="kernels in 16 bits",
+            fast=_block(shape, batch, length, dtype, device, kernels=("fused_qkv", "fused_mlp", "fp8")),
+            plain=_block(shape, batch, length, dtype, device, kernels=("fused_qkv", "fused_mlp")),
+            tolerance=EIGHT_BIT_TOLERANCE,
+        )
         yield _Trial(
             path="compile: one block",
             against="eager",
@@ -186,12 +214,13 @@ def _block(
     *,
     recompute: Recompute = "none",
     compiled: bool = False,
+    kernels: tuple[str, ...] = (),
 ) -> Work:
     model = Decoder(shape, compute_dtype=dtype).to(device)
     model.initialise(0)
+    _, eight = prepare(model, active=_active(dtype, device, kernels), recompute=recompute, loss_chunk=1)
     block = model.blocks[0]
     assert isinstance(block, Block)
-    block.recompute = recompute
     if compiled:
         block.compile(fullgraph=True, dynamic=False)
     residual = _random((batch * length, shape.hidden), seed=3, dtype=dtype, device=device).requires_grad_()
@@ -204,7 +233,37 @@ def _block(
         loss = (carried + delta).float().square().mean()
         return [(carried + delta).detach(), *torch.autograd.grad(loss, [residual, *block.parameters()])]
 
-    return work
+    if eight is None:
+        return work
+
+    left = SETTLING
+
+    def settled() -> Sequence[Tensor]:
+        nonlocal left
+        for _ in range(left):
+            eight.ready()
+            work()
+            eight.updated()
+        left = 0
+        return work()
+
+    return settled
+
+
+def _active(dtype: torch.dtype, device: torch.device, kernels: tuple[str, ...]) -> Active:
+    """The plain path with some kernels in it."""
+    plain = Active(
+        device=device,
+        dtype=dtype,
+        attention="math",
+        repeat_kv=False,
+        varlen=False,
+        compile="none",
+        fused_optimizer=True,
+        facts={},
+    )
+    switches: dict[str, Any] = dict.fromkeys(kernels, True)
+    return replace(plain, **switches)
 
 
 def _head(shape: ModelShape, tokens: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
@@ -229,6 +288,18 @@ def _plain_loss(shape: ModelShape, tokens: int, dtype: torch.dtype, device: torc
 
     def work() -> Sequence[Tensor]:
         loss = F.cross_entropy((hidden @ weight.to(dtype).t()).float(), targets)
+        return [loss, *torch.autograd.grad(loss, [hidden, weight])]
+
+    return work
+
+
+def _kernel_loss(shape: ModelShape, tokens: int, dtype: torch.dtype, device: torch.device) -> Work:
+    from flatout.kernels.rows import cross_entropy_
+
+    hidden, weight, targets = _head(shape, tokens, dtype, device)
+
+    def work() -> Sequence[Tensor]:
+        loss = linear_cross_entropy(hidden, weight, targets, chunk=tokens, rows=cross_entropy_) / tokens
         return [loss, *torch.autograd.grad(loss, [hidden, weight])]
 
     return work

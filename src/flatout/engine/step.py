@@ -128,6 +128,8 @@ class Engine:
         lr = self.schedule(step)
         norm = self._update(gradients, loss, lr)
         if self.eight is not None:
+            # One scale on all ranks: a resumed run then goes on exactly, whichever rank saved.
+            self.ranks.max_(self.eight.scales.amax)
             self.eight.updated()
         numbers = torch.stack([loss.double(), norm.double(), self.scale.double(), *totals])
         if numbers.is_cuda:

@@ -1,4 +1,4 @@
-"""Rotary positions on a fused qkv projection, in place; and the way back.
+"""Rotary positions on a fused qkv projection, in place; with query and key norms beside it; and the way back.
 
 Legend: N tokens, W = (H + 2G) x D columns, H query heads, G key/value heads, D head width, E = D / 2.
 """
@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from flatout.kernels.fp8 import Scale, limits, slot, slots
-from flatout.kernels.launch import cdiv
+from flatout.kernels.launch import cdiv, num_processors, width
 
 
 @triton.jit
@@ -73,6 +73,68 @@ def _rotate_back(
     tl.store(d_qkv + out + E, db.to(d_qkv.dtype.element_ty), mask=written)
 
 
+@triton.jit
+def _norm_rotate(
+    qkv, q_weight, k_weight, cos, sin, out, rstd, W, eps,
+    H: tl.constexpr, G: tl.constexpr, E: tl.constexpr, HEADS: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.arange(0, HEADS)
+    i = tl.arange(0, E)
+    inside = (head < H + G)[:, None] & (i < E)[None, :]
+    at = head[:, None] * (2 * E) + i[None, :]
+    a = tl.load(qkv + row * W + at, mask=inside, other=0.0).to(tl.float32)
+    b = tl.load(qkv + row * W + at + E, mask=inside, other=0.0).to(tl.float32)
+    r = tl.rsqrt((tl.sum(a * a, axis=1) + tl.sum(b * b, axis=1)) / (2 * E) + eps)
+    tl.store(rstd + row * (H + G) + head, r, mask=head < H + G)
+    is_q = (head < H)[:, None]
+    w_a = tl.where(is_q, tl.load(q_weight + i)[None, :], tl.load(k_weight + i)[None, :]).to(tl.float32)
+    w_b = tl.where(is_q, tl.load(q_weight + E + i)[None, :], tl.load(k_weight + E + i)[None, :]).to(tl.float32)
+    a = a * r[:, None] * w_a
+    b = b * r[:, None] * w_b
+    c = tl.load(cos + row * E + i)[None, :]
+    s = tl.load(sin + row * E + i)[None, :]
+    to = out + row * ((H + G) * 2 * E) + at
+    tl.store(to, (a * c - b * s).to(out.dtype.element_ty), mask=inside)
+    tl.store(to + E, (b * c + a * s).to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _norm_rotate_back(
+    d_qkv, qkv, rstd, q_weight, k_weight, d_weight, N, W,
+    H: tl.constexpr, G: tl.constexpr, E: tl.constexpr, HEADS: tl.constexpr, TILES: tl.constexpr,
+):  # fmt: skip
+    head = tl.arange(0, HEADS)
+    i = tl.arange(0, E)
+    at = head[:, None] * (2 * E) + i[None, :]
+    is_q = (head < H)[:, None]
+    w_a = tl.where(is_q, tl.load(q_weight + i)[None, :], tl.load(k_weight + i)[None, :]).to(tl.float32)
+    w_b = tl.where(is_q, tl.load(q_weight + E + i)[None, :], tl.load(k_weight + E + i)[None, :]).to(tl.float32)
+    sum_a = tl.zeros((HEADS, E), dtype=tl.float32)
+    sum_b = tl.zeros((HEADS, E), dtype=tl.float32)
+    for tile in range(TILES):
+        row = (tile * tl.num_programs(0) + tl.program_id(0)).to(tl.int64)
+        inside = (head < H + G)[:, None] & (i < E)[None, :] & (row < N)
+        # The gradient as rotated back, in the place of the projection's own.
+        da = tl.load(d_qkv + row * W + at, mask=inside, other=0.0).to(tl.float32)
+        db = tl.load(d_qkv + row * W + at + E, mask=inside, other=0.0).to(tl.float32)
+        r = tl.load(rstd + row * (H + G) + head, mask=(head < H + G) & (row < N), other=0.0)[:, None]
+        a = tl.load(qkv + row * W + at, mask=inside, other=0.0).to(tl.float32) * r
+        b = tl.load(qkv + row * W + at + E, mask=inside, other=0.0).to(tl.float32) * r
+        sum_a += da * a
+        sum_b += db * b
+        ga = da * w_a
+        gb = db * w_b
+        mean = ((tl.sum(ga * a, axis=1) + tl.sum(gb * b, axis=1)) / (2 * E))[:, None]
+        tl.store(d_qkv + row * W + at, ((ga - a * mean) * r).to(d_qkv.dtype.element_ty), mask=inside)
+        tl.store(d_qkv + row * W + at + E, ((gb - b * mean) * r).to(d_qkv.dtype.element_ty), mask=inside)
+    to = d_weight + tl.program_id(0) * (4 * E)
+    tl.store(to + i, tl.sum(tl.where(is_q, sum_a, 0.0), axis=0))
+    tl.store(to + E + i, tl.sum(tl.where(is_q, sum_b, 0.0), axis=0))
+    tl.store(to + 2 * E + i, tl.sum(tl.where(is_q, 0.0, sum_a), axis=0))
+    tl.store(to + 3 * E + i, tl.sum(tl.where(is_q, 0.0, sum_b), axis=0))
+
+
 ROWS, BLOCK = 4, 512
 
 
@@ -102,3 +164,38 @@ def rotate_back(
         ROWS=ROWS, BLOCK=BLOCK, num_warps=4,
     )  # fmt: skip
     return out
+
+
+def norm_rotate(
+    qkv_NW: Tensor, q_norm_D: Tensor, k_norm_D: Tensor, cos_NE: Tensor, sin_NE: Tensor, eps: float, *, heads: int,
+    groups: int,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Normed and rotated queries and keys side by side, and the norms' scale of each head.
+
+    Heads are a power of two wide.
+    """
+    n, w = qkv_NW.shape
+    e = cos_NE.shape[-1]
+    out = torch.empty(n, (heads + groups) * 2 * e, dtype=qkv_NW.dtype, device=qkv_NW.device)
+    rstd = torch.empty(n, heads + groups, dtype=torch.float32, device=qkv_NW.device)
+    _norm_rotate[(n,)](
+        qkv_NW, q_norm_D, k_norm_D, cos_NE, sin_NE, out, rstd, w, eps,
+        H=heads, G=groups, E=e, HEADS=width(heads + groups), num_warps=4,
+    )  # fmt: skip
+    return out, rstd
+
+
+def norm_rotate_back_(
+    d_qkv_NW: Tensor, qkv_NW: Tensor, rstd: Tensor, q_norm_D: Tensor, k_norm_D: Tensor, *, heads: int, groups: int
+) -> tuple[Tensor, Tensor]:
+    """Takes the norms' part out of the gradient that `rotate_back` gave, where it lies; gives the norms' own."""
+    n, w = qkv_NW.shape
+    d = q_norm_D.shape[0]
+    programs = min(n, 8 * num_processors(qkv_NW))
+    partial = torch.empty(programs, 2 * d, dtype=torch.float32, device=qkv_NW.device)
+    _norm_rotate_back[(programs,)](
+        d_qkv_NW, qkv_NW, rstd, q_norm_D, k_norm_D, partial, n, w,
+        H=heads, G=groups, E=d // 2, HEADS=width(heads + groups), TILES=cdiv(n, programs), num_warps=4,
+    )  # fmt: skip
+    q_gradient, k_gradient = partial.sum(0).split(d)
+    return q_gradient.to(q_norm_D.dtype), k_gradient.to(k_norm_D.dtype)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from flatout.kernels import fp8
 from flatout.kernels.norm import add_norm, add_norm_backward
-from flatout.kernels.rope import rotate_, rotate_back
+from flatout.kernels.rope import norm_rotate, norm_rotate_back_, rotate_, rotate_back
 from flatout.kernels.swiglu import swiglu, swiglu_backward
 
 
@@ -56,7 +56,8 @@ class _NormQkvRope(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, residual: Tensor, delta: Tensor | None, norm: Tensor, weight: Tensor, bias: Tensor | None,
-        cos: Tensor, sin: Tensor, eps: float, heads: int, groups: int, scales: Qkv8 | None,
+        q_norm: Tensor | None, k_norm: Tensor | None, cos: Tensor, sin: Tensor, eps: float, heads: int, groups: int,
+        scales: Qkv8 | None,
     ) -> tuple[Tensor | None, Tensor, Tensor, Tensor]:  # fmt: skip
         summed, x, rstd = add_norm(residual, delta, norm, eps, fp8=None if scales is None else scales.x)
         if scales is None:
@@ -68,37 +69,53 @@ class _NormQkvRope(torch.autograd.Function):
             qkv = fp8.matmul(x, both.rows, scales.x.inverse, both.inverse, dtype=residual.dtype, fast=True)
             kept = [fp8.transposed(x)]
         d = 2 * cos.shape[-1]
-        rotate_(qkv, cos, sin, rotated_heads=heads + groups)
-        q, k, v = qkv.view(qkv.shape[0], -1, d).split([heads, groups, groups], dim=1)
+        parts = qkv.view(qkv.shape[0], -1, d).split([heads, groups, groups], dim=1)
+        if q_norm is not None and k_norm is not None:
+            turned, head_rstd = norm_rotate(qkv, q_norm, k_norm, cos, sin, eps, heads=heads, groups=groups)
+            q, k = turned.view(qkv.shape[0], -1, d).split([heads, groups], dim=1)
+            v = parts[2]
+            kept += [qkv, head_rstd, q_norm, k_norm]
+        else:
+            rotate_(qkv, cos, sin, rotated_heads=heads + groups)
+            q, k, v = parts
         ctx.save_for_backward(summed, rstd, norm, cos, sin, *kept)
         ctx.set_materialize_grads(False)
-        ctx.scales, ctx.types = scales, (weight.dtype, bias.dtype if bias is not None else None)
-        ctx.has_delta = delta is not None
+        ctx.scales, ctx.types = scales, (weight.dtype, None if bias is None else bias.dtype)
+        ctx.has_delta, ctx.has_head_norms, ctx.heads, ctx.groups = delta is not None, q_norm is not None, heads, groups
         return (summed if delta is not None else None), q, k, v
 
     @staticmethod
     def backward(ctx: Any, d_summed: Tensor | None, dq: Tensor, dk: Tensor, dv: Tensor) -> tuple[Any, ...]:
         summed, rstd, norm, cos, sin, *kept = ctx.saved_tensors
         scales, (weight_type, bias_type) = ctx.scales, ctx.types
-        d_bias = None
+        # With head norms the rotation is undone first, and 8 bits come after them.
+        at_once = None if scales is None or ctx.has_head_norms else scales.d_qkv
+        d_qkv = rotate_back(dq, dk, dv, cos, sin, fp8=at_once)
+        d_q_norm = d_k_norm = d_bias = None
+        if ctx.has_head_norms:
+            *kept, qkv, head_rstd, q_norm, k_norm = kept
+            d_q_norm, d_k_norm = norm_rotate_back_(
+                d_qkv, qkv, head_rstd, q_norm, k_norm, heads=ctx.heads, groups=ctx.groups
+            )
         if scales is None:
             x, cast = kept
-            d_qkv = rotate_back(dq, dk, dv, cos, sin)
             dx = d_qkv @ cast
             d_weight = weight_gradient(d_qkv, x, weight_type)
             if bias_type is not None:
                 d_bias = d_qkv.sum(0, dtype=torch.float32).to(bias_type)
         else:
             (x_cols,) = kept
-            both = scales.weight.both
-            d_rows = rotate_back(dq, dk, dv, cos, sin, fp8=scales.d_qkv)
-            dx = fp8.matmul(d_rows, both.cols, scales.d_qkv.inverse, both.inverse, dtype=summed.dtype, fast=True)
-            d_weight = fp8.matmul(
-                fp8.transposed(d_rows), x_cols, scales.d_qkv.inverse, scales.x.inverse, dtype=weight_type, fast=False
-            )
+            both, inverse = scales.weight.both, scales.d_qkv.inverse
+            if at_once is None:
+                quantised = fp8.quantise(d_qkv, scales.d_qkv)
+                d_rows, d_cols = quantised.rows, quantised.cols
+            else:
+                d_rows, d_cols = d_qkv, fp8.transposed(d_qkv)
+            dx = fp8.matmul(d_rows, both.cols, inverse, both.inverse, dtype=summed.dtype, fast=True)
+            d_weight = fp8.matmul(d_cols, x_cols, inverse, scales.x.inverse, dtype=weight_type, fast=False)
         d_input, d_norm = add_norm_backward(dx, d_summed, summed, rstd, norm)
         d_delta = d_input if ctx.has_delta else None
-        return d_input, d_delta, d_norm, d_weight, d_bias, None, None, None, None, None, None
+        return d_input, d_delta, d_norm, d_weight, d_bias, d_q_norm, d_k_norm, *[None] * 6
 
 
 class _NormMlp(torch.autograd.Function):
@@ -166,6 +183,8 @@ def norm_qkv_rope(
     norm_C: Tensor,
     weight: Tensor,
     bias: Tensor | None,
+    q_norm_D: Tensor | None,
+    k_norm_D: Tensor | None,
     cos: Tensor,
     sin: Tensor,
     *,
@@ -174,11 +193,11 @@ def norm_qkv_rope(
     groups: int,
     scales: Qkv8 | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(residual + delta, q_NHD, k_NGD, v_NGD), the last three views of one projection."""
+    """(residual + delta, q_NHD, k_NGD, v_NGD); views of the projection, or beside it if q and k are normed."""
     n = residual_NC.shape[0]
     summed, q, k, v = _NormQkvRope.apply(
-        residual_NC, delta_NC, norm_C, weight, bias, cos.view(n, -1), sin.view(n, -1), eps, heads, groups,
-        scales if torch.is_grad_enabled() else None,
+        residual_NC, delta_NC, norm_C, weight, bias, q_norm_D, k_norm_D, cos.view(n, -1), sin.view(n, -1), eps, heads,
+        groups, scales if torch.is_grad_enabled() else None,
     )  # fmt: skip
     return (residual_NC if summed is None else summed), q, k, v
 

@@ -108,7 +108,8 @@ class Block(nn.Module):
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """The residual stream with delta in it, and q, k, v at their positions."""
         if self.qkv_kernel is not None:
-            return self.qkv_kernel(residual_NC, delta_NC, self.attention_norm, self.qkv, self.qkv_bias, cos, sin)
+            weights = (self.attention_norm, self.qkv, self.qkv_bias, self.q_norm, self.k_norm)
+            return self.qkv_kernel(residual_NC, delta_NC, *weights, cos, sin)
         s = self.shape
         if delta_NC is not None:
             residual_NC = residual_NC + delta_NC

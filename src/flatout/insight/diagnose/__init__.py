@@ -1,0 +1,70 @@
+"""From what was seen to ranked causes: `flatout doctor`.
+
+Each rule looks at one cause and says nothing below the share that is worth a change. Shares and gains are fractions of
+step time; a gain is what the fix alone would save, so gains of several fixes do not add up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from flatout.insight.diagnose import device, health, host
+from flatout.insight.diagnose.limit import limit_of
+from flatout.insight.diagnose.observed import Observed
+from flatout.record import Diagnosis, Finding
+
+CAUSES = (
+    "data-starvation",
+    "small-batch",
+    "padding",
+    "short-sequences",
+    "fp32-matmul",
+    "precision-inactive",
+    "wrong-dtype",
+    "math-attention",
+    "launch-bound",
+    "host-sync",
+    "empty-cache",
+    "recompiles",
+    "needless-recompute",
+    "slow-optimizer",
+    "missing-no-sync",
+    "logging",
+    "evaluation",
+    "checkpointing",
+    "launch-blocking",
+    "anomaly-mode",
+    "debug-flags",
+    "few-threads",
+    "throttled",
+    "no-kv-cache",
+    "generation-batch",
+    "reward-bound",
+    "offload",
+    "oom-risk",
+    "unstable-loss",
+    "slow-convergence",
+)
+_RULES = (*host.ALL, *device.ALL, *health.ALL)
+
+
+def diagnose(seen: Observed) -> Diagnosis:
+    findings = ranked(finding for rule in _RULES if (finding := rule(seen)) is not None)
+    limit = limit_of(seen)
+    return Diagnosis(verdict=verdict_of(findings, limit), limit=limit, findings=findings)
+
+
+def ranked(findings: Iterable[Finding]) -> tuple[Finding, ...]:
+    """The most time to win first; what has no number comes last."""
+    return tuple(sorted(findings, key=lambda f: (f.gain is None, -(f.gain or 0.0), -(f.share or 0.0))))
+
+
+def verdict_of(findings: tuple[Finding, ...], limit: Mapping[str, Any]) -> str:
+    share = limit.get("share")
+    near = "the limit is not known" if share is None else f"{share:.1%} of the limit"
+    if not findings:
+        return f"nothing is wrong, {near}"
+    first = findings[0]
+    saves = "" if first.gain is None else f", about {first.gain:.0%} of step time"
+    return f"{len(findings)} cause{'s' * (len(findings) > 1)} found, first {first.cause}{saves}; {near}"

@@ -1,0 +1,392 @@
+"""Causes in the computation: precision, kernels, batch, optimizer, switches left on, the GPU's idle time."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from flatout.insight.diagnose import fixes
+from flatout.insight.diagnose.host import WORTH, _finding, waits
+from flatout.insight.diagnose.observed import Observed, short
+from flatout.record import Finding
+
+# Tokens of a micro-batch from which on thin work is no matter of the batch any more.
+_ENOUGH_TOKENS = 2048
+_DEBUG_VARIABLES: Mapping[str, tuple[str, ...]] = {
+    "TORCH_DISTRIBUTED_DEBUG": ("DETAIL",),
+    "NCCL_DEBUG": ("INFO", "TRACE"),
+    "PYTORCH_NO_CUDA_MEMORY_CACHING": ("1",),
+    "TORCHDYNAMO_DISABLE": ("1",),
+    "TORCH_COMPILE_DISABLE": ("1",),
+}
+
+
+def wrong_dtype(seen: Observed) -> Finding | None:
+    dtypes = seen.model.get("dtypes", {})
+    computed = seen.facts.get("compute_dtype")
+    if "float64" in dtypes or computed == "float64":
+        gain = seen.replay_gain("single")
+        return _finding(
+            "wrong-dtype",
+            "The model computes in float64, which no accelerator is fast in and no training needs.",
+            seen.compute_share,
+            gain,
+            [f"parameters {dict(dtypes)}, largest product {computed}", *_replayed(seen, "single", "in float32")],
+            "drop torch.set_default_dtype(torch.float64) / .double(), and make NumPy inputs float32",
+        )
+    sm = (seen.facts.get("gpu") or {}).get("sm")
+    if computed == "bfloat16" and sm and sm[0] < 8:
+        return _finding(
+            "wrong-dtype",
+            f"bfloat16 is emulated on this GPU (compute capability {sm[0]}.{sm[1]}).",
+            seen.compute_share,
+            None,
+            [f"largest product {computed}", "units for bfloat16 came with compute capability 8.0"],
+            'float16 instead: torch.autocast("cuda", dtype=torch.float16) with torch.amp.GradScaler()',
+        )
+    return None
+
+
+def fp32_matmul(seen: Observed) -> Finding | None:
+    """Products in full float32 on a GPU with tensor cores; by mistake where half precision was meant to be on."""
+    if not seen.on_gpu or seen.facts.get("compute_dtype", "float32") != "float32":
+        return None
+    bf16, tf32 = seen.replay_gain("bf16"), seen.replay_gain("tf32")
+    gain = max((g for g in (bf16, tf32) if g is not None), default=None)
+    if gain is not None and gain < WORTH:
+        return None
+    meant = {name: seen.counts(name) for name in ("autocast", "scaled") if seen.counts(name)}
+    evidence = [
+        f"largest product in {seen.facts.get('compute_dtype', 'float32')}, float32 precision "
+        f"{seen.facts['flags']['matmul_precision']!r}",
+        *_replayed(seen, "bf16", "under bf16 autocast"),
+        *_replayed(seen, "tf32", "with TF32"),
+    ]
+    fix = f"{fixes.bf16(seen)}; or, with float32 kept: {fixes.tf32(seen)}"
+    if meant:
+        return _finding(
+            "precision-inactive",
+            "Mixed precision is set up, but the model's products still run in float32.",
+            seen.compute_share,
+            gain,
+            [
+                f"autocast entered {meant.get('autocast', 0)} times, losses scaled {meant.get('scaled', 0)} times",
+                *evidence,
+            ],
+            f"{fix}; the forward pass itself must be inside",
+        )
+    return _finding(
+        "fp32-matmul",
+        "Matrix products run in full float32 and leave the tensor cores idle.",
+        seen.compute_share,
+        gain,
+        evidence,
+        fix,
+    )
+
+
+def math_attention(seen: Observed) -> Finding | None:
+    found = (seen.facts.get("replays") or {}).get("attention")
+    gains = []
+    evidence = []
+    if isinstance(found, list):
+        written, fused, count, shape = found
+        gains.append(min(seen.compute_share, (written - fused) * count / seen.step_s))
+        evidence.append(
+            f"softmax over {'x'.join(map(str, shape))} scores, {count:.0f} times a step (profiler); that shape "
+            f"replayed: {written * 1e3:.2f} ms written out, {fused * 1e3:.2f} ms fused"
+        )
+    if (switched := seen.replay_gain("attention-backends")) is not None:
+        gains.append(switched)
+        evidence += _replayed(seen, "attention-backends", "with all SDPA backends allowed")
+    gain = max(gains, default=0.0)
+    if gain < WORTH:
+        return None
+    return _finding(
+        "math-attention",
+        "Attention is computed by separate products and a softmax that write the whole score matrix to memory.",
+        gain,
+        gain,
+        evidence,
+        fixes.attention(seen)
+        if isinstance(found, list) and switched is None
+        else "allow the fused ones: torch.backends.cuda.enable_flash_sdp(True), enable_mem_efficient_sdp(True)",
+    )
+
+
+def small_batch(seen: Observed) -> Finding | None:
+    """Too little work at a time: the same model does more tokens a second with more rows in the batch."""
+    replays = seen.facts.get("replays") or {}
+    twice, found = seen.replay("batch-2"), seen.replay("batch-4")
+    if twice is None or seen.rows is None:
+        return None
+    times, (now, then) = (4, found) if found else (2, twice)
+    gain = (1 - then / now) * seen.replayed_share(now)
+    tokens = None if seen.length is None else seen.length * seen.rows
+    # One odd replay is no evidence: twice the batch must already show it. Where no accumulation can be traded for it,
+    # a larger batch changes what is learnt, so it must be worth more.
+    least = 0.15 if seen.accumulation > 1 else 0.25
+    least = max(least, 0.4) if seen.is_disturbed else least
+    if gain < least or 1 - twice[1] / twice[0] < 0.07:
+        return None
+    if seen.on_gpu and tokens is not None and tokens >= _ENOUGH_TOKENS:
+        return None
+    rows = round(seen.rows * times)
+    short_rows = seen.length is not None and seen.length <= 64 and seen.rows >= 16
+    evidence = [
+        f"last batch replayed: {now * 1e3:.1f} ms; {times} times the rows cost {then * 1e3:.1f} ms for as many tokens",
+        f"{seen.rows:.0f} rows of {seen.length or 0:.0f} tokens a micro-batch, accumulation {seen.accumulation:.0f}",
+        *(["twice the batch ran out of memory"] if replays.get("batch-2") == "out of memory" else []),
+    ]
+    if short_rows:
+        return _finding(
+            "short-sequences",
+            f"Rows of {seen.length:.0f} tokens are too little work for the device.",
+            gain,
+            gain,
+            evidence,
+            "pack several rows into one longer sequence with position ids, or "
+            + fixes.larger_batch(seen, rows=rows, accumulation=math.ceil(seen.accumulation / times)),
+        )
+    return _finding(
+        "small-batch",
+        f"A micro-batch of {seen.rows:.0f} rows is too little work: fixed costs dominate.",
+        gain,
+        gain,
+        evidence,
+        fixes.larger_batch(seen, rows=rows, accumulation=math.ceil(seen.accumulation / times)),
+    )
+
+
+def padding(seen: Observed) -> Finding | None:
+    if not seen.tokens or seen.real_tokens is None:
+        return None
+    padded = 1 - seen.real_tokens / seen.tokens
+    gain = padded * seen.compute_share
+    if padded < 0.15 or gain < WORTH:
+        return None
+    return _finding(
+        "padding",
+        f"{padded:.0%} of the tokens the model computes are padding.",
+        gain,
+        gain,
+        [f"{seen.real_tokens:,.0f} of {seen.tokens:,} tokens are real, rows of {seen.length or 0:.0f} (masks and ids)"],
+        fixes.padding(seen),
+    )
+
+
+def slow_optimizer(seen: Observed) -> Finding | None:
+    share = seen.share("optimizer")
+    found = seen.replay("fused")
+    gain = None if found is None else (1 - found[1] / found[0]) * share
+    taken = []
+    if seen.is_disturbed and seen.optimizer.get("tensors", 0) > 100 and (gain or 0.0) < 0.6 * share:
+        gain = 0.6 * share
+        taken = [f"{_taken(seen)}: taken as three fifths of the optimizer's time, as for so many tensors elsewhere"]
+    if share < 0.08 or (gain is not None and gain < 0.04) or (gain is None and share < 0.3):
+        return None
+    facts = seen.optimizer
+    if facts.get("fused"):
+        return None
+    return _finding(
+        "slow-optimizer",
+        f"The optimizer steps its {facts['tensors']} tensors in many small operations.",
+        share,
+        gain,
+        [
+            f"{share:.0%} of step time in {facts['class']}(fused={facts['fused']}, foreach={facts['foreach']})",
+            *_replayed(seen, "fused", "fused, on a sample of the parameters"),
+            *taken,
+        ],
+        fixes.fused_optimizer(seen),
+    )
+
+
+def needless_recompute(seen: Observed) -> Finding | None:
+    gain = seen.replay_gain("recompute")
+    if gain is None or gain < WORTH:
+        return None
+    gpu = seen.facts.get("gpu")
+    memory = f"{gpu['peak_gib']:.1f} of {gpu['memory_gib']:.0f} GiB used at the peak" if gpu else "memory is not short"
+    return _finding(
+        "needless-recompute",
+        "Gradient checkpointing computes the forward pass twice, though the activations would fit.",
+        gain,
+        gain,
+        [f"{memory}; {seen.counts('recompute')} checkpointed calls", *_replayed(seen, "recompute", "without it")],
+        fixes.no_recompute(seen),
+    )
+
+
+def missing_no_sync(seen: Observed) -> Finding | None:
+    found = seen.replay("no-sync")
+    synced = sum(step["counts"].get("synced", 0) for step in seen.steps) / len(seen.steps)
+    if found is None or seen.accumulation < 2 or synced < 2:
+        return None
+    gain = max(0.0, found[0] - found[1]) * (synced - 1) / seen.step_s
+    return _finding(
+        "missing-no-sync",
+        f"Gradients are summed over the ranks {synced:.0f} times a step, though once is enough.",
+        gain,
+        gain,
+        [f"accumulation {seen.accumulation:.0f}, {seen.world} ranks", *_replayed(seen, "no-sync", "inside no_sync()")],
+        fixes.no_sync(seen),
+    )
+
+
+def anomaly_mode(seen: Observed) -> Finding | None:
+    if not seen.counts("anomaly"):
+        return None
+    gain = seen.replay_gain("anomaly")
+    return _finding(
+        "anomaly-mode",
+        "Autograd's anomaly detection is on: every operation keeps its stack and is checked for NaN.",
+        gain,
+        gain,
+        [f"on in {seen.counts('anomaly')} forwards", *_replayed(seen, "anomaly", "without it")],
+        fixes.anomaly(seen),
+    )
+
+
+def few_threads(seen: Observed) -> Finding | None:
+    gain = seen.replay_gain("threads")
+    threads, could = seen.facts["threads"], seen.facts["default_threads"]
+    taken = []
+    if gain is not None and gain < WORTH and seen.is_disturbed:
+        gain = 0.7 * (1 - threads / could) * seen.compute_share
+        taken = [f"{_taken(seen)}: estimated from the number of threads"]
+    if gain is None or gain < WORTH:
+        return None
+    set_by = seen.facts["variables"].get("OMP_NUM_THREADS")
+    return _finding(
+        "few-threads",
+        f"torch computes with {threads} of {could} threads.",
+        gain,
+        gain,
+        [
+            f"OMP_NUM_THREADS={set_by}" if set_by else "torch.set_num_threads()",
+            *_replayed(seen, "threads", f"with {could}"),
+            *taken,
+        ],
+        f"torch.set_num_threads({could}), or OMP_NUM_THREADS={could}",
+    )
+
+
+def debug_flags(seen: Observed) -> Finding | None:
+    variables = seen.facts["variables"]
+    left_on = [f"{name}={variables[name]}" for name, bad in _DEBUG_VARIABLES.items() if variables.get(name) in bad]
+    left_on += [f"TORCH_LOGS={variables['TORCH_LOGS']}"] if variables.get("TORCH_LOGS") else []
+    gain = None
+    if seen.facts["flags"]["deterministic"]:
+        left_on.append("torch.use_deterministic_algorithms(True)")
+        gain = seen.replay_gain("deterministic")
+    if not left_on:
+        return None
+    return _finding(
+        "debug-flags",
+        "Settings for debugging are on.",
+        gain,
+        gain,
+        [*left_on, *_replayed(seen, "deterministic", "without deterministic algorithms")],
+        f"unset {', '.join(flag.split('=')[0] for flag in left_on)} for real runs",
+    )
+
+
+def recompiles(seen: Observed) -> Finding | None:
+    times = sum(step["compile_s"] > 1e-3 for step in seen.steps)
+    share = sum(step["compile_s"] for step in seen.steps) / seen.seconds
+    if times < 2 or share < WORTH:
+        return None
+    reasons = list((seen.facts.get("recompiles") or {}).get("reasons", {}))[:2]
+    return _finding(
+        "recompiles",
+        f"torch.compile compiled again in {times} of {len(seen.steps)} steps.",
+        share,
+        share,
+        [f"{share:.0%} of step time in compilation (dynamo's own times)", *(f"reason: {r}" for r in reasons)],
+        "torch.compile(model, dynamic=True), or pad inputs to a few fixed lengths so that shapes repeat",
+    )
+
+
+# -- the GPU's idle time
+
+
+def idle_gpu(seen: Observed) -> Finding | None:
+    """The GPU waits inside the step: for a value somebody reads, or for a host that is slower than it."""
+    idle = seen.idle_share
+    if idle is None:
+        return None
+    # What it waited for in a phase with a name of its own is another cause's.
+    named = seen.share(*(p for p in seen.phases if p not in ("forward", "backward", "optimizer", "other")))
+    sync, launch = waits(seen, "sync"), waits(seen, "launch")
+    inside = max(0.0, idle - named)
+    kernels = seen.profile.get("num_kernels") or 0
+    base = [f"GPU idle {idle:.0%} of step time, {kernels:,.0f} kernels a step (profiler)"]
+    if seen.facts["variables"].get("CUDA_LAUNCH_BLOCKING") == "1":
+        return _finding(
+            "launch-blocking",
+            "CUDA_LAUNCH_BLOCKING=1 makes the host wait for every single kernel.",
+            idle,
+            idle * 0.9,
+            base,
+            "unset CUDA_LAUNCH_BLOCKING: it is for finding the kernel that crashed",
+        )
+    if sync > launch and seen.facts.get("syncs"):
+        share = inside * sync / (sync + launch)
+        sites = [
+            f"{s['site'].split(' at ')[0]} at {short(s['site'].split(' at ')[1])}, {s['count']:.0f} times a step"
+            for s in seen.facts["syncs"][:3]
+        ]
+        return (
+            None
+            if share < WORTH
+            else _finding(
+                "host-sync",
+                f"The host waits for the GPU inside the step ({sites[0]}), and the GPU then waits for the host.",
+                share,
+                share,
+                [*base, *sites],
+                "keep values as tensors and read them once in many steps: loss.detach(), torch.where for `if`",
+            )
+        )
+    share = max(0.0, inside - seen.share("other"))
+    if share < 0.1 or small_batch(seen) is not None:  # a larger batch is the simpler cure of the same illness
+        return None
+    return _finding(
+        "launch-bound",
+        "The GPU finishes its small kernels faster than Python launches them.",
+        share,
+        share * 0.8,
+        base,
+        fixes.by_framework(
+            seen,
+            torch='model = torch.compile(model), or mode="reduce-overhead" for CUDA graphs',
+            arguments=("torch_compile=True",),
+        ),
+    )
+
+
+def _taken(seen: Observed) -> str:
+    return f"other processes held {seen.others_cores or 0:.1f} cores, so a replay with more threads says nothing"
+
+
+def _replayed(seen: Observed, name: str, how: str) -> list[str]:
+    found = seen.replay(name)
+    return [] if found is None else [f"replayed: {found[0] * 1e3:.2f} ms as it was, {found[1] * 1e3:.2f} ms {how}"]
+
+
+ALL = (
+    wrong_dtype,
+    fp32_matmul,
+    math_attention,
+    small_batch,
+    padding,
+    slow_optimizer,
+    needless_recompute,
+    missing_no_sync,
+    anomaly_mode,
+    few_threads,
+    debug_flags,
+    recompiles,
+    idle_gpu,
+)

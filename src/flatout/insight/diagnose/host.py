@@ -1,0 +1,225 @@
+"""Causes on the host's side: data, logging, evaluation, saving, the allocator, generation and rewards."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+from flatout.insight.diagnose import fixes
+from flatout.insight.diagnose.observed import Observed, short
+from flatout.record import Finding
+
+# Below these shares of step time a cause is not worth a change.
+WORTH = 0.05
+# How often something that is done too often should be done instead.
+RARER = 5
+
+
+def data_starvation(seen: Observed) -> Finding | None:
+    """Time in which training waits for its next batch, and why."""
+    # On a GPU, what looks like work between the steps may be the wait after somebody read a value.
+    between = max(0.0, seen.activities.get("", 0.0) - (waits(seen, "sync") if seen.on_gpu else 0.0))
+    share = seen.activities.get("data", 0.0) + between
+    if share < 0.08:
+        return None
+    cores = max(1, int(seen.facts["cores"] or 1) // max(1, seen.world))
+    workers = min(8, max(2, cores))
+    # With workers the batch is made while the step runs: the longer of the two is what remains.
+    gain = 1 - max(1 - share, share / workers)
+    loader = next((found for found in seen.facts["loaders"] if not found["evaluating"]), None)
+    where = seen.sites("data", "data", most=1) or seen.sites("", most=1)
+    at = f" at {where[0]}" if where else ""
+    evidence = [f"{share:.0%} of step time waiting for data (phases of {len(seen.steps)} steps, stack samples{at})"]
+    if loader is None:
+        sentence = f"The script makes its batches itself between two steps{at}, and the model waits meanwhile."
+        fix = "move that code into a Dataset and read it by " + fixes.loader(seen, workers=workers)
+        evidence.append("no DataLoader was used for training")
+    elif not loader["num_workers"]:
+        sentence = f"Batches are made in the training process itself{at}: no loader workers, so every step waits."
+        fix = fixes.loader(seen, workers=workers)
+        evidence.append(f"DataLoader(num_workers=0, batch_size={loader['batch_size']}) over {loader['dataset']}")
+    else:
+        sentence = f"{loader['num_workers']} loader workers are slower than training{at}."
+        fix = f"{fixes.loader(seen, workers=2 * loader['num_workers'])}, or do the slow part once, before training"
+        evidence.append(f"DataLoader(num_workers={loader['num_workers']}) over {loader['dataset']}")
+    if seen.on_gpu and loader is not None and not loader["pin_memory"]:
+        pageable = float(seen.profile.get("copies_pageable_s") or 0.0) / seen.step_s
+        evidence.append(f"memory is not pinned: {pageable:.1%} of step time in copies from pageable memory (profiler)")
+    return _finding("data-starvation", sentence, share, gain, evidence, fix)
+
+
+def logging(seen: Observed) -> Finding | None:
+    share = seen.activities.get("log", 0.0)
+    if share < WORTH:
+        return None
+    sites = seen.sites("log")
+    return _finding(
+        "logging",
+        f"Writing logs holds up every step{_at(sites)}.",
+        share,
+        share * 0.9,
+        [f"{share:.0%} of step time in logging code (stack samples)", *sites],
+        fixes.rarer(seen, "logging"),
+    )
+
+
+def evaluation(seen: Observed) -> Finding | None:
+    share, times = seen.activities.get("eval", 0.0), seen.steps_with("eval")
+    if share < 0.1 or times < 2 or _grows(seen):
+        return None
+    return _finding(
+        "evaluation",
+        f"Evaluation runs {times} times in {len(seen.steps)} steps and takes more than its worth.",
+        share,
+        share * (1 - 1 / RARER),
+        [
+            f"{share:.0%} of step time in forwards without gradients and what surrounds them",
+            *seen.sites("eval", "eval"),
+        ],
+        fixes.rarer(seen, "evaluation", times=RARER),
+    )
+
+
+def checkpointing(seen: Observed) -> Finding | None:
+    share, times = seen.activities.get("save", 0.0), sum(step["counts"].get("save", 0) > 0 for step in seen.steps)
+    if share < WORTH or times < 2:
+        return None
+    return _finding(
+        "checkpointing",
+        f"The model is saved in {times} of {len(seen.steps)} steps, and training stands still each time.",
+        share,
+        share * (1 - 1 / RARER),
+        [f"{share:.0%} of step time in saving (torch.save, safetensors)", *seen.sites("save", "save")],
+        fixes.rarer(seen, "checkpointing", times=RARER),
+    )
+
+
+def empty_cache(seen: Observed) -> Finding | None:
+    calls = sum(step["counts"].get("empty-cache", 0) for step in seen.steps)
+    share = seen.share("empty-cache")
+    if seen.on_gpu and calls:  # the memory given away is asked for again, in the middle of the step
+        share = max(share, waits(seen, "memory"))
+    if not calls or share < 0.02:
+        return None
+    return _finding(
+        "empty-cache",
+        "torch.cuda.empty_cache() or gc.collect() in the loop throws away what the next step needs again.",
+        share,
+        share,
+        [f"{calls / len(seen.steps):.1f} calls a step, {share:.0%} of step time", *seen.sites("", "empty-cache")],
+        "remove the call from the loop; once after an evaluation is enough",
+    )
+
+
+def reward_bound(seen: Observed) -> Finding | None:
+    share = seen.activities.get("reward", 0.0)
+    if share < 0.1:
+        return None
+    sites = seen.sites("reward")
+    return _finding(
+        "reward-bound",
+        f"Rewards are computed one after another while the model waits{_at(sites)}.",
+        share,
+        share * 0.8,
+        [f"{share:.0%} of step time in reward code (stack samples)", *sites],
+        "score completions in concurrent.futures.ProcessPoolExecutor, while the next are generated",
+    )
+
+
+def no_kv_cache(seen: Observed) -> Finding | None:
+    """Generation that reads the whole text again for every token."""
+    share = seen.activities.get("generate", 0.0)
+    uncached = [g for g in seen.facts["generations"] if g["cache"] is False]
+    if uncached:
+        prompt, new = _mean(uncached, "prompt"), _mean(uncached, "new")
+        evidence = f"generate(use_cache=False) at {short(uncached[0]['site'])}: {new:.0f} tokens after {prompt:.0f}"
+    elif grown := _grows(seen):
+        prompt, new = grown
+        share = max(share, seen.activities.get("eval", 0.0) + share)
+        evidence = f"forwards without gradients whose length grows by one, {new:.0f} times from {prompt:.0f}"
+    else:
+        return None
+    if share < WORTH or new < 4:
+        return None
+    read_again = new * (prompt + new / 2)
+    left = max(0.3, (prompt + new) / read_again)  # one token at a time is bound by launches, not by operations
+    return _finding(
+        "no-kv-cache",
+        "Generation runs without a key/value cache: every new token computes the whole text again.",
+        share,
+        share * (1 - left),
+        [f"{share:.0%} of step time in generation", evidence],
+        "model.generate(..., use_cache=True); in a loop of your own pass past_key_values on",
+    )
+
+
+def generation_batch(seen: Observed) -> Finding | None:
+    share = seen.activities.get("generate", 0.0)
+    calls = seen.facts["generations"]
+    per_step = Counter(g["step"] for g in calls)
+    if not per_step or share < WORTH:
+        return None
+    each, rows = sum(per_step.values()) / len(per_step), _mean(calls, "rows")
+    if each < 2 or rows > 8:
+        return None
+    return _finding(
+        "generation-batch",
+        f"Prompts are completed in {each:.0f} calls a step of {rows:.0f} rows each, though one call takes them all.",
+        share,
+        share * (1 - 1 / each) * 0.9,
+        [f"{share:.0%} of step time in generate(), called {each:.1f} times a step at {short(calls[0]['site'])}"],
+        "pad the prompts on the left (tokenizer.padding_side='left') and pass them to one generate() call",
+    )
+
+
+def _grows(seen: Observed) -> tuple[float, float] | None:
+    """First length and number of forwards without gradients that grow by one: a loop that generates."""
+    by_rows: dict[int, set[int]] = {}
+    for phase, rows, length, _ in seen.facts["forwards"]:
+        if phase in ("eval", "reference") and length:
+            by_rows.setdefault(rows, set()).add(length)
+    for lengths in by_rows.values():
+        if len(lengths) >= 8 and max(lengths) - min(lengths) == len(lengths) - 1:
+            return min(lengths), len(lengths)
+    return None
+
+
+def waits(seen: Observed, kind: str) -> float:
+    """Share of step time in which the GPU was idle for this reason, as the profiler saw it."""
+    found = seen.profile.get("waits") or {}
+    return float(found.get(kind, 0.0)) / seen.step_s
+
+
+def _mean(rows: Any, key: str) -> float:
+    return float(sum(row[key] for row in rows) / len(rows))
+
+
+def _at(sites: list[str]) -> str:
+    return f" at {sites[0]}" if sites else ""
+
+
+def _finding(
+    cause: str, sentence: str, share: float | None, gain: float | None, evidence: list[str], fix: str
+) -> Finding:
+    bounded = None if gain is None else max(0.0, min(gain, 1.0))
+    return Finding(
+        cause=cause,
+        sentence=sentence,
+        share=share,
+        gain=bounded,
+        status="estimated",
+        evidence=tuple(evidence),
+        fix=fix,
+    )
+
+
+ALL = (
+    data_starvation,
+    logging,
+    evaluation,
+    checkpointing,
+    empty_cache,
+    reward_bound,
+    no_kv_cache,
+    generation_batch,
+)

@@ -1,0 +1,212 @@
+"""`flatout doctor`: a script, a run folder or a log file to a diagnosis, said to people or to machines."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+
+from flatout.errors import RunFailed, UsageError
+from flatout.hardware import detect
+from flatout.insight.attach import Asked, Watched, new_run, watch
+from flatout.insight.diagnose import diagnose
+from flatout.insight.diagnose.observed import Observed
+from flatout.insight.prove import ALL_TOGETHER, Proof, measured, prove
+from flatout.record import Diagnosis, Run, redact, redacted
+from flatout.terminal import number, percent, table
+
+# Fewer timed steps than these are no measurement.
+FEWEST_STEPS = 3
+
+
+def asked_for(*, steps: int, seconds: float, then: str, json_to: str | None) -> Asked:
+    if then not in ("stop", "continue"):
+        raise UsageError(f"--then {then!r} is neither stop nor continue")
+    if steps < FEWEST_STEPS + 4:
+        raise UsageError(f"--steps {steps} is too few: {FEWEST_STEPS + 4} leave {FEWEST_STEPS} to measure")
+    if not seconds > 0:
+        raise UsageError(f"--seconds {seconds:g} must be above 0")
+    return Asked(
+        steps=steps, seconds=seconds, then="stop" if then == "stop" else "continue", stdout_to_stderr=json_to == "-"
+    )
+
+
+def main(
+    what: Sequence[str],
+    *,
+    asked: Asked,
+    folder: Path,
+    consoles: tuple[Console, Console],
+    json_to: str | None,
+    proving: bool,
+    repeats: int,
+    log: Path | None,
+    on: str | None,
+    params: str | None,
+) -> int:
+    """One of the three things there are to look at."""
+    out, err = consoles
+    if log is not None:
+        if what:
+            raise UsageError("--log FILE takes no command and no run folder beside it")
+        from flatout.insight import logs
+
+        say(logs.diagnose(log, on=on, params=params), console=out, json_to=json_to)
+        return 0
+    if len(what) == 1 and Path(what[0]).is_dir():
+        from flatout.insight.diagnose import runs
+
+        run = Run.open(what[0])
+        diagnosis = runs.diagnose(run)
+        run.write_diagnosis(diagnosis)
+        say(diagnosis, console=out, json_to=json_to)
+        return 0
+    # With `continue` the script's stdout stays the script's.
+    console = err if asked.then == "continue" or json_to == "-" else out
+    return script(what, asked=asked, folder=folder, console=console, json_to=json_to, proving=proving, repeats=repeats)
+
+
+def script(
+    command: Sequence[str],
+    *,
+    asked: Asked,
+    folder: Path,
+    console: Console,
+    json_to: str | None = None,
+    proving: bool = False,
+    repeats: int = 3,
+) -> int:
+    """Run a script under the agent, say what is wrong with it, and return the exit code to leave with."""
+    if not command:
+        raise UsageError("doctor needs something to look at: -- python train.py ..., a run folder, or --log FILE")
+    hardware = detect()
+    run = new_run(folder, command=command, hardware=hardware, asked=asked)
+    watched = watch(command, asked=asked, run=run)
+    seen = observed(watched, hardware=hardware)
+    diagnosis = diagnose(seen) if seen is not None else _nothing(watched)
+    estimates = {finding.cause: finding.gain for finding in diagnosis.findings}
+    proofs: list[Proof] = []
+    if proving and seen is not None and not watched.crash:
+        proofs = prove(
+            command, diagnosis, seen=seen, asked=asked, repeats=repeats, say=lambda text: _note(console, text)
+        )
+        diagnosis = measured(diagnosis, proofs)
+    run.write_diagnosis(diagnosis)
+    about = {"command": redact(shlex.join(command)), "exit_code": watched.returncode, "stopped": watched.stopped}
+    extra = {"run": str(folder), "script": about, "estimates": estimates, "proofs": [asdict(proof) for proof in proofs]}
+    say(diagnosis, console=console, json_to=json_to, extra=extra, proofs=proofs)
+    if asked.then == "continue":
+        return _shell_code(watched.returncode)
+    if watched.returncode != 0 and not watched.stopped:
+        raise RunFailed(f"the script failed by itself, {_how(watched.returncode)}. Its last words:\n{watched.crash}")
+    if seen is None:
+        raise RunFailed(diagnosis.verdict)
+    return 0
+
+
+def observed(watched: Watched, *, hardware: Any) -> Observed | None:
+    """What the rules look at; None where too little was seen to say anything."""
+    steps = [step for step in watched.timed if step["seconds"]]
+    if watched.facts is None or len(steps) < FEWEST_STEPS:
+        return None
+    return Observed(steps=steps, facts=watched.facts, hardware=hardware, samples=watched.samples)
+
+
+def _nothing(watched: Watched) -> Diagnosis:
+    if watched.facts is None:
+        why = "no optimizer step was seen: the command ran no Python with torch from 2.4 on, or did not get to training"
+    else:
+        timed = len([step for step in watched.timed if step["seconds"]])
+        why = f"only {timed} steps after warm-up were seen, {FEWEST_STEPS} are needed: let the script take more"
+    return Diagnosis(verdict=why, limit={}, findings=())
+
+
+def _how(returncode: int) -> str:
+    return f"killed by signal {-returncode}" if returncode < 0 else f"with exit code {returncode}"
+
+
+def _shell_code(returncode: int) -> int:
+    return 128 - returncode if returncode < 0 else returncode
+
+
+# -- saying it
+
+
+def say(
+    diagnosis: Diagnosis,
+    *,
+    console: Console,
+    json_to: str | None = None,
+    extra: Mapping[str, Any] | None = None,
+    proofs: Sequence[Proof] = (),
+) -> None:
+    """As JSON to a file or stdout, or as text; to a file, both."""
+    if json_to is not None:
+        text = json.dumps(redacted({**asdict(diagnosis), **(extra or {})}), indent=2, default=str) + "\n"
+        if json_to == "-":
+            sys.stdout.write(text)
+            return
+        Path(json_to).write_text(text)
+    _print(diagnosis, console=console, proofs=proofs)
+    if extra and "run" in extra:
+        _note(console, f"run folder {extra['run']}")
+
+
+def _print(diagnosis: Diagnosis, *, console: Console, proofs: Sequence[Proof]) -> None:
+    console.print(f"\n[bold]Doctor[/]  {escape(redact(diagnosis.verdict))}", highlight=False, soft_wrap=True)
+    if line := limit_line(diagnosis.limit):
+        console.print(f"[dim]{escape(line)}[/]", highlight=False, soft_wrap=True)
+    for place, finding in enumerate(diagnosis.findings, start=1):
+        share = f"costs {percent(finding.share)}, " if finding.share is not None else ""
+        console.print(
+            f"\n[bold]{place}. {finding.cause}[/]  {share}a fix saves {percent(finding.gain)} ({finding.status})",
+            highlight=False,
+        )
+        console.print(f"   {escape(redact(finding.sentence))}", highlight=False, soft_wrap=True)
+        for line in finding.evidence:
+            console.print(f"   [dim]- {escape(redact(line))}[/]", highlight=False, soft_wrap=True)
+        console.print(f"   [green]change:[/] {escape(redact(finding.fix))}", highlight=False, soft_wrap=True)
+    if proofs:
+        _print_proofs(diagnosis, proofs, console=console)
+
+
+def _print_proofs(diagnosis: Diagnosis, proofs: Sequence[Proof], *, console: Console) -> None:
+    fixes = {finding.cause: finding.fix for finding in diagnosis.findings}
+    rows = table("Proof", "fix for", "time saved", "spread", "repeats", "loss difference", "make it permanent")
+    for proof in proofs:
+        spread = f"{percent(min(proof.gains))} to {percent(max(proof.gains))}" if proof.gains else "n/a"
+        patch = "every change above" if proof.cause == ALL_TOGETHER else fixes.get(proof.cause, "")
+        problem = f"failed: {proof.problem}" if proof.problem else ""
+        rows.add_row(
+            proof.cause,
+            percent(proof.gain),
+            spread,
+            str(len(proof.gains)),
+            number(proof.loss_difference),
+            escape(redact(problem or patch)),
+        )
+    console.print("", rows)
+
+
+def limit_line(limit: Mapping[str, Any]) -> str:
+    """The speed of light, in one line."""
+    if not limit or limit.get("tokens_per_s") is None:
+        return ""
+    ceiling = limit.get("ceiling_tokens_per_s")
+    if ceiling is None:
+        why = limit.get("source") if limit.get("peak_flops") is None else limit.get("model")
+        return f"{number(limit['tokens_per_s'])} tokens/s; ceiling n/a: {why}"
+    return (
+        f"{number(limit['tokens_per_s'])} tokens/s of at most {number(ceiling)} ({limit['source']}; {limit['model']})"
+    )
+
+
+def _note(console: Console, text: str) -> None:
+    console.print(text, style="dim", highlight=False, markup=False, soft_wrap=True)

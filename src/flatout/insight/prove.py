@@ -1,0 +1,220 @@
+"""Proves fixes on the script itself (`flatout doctor --prove`): each that is a global switch is put in from outside.
+
+The script runs again for a few steps as it is, with every fix alone, and with all of them, in turns and several times
+over, so that a machine that drifts slows all alike. What is reported was measured: time a token, its spread, and how
+far the losses are from those of the script as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from statistics import fmean
+from typing import Any
+
+from flatout.insight.attach import Asked, Watched, watch
+from flatout.insight.diagnose import ranked
+from flatout.insight.diagnose.observed import Observed
+from flatout.record import Diagnosis, Finding
+
+ALL_TOGETHER = "all together"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Change:
+    """A fix as the agent puts it in: switches in the process, variables in its environment."""
+
+    switch: Mapping[str, Any] = field(default_factory=dict)
+    variables: Mapping[str, str | None] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Proof:
+    """What one fix did. Gains are shares of the time a token takes, one a repeat."""
+
+    cause: str
+    gains: tuple[float, ...]
+    loss_difference: float | None  # largest between steps of the same number
+    problem: str | None = None  # the script failed with the fix in
+
+    @property
+    def gain(self) -> float | None:
+        return fmean(self.gains) if self.gains else None
+
+
+def change_for(finding: Finding, seen: Observed) -> Change | None:
+    """The switch that is this finding's fix; None where the fix is a change of the code."""
+    make = _CHANGES.get(finding.cause)
+    return None if make is None else make(seen)
+
+
+def prove(
+    command: Sequence[str],
+    diagnosis: Diagnosis,
+    *,
+    seen: Observed,
+    asked: Asked,
+    repeats: int = 3,
+    say: Callable[[str], None] = lambda _: None,
+) -> list[Proof]:
+    """Measure every finding that can be switched, and all of them together."""
+    changes = {f.cause: change for f in diagnosis.findings if (change := change_for(f, seen)) is not None}
+    if not changes:
+        return []
+    if len(changes) > 1:
+        changes[ALL_TOGETHER] = _merged(list(changes.values()))
+    plain: list[Watched] = []
+    changed: dict[str, list[Watched]] = {cause: [] for cause in changes}
+    timed = replace(asked, then="stop", look=False, stdout_to_stderr=True)
+    for repeat in range(repeats):
+        say(f"proof {repeat + 1} of {repeats}: as it is")
+        plain.append(watch(command, asked=timed))
+        for cause, change in changes.items():
+            say(f"proof {repeat + 1} of {repeats}: {cause}")
+            with_it = replace(timed, switch=change.switch, variables=change.variables)
+            changed[cause].append(watch(command, asked=with_it))
+    return [_proof(cause, plain, runs) for cause, runs in changed.items()]
+
+
+def measured(diagnosis: Diagnosis, proofs: Sequence[Proof]) -> Diagnosis:
+    """The diagnosis with measured gains in place of estimated ones; what was estimated stays as evidence."""
+    by_cause = {proof.cause: proof for proof in proofs}
+    findings = []
+    for finding in diagnosis.findings:
+        proof = by_cause.get(finding.cause)
+        if proof is None or proof.gain is None:
+            findings.append(finding)
+            continue
+        was = "not known" if finding.gain is None else f"{finding.gain:.0%}"
+        low, high = min(proof.gains), max(proof.gains)
+        told = (
+            f"measured: {proof.gain:.1%} of the time a token takes ({low:.1%} to {high:.1%}); estimated before: {was}"
+        )
+        findings.append(replace(finding, gain=proof.gain, status="measured", evidence=(*finding.evidence, told)))
+    return replace(diagnosis, findings=ranked(findings))
+
+
+def _proof(cause: str, plain: Sequence[Watched], changed: Sequence[Watched]) -> Proof:
+    gains, differences = [], []
+    for before, after in zip(plain, changed, strict=True):
+        was, now = seconds_per_token(before), seconds_per_token(after)
+        if was is not None and now is not None:
+            gains.append(1 - now / was)
+            differences.extend(_loss_differences(before, after))
+    problem = next((run.crash for run in changed if run.crash), None)
+    return Proof(
+        cause=cause,
+        gains=tuple(gains),
+        loss_difference=max(differences) if differences else None,
+        problem=problem.splitlines()[-1] if problem else None,
+    )
+
+
+def seconds_per_token(run: Watched) -> float | None:
+    """Over the timed steps; a step without token ids counts as one."""
+    steps = [step for step in run.timed if step["seconds"]]
+    if len(steps) < 2:
+        return None
+    tokens = sum(m["real"] if m["real"] is not None else m["tokens"] or 0 for s in steps for m in s["micro"])
+    return float(sum(step["seconds"] for step in steps) / (tokens or len(steps)))
+
+
+def _loss_differences(before: Watched, after: Watched) -> list[float]:
+    losses = {step["step"]: step["losses"][0] for step in before.steps if step["losses"]}
+    return [
+        abs(step["losses"][0] - losses[step["step"]])
+        for step in after.steps
+        if step["losses"] and step["losses"][0] is not None and losses.get(step["step"]) is not None
+    ]
+
+
+def _merged(changes: Sequence[Change]) -> Change:
+    switch: dict[str, Any] = {}
+    variables: dict[str, str | None] = {}
+    for change in changes:
+        for name, value in change.switch.items():
+            both = isinstance(value, Mapping) and isinstance(switch.get(name), Mapping)
+            switch[name] = {**switch[name], **value} if both else value
+        variables |= change.variables
+    return Change(switch=switch, variables=variables)
+
+
+# -- which switch is whose fix
+
+
+def _loader(seen: Observed) -> Change | None:
+    loader = next((found for found in seen.facts["loaders"] if not found["evaluating"]), None)
+    if loader is None:
+        return None
+    workers = 2 * loader["num_workers"] or min(8, max(2, int(seen.facts["cores"]) // max(1, seen.world)))
+    pinned = {"pin_memory": True} if seen.on_gpu else {}
+    return Change(switch={"loader": {"num_workers": workers, "persistent_workers": True, **pinned}})
+
+
+def _attention(seen: Observed) -> Change | None:
+    if seen.model.get("attention") == "eager":
+        return Change(switch={"attention": True, "sdpa": True})
+    blocked = seen.on_gpu and not (seen.facts["flags"]["flash_sdp"] and seen.facts["flags"]["mem_efficient_sdp"])
+    return Change(switch={"attention": True}) if blocked else None
+
+
+def _fused(seen: Observed) -> Change | None:
+    known = seen.optimizer.get("class") in ("Adam", "AdamW", "SGD") and seen.optimizer["module"].startswith("torch")
+    return Change(switch={"fused": True}) if known else None
+
+
+def _rarer(*arguments: str) -> Callable[[Observed], Change | None]:
+    """Trainer arguments that say how often; other loops keep that in their own code."""
+
+    def make(seen: Observed) -> Change | None:
+        known = seen.facts.get("trainer_arguments") or ()
+        if seen.framework not in ("trainer", "trl"):
+            return None
+        return Change(switch={"trainer": {name: {"times": 5} for name in arguments if name in known}})
+
+    return make
+
+
+def _larger_batch(seen: Observed) -> Change | None:
+    if seen.framework in ("trainer", "trl"):
+        return Change(switch={"trainer": {"per_device_train_batch_size": {"times": 4}}})
+    return Change(switch={"loader": {"batch_size": {"times": 4}}}) if seen.facts["loaders"] else None
+
+
+def _cache(seen: Observed) -> Change | None:
+    return Change(switch={"kv-cache": True}) if seen.facts["generations"] else None
+
+
+def _debug(seen: Observed) -> Change:
+    names = ("TORCH_DISTRIBUTED_DEBUG", "NCCL_DEBUG", "PYTORCH_NO_CUDA_MEMORY_CACHING", "TORCH_LOGS")
+    return Change(
+        switch={"nondeterministic": True},
+        variables=dict.fromkeys((*names, "TORCHDYNAMO_DISABLE", "TORCH_COMPILE_DISABLE")),
+    )
+
+
+_CHANGES: Mapping[str, Callable[[Observed], Change | None]] = {
+    "fp32-matmul": lambda _: Change(switch={"autocast": True}),
+    "precision-inactive": lambda _: Change(switch={"autocast": True}),
+    "wrong-dtype": lambda _: Change(switch={"no-double": True}),
+    "math-attention": _attention,
+    "data-starvation": _loader,
+    "small-batch": _larger_batch,
+    "short-sequences": _larger_batch,
+    "slow-optimizer": _fused,
+    "needless-recompute": lambda _: Change(switch={"no-recompute": True}),
+    "missing-no-sync": lambda seen: Change(switch={"no-sync": round(seen.accumulation)}),
+    "empty-cache": lambda _: Change(switch={"empty-cache": True}),
+    "anomaly-mode": lambda _: Change(switch={"anomaly-off": True}),
+    "recompiles": lambda _: Change(switch={"dynamic": True}),
+    "few-threads": lambda seen: Change(
+        switch={"threads": seen.facts["default_threads"]}, variables={"OMP_NUM_THREADS": None, "MKL_NUM_THREADS": None}
+    ),
+    "launch-blocking": lambda _: Change(variables={"CUDA_LAUNCH_BLOCKING": None}),
+    "debug-flags": _debug,
+    "no-kv-cache": _cache,
+    "evaluation": _rarer("eval_steps"),
+    "checkpointing": _rarer("save_steps"),
+    "logging": _rarer("logging_steps"),
+    "oom-risk": lambda _: Change(variables={"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}),
+}

@@ -1,0 +1,35 @@
+"""Lightning with a dataset that decodes its rows while the model waits."""
+
+import time
+
+import lightning as L
+import torch
+from gpt import GPT
+from torch.utils.data import DataLoader, Dataset
+
+
+class Rows(Dataset):
+    def __len__(self):
+        return 10_000
+
+    def __getitem__(self, i):
+        time.sleep(0.012)
+        return torch.randint(0, 512, (65,))
+
+
+class Module(L.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.model = GPT()
+
+    def training_step(self, batch, index):
+        return self.model(batch[:, :-1], batch[:, 1:])[1]
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=3e-4)
+
+
+trainer = L.Trainer(
+    max_steps=100, accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False
+)
+trainer.fit(Module(), DataLoader(Rows(), batch_size=8))

@@ -1,0 +1,48 @@
+"""Fixes put in from outside and measured. A gain is asserted to be there, never how large it is."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from doctoring import doctor
+
+pytestmark = pytest.mark.xdist_group("doctor")
+
+# Anomaly mode and a garbage collection are both switches; everything is random but seeded, so losses must agree.
+SCRIPT = """
+import gc, torch
+torch.manual_seed(0)
+torch.autograd.set_detect_anomaly(True)
+ballast = [{"i": i} for i in range(300_000)]
+middle = [torch.nn.Linear(32, 32) for _ in range(8)]
+model = torch.nn.Sequential(torch.nn.Embedding(64, 32), *middle, torch.nn.Linear(32, 64))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(10_000):
+    ids = torch.randint(0, 64, (4, 33))
+    loss = torch.nn.functional.cross_entropy(model(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten())
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    gc.collect()
+"""
+
+
+def test_a_switch_is_measured_and_changes_no_loss(tmp_path: Path) -> None:
+    script, found = tmp_path / "train.py", tmp_path / "found.json"
+    script.write_text(SCRIPT)
+    done = doctor(
+        *("--steps", "10", "--seconds", "4", "--prove", "--repeats", "1", "--run", str(tmp_path / "run")),
+        *("--json", str(found), "--", sys.executable, str(script)),
+    )
+    assert done.returncode == 0, done.stderr.decode()[-3000:]
+    read = json.loads(found.read_text())
+    proofs = {proof["cause"]: proof for proof in read["proofs"]}
+    assert {"empty-cache", "anomaly-mode", "all together"} <= proofs.keys()
+    assert proofs["empty-cache"]["gains"][0] > 0.2
+    assert proofs["all together"]["gains"][0] > 0.2
+    assert proofs["empty-cache"]["loss_difference"] == 0
+    first = read["findings"][0]
+    assert first["cause"] == "empty-cache"
+    assert first["status"] == "measured"
+    assert b"make it permanent" in done.stdout

@@ -1,0 +1,189 @@
+"""The rules on what an agent would have seen: GPU causes above all, which no CPU can plant."""
+
+import copy
+from typing import Any
+
+import pytest
+
+from flatout.hardware import named
+from flatout.insight.diagnose import CAUSES, diagnose
+from flatout.insight.diagnose.observed import Observed
+from flatout.insight.prove import Proof, change_for, measured
+from flatout.record import Finding
+
+STEP = {
+    "seconds": 0.1,
+    "host": {"forward": 0.02, "backward": 0.03, "optimizer": 0.01, "other": 0.04},
+    "device": {"data": 0.0, "forward": 0.03, "backward": 0.06, "optimizer": 0.009, "other": 0.001},
+    "micro": [{"rows": 16, "length": 1024, "tokens": 16384, "real": 16384.0}],
+    "losses": [3.0],
+    "counts": {},
+    "compile_s": 0.0,
+    "lr": 3e-4,
+    "cpu_s": 0.1,
+}
+FACTS: dict[str, Any] = {
+    "framework": "torch",
+    "world": 1,
+    "cores": 16,
+    "threads": 16,
+    "default_threads": 16,
+    "compute_dtype": "bfloat16",
+    "device": "cuda",
+    "loaders": [{"evaluating": False, "num_workers": 4, "pin_memory": True, "batch_size": 16, "dataset": "Rows"}],
+    "optimizers": {
+        "1": {
+            "class": "AdamW",
+            "module": "torch.optim.adamw",
+            "fused": True,
+            "foreach": None,
+            "tensors": 148,
+            "devices": {"cuda": 148},
+        }
+    },
+    "model": {
+        "parameters": 124_000_000,
+        "trainable": 124_000_000,
+        "matmul_weights": 124_000_000,
+        "dtypes": {"float32": 148},
+        "config": {},
+        "attention": None,
+    },
+    "variables": {},
+    "flags": {"matmul_precision": "high", "deterministic": False, "flash_sdp": True, "mem_efficient_sdp": True},
+    "gpu": {
+        "name": "NVIDIA H200",
+        "sm": [9, 0],
+        "memory_gib": 139.8,
+        "peak_gib": 40.0,
+        "peak_reserved_gib": 44.0,
+        "alloc_retries": 0,
+    },
+    "profile": {"busy_s": 0.097, "num_kernels": 900, "waits": {"launch": 0.002, "sync": 0.0}, "copies_pageable_s": 0.0},
+    "syncs": [],
+    "replays": {"batch-2": [0.1, 0.099], "batch-4": [0.1, 0.098]},
+    "forwards": [],
+    "generations": [],
+    "samples": [["forward", "", "train.py:1 in <module>", 90]],
+    "recompiles": {"count": 1, "reasons": {}},
+    "totals": {},
+    "trainer_arguments": None,
+}
+
+
+def seen(step: dict[str, Any] | None = None, **facts: Any) -> Observed:
+    merged = copy.deepcopy(FACTS)
+    for key, value in facts.items():
+        merged[key] = (
+            {**merged[key], **value} if isinstance(merged.get(key), dict) and isinstance(value, dict) else value
+        )
+    steps = [{**copy.deepcopy(STEP), **(step or {})} for _ in range(10)]
+    return Observed(steps=steps, facts=merged, hardware=named("H200"))
+
+
+def first(found: Observed) -> Finding:
+    return diagnose(found).findings[0]
+
+
+def test_a_healthy_gpu_job_has_no_finding_and_a_limit() -> None:
+    found = diagnose(seen())
+    assert found.findings == ()
+    assert found.verdict.startswith("nothing is wrong, ")
+    assert found.limit["tokens_per_s"] == pytest.approx(163_840)
+    assert found.limit["ceiling_tokens_per_s"] == pytest.approx(989e12 / (6 * 124e6))
+
+
+@pytest.mark.parametrize(
+    ("cause", "change"),
+    [
+        ("fp32-matmul", {"compute_dtype": "float32", "replays": {"bf16": [0.1, 0.02], "tf32": [0.1, 0.04]}}),
+        ("precision-inactive", {"compute_dtype": "float32", "totals": {"scaled": 9}, "replays": {"bf16": [0.1, 0.02]}}),
+        ("math-attention", {"replays": {"attention": [0.004, 0.001, 12, [16, 12, 1024, 1024]]}}),
+        ("math-attention", {"flags": {"flash_sdp": False}, "replays": {"attention-backends": [0.1, 0.05]}}),
+        ("needless-recompute", {"replays": {"recompute": [0.1, 0.07]}}),
+        ("launch-bound", {"profile": {"busy_s": 0.04, "waits": {"launch": 0.06}}}),
+        ("launch-blocking", {"variables": {"CUDA_LAUNCH_BLOCKING": "1"}, "profile": {"busy_s": 0.05}}),
+        (
+            "host-sync",
+            {
+                "profile": {"busy_s": 0.06, "waits": {"sync": 0.05, "launch": 0.001}},
+                "syncs": [{"site": "Tensor.item at /x/train.py:12 in <module>", "count": 40, "seconds": 0.05}],
+            },
+        ),
+        ("oom-risk", {"gpu": {"peak_reserved_gib": 138.0}}),
+        ("offload", {"optimizers": {"1": {"class": "AdamW", "module": "m", "devices": {"cpu": 148}, "fused": True}}}),
+        ("debug-flags", {"variables": {"TORCH_DISTRIBUTED_DEBUG": "DETAIL"}}),
+        ("wrong-dtype", {"compute_dtype": "float64", "replays": {"single": [0.1, 0.01]}}),
+    ],
+)
+def test_a_gpu_cause_comes_first(cause: str, change: dict[str, Any]) -> None:
+    found = first(seen(**change))
+    assert found.cause == cause
+    assert found.evidence
+    assert found.fix
+
+
+def test_host_sync_names_the_line() -> None:
+    sync = {"site": "Tensor.item at /x/train.py:12 in <module>", "count": 40, "seconds": 0.05}
+    found = first(seen(profile={"busy_s": 0.06, "waits": {"sync": 0.05}}, syncs=[sync]))
+    assert "train.py:12" in found.sentence
+
+
+def test_waiting_that_the_gpu_never_notices_is_no_starvation() -> None:
+    """The host waits for data while the device still works: only the device's own wait counts."""
+    busy = seen(step={"host": {"data": 0.06, "forward": 0.02, "backward": 0.02}})
+    assert diagnose(busy).findings == ()
+    starved = {"data": 0.05, "forward": 0.02, "backward": 0.03}
+    assert first(seen(step={"device": starved}, profile={"busy_s": 0.05})).cause == "data-starvation"
+
+
+def test_recomputation_that_is_needed_is_no_finding() -> None:
+    assert diagnose(seen(replays={"recompute": "out of memory"})).findings == ()
+
+
+def test_trainer_arguments_are_those_of_the_installed_version() -> None:
+    change = {"compute_dtype": "float32", "replays": {"bf16": [0.1, 0.02]}, "framework": "trainer"}
+    known = first(seen(**change, trainer_arguments=["bf16", "tf32"])).fix
+    assert known.startswith("TrainingArguments(bf16=True)")
+    assert "TrainingArguments" not in first(seen(**change, trainer_arguments=["half_precision"])).fix
+
+
+def test_a_measured_gain_replaces_the_estimate_and_may_change_the_order() -> None:
+    found = diagnose(
+        seen(
+            compute_dtype="float32",
+            replays={"bf16": [0.1, 0.02], "recompute": [0.1, 0.07]},
+        )
+    )
+    assert [f.cause for f in found.findings] == ["fp32-matmul", "needless-recompute"]
+    proofs = [
+        Proof(cause="fp32-matmul", gains=(0.1, 0.14), loss_difference=0.01),
+        Proof(cause="needless-recompute", gains=(0.3, 0.32), loss_difference=0.0),
+    ]
+    proved = measured(found, proofs)
+    assert [(f.cause, f.status) for f in proved.findings] == [
+        ("needless-recompute", "measured"),
+        ("fp32-matmul", "measured"),
+    ]
+    assert proved.findings[0].gain == pytest.approx(0.31)
+
+
+def test_every_cause_a_rule_can_name_is_a_known_one() -> None:
+    import re
+    from pathlib import Path
+
+    import flatout.insight.diagnose as package
+
+    text = "".join(path.read_text() for path in Path(package.__file__).parent.glob("*.py"))
+    named_in_code = set(re.findall(r'_finding\(\s*"([a-z0-9-]+)"', text))
+    assert named_in_code <= set(CAUSES)
+    assert set(CAUSES) - named_in_code == set(), "a cause nobody can find"
+
+
+def test_only_what_is_a_switch_is_proved() -> None:
+    found = seen(compute_dtype="float32", replays={"bf16": [0.1, 0.02]})
+    change = change_for(first(found), found)
+    assert change is not None
+    assert change.switch == {"autocast": True}
+    written_out = seen(replays={"attention": [0.004, 0.001, 12, [16, 12, 1024, 1024]]})
+    assert change_for(first(written_out), written_out) is None
