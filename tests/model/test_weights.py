@@ -117,13 +117,14 @@ def test_stretched_frequencies_matter(family: str, tmp_path: Path) -> None:
     assert (our_logits(ours, tokens) - our_logits(plain, tokens)).abs().max() > 1e-2
 
 
-def test_the_fused_projection_rotates_by_stretched_frequencies() -> None:
+@pytest.mark.parametrize("qk_norm", [False, True])
+def test_the_fused_projection_rotates_by_stretched_frequencies(qk_norm: bool) -> None:
     """The kernel takes cosine and sine as they are, YaRN's larger ones too, and its gradient follows."""
     from functools import partial
 
     from flatout.kernels import segments
 
-    shape = ModelShape.from_hf(FAMILIES["llama-yarn"].config.to_dict())
+    shape = replace(ModelShape.from_hf(FAMILIES["llama-yarn"].config.to_dict()), qk_norm=qk_norm)
     model = Decoder(shape)
     model.initialise(2)
     assert model.amplitude > 1.1
