@@ -42,7 +42,7 @@ def test_the_right_amount_is_worth_one_and_others_nothing(i: int) -> None:
     units = Units()
     want = units.question(i).answer
     assert units.reward(i, f"so <answer>{want:.5g}</answer>") == 1.0
-    assert units.reward(i, f"so <answer>{want * 1.07:.6g}</answer>") == 0.0
+    assert units.reward(i, f"so <answer>{want * 1.2:.6g}</answer>") == 0.0
     assert units.reward(i, f"{want:.5g}") == 0.0  # not in tags
 
 
@@ -128,6 +128,11 @@ def test_every_layout_of_a_choice_is_the_same_question(tmp_path: Path, row: obje
     assert task.choices(0) == ("A", "B")
     assert task.prompt(0)[0]["content"].startswith("Which?\n\nA. no\nB. yes\n\n")
     assert [task.reward(0, text) for text in ("A", "B", "(b)", "<answer>B</answer>", "AB", "")] == [0, 1, 1, 1, 0, 0]
+    words = open_task(f"choice:{tmp_path / 'c.jsonl'}?form=text")
+    assert isinstance(words, MultipleChoice)
+    assert words.choices(0) == ("no", "yes")
+    assert words.prompt(0)[0]["content"] == "Which?"
+    assert [words.reward(0, text) for text in ("no", "yes", "B", "")] == [0, 1, 0, 0]
 
 
 # JSON lines
@@ -163,6 +168,7 @@ def test_jsonl_graders(tmp_path: Path) -> None:
         ("jsonl:{good}?question=nothing", "good.jsonl:1: needs nothing"),
         ("gsm8k:{good}", "good.jsonl:1: the answer does not end with ####"),
         ("choice:{good}", "good.jsonl:1: 0 options"),
+        ("choice:{good}?form=roman", "form=roman: letters or text"),
         ("jsonl:{torn}", "torn.jsonl is neither JSON lines nor a JSON list"),
         ("jsonl:{list}", "list.json, entry 1: holds a int"),
         ("jsonl:{empty}", "holds no question"),

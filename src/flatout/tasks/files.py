@@ -136,14 +136,21 @@ class Choice:
 
 @dataclass(frozen=True, kw_only=True)
 class MultipleChoice:
-    """The options stand in the question under letters; the likeliest letter is the answer."""
+    """The options stand in the question under letters; the likeliest letter is the answer.
+
+    With `form` text the question stands alone and the likeliest option's own words are: small models prefer a letter,
+    whatever it says.
+    """
 
     rows: Sequence[Choice]
     name: str
+    form: str = "letters"
 
     @classmethod
-    def open(cls, path: Path, *, name: str) -> MultipleChoice:
-        return cls(rows=[_choice(row) for row in read_rows(test_file(path))], name=name)
+    def open(cls, path: Path, name: str, *, form: str = "letters") -> MultipleChoice:
+        if form not in ("letters", "text"):
+            raise UsageError(f"form={form}: letters or text")
+        return cls(rows=[_choice(row) for row in read_rows(test_file(path))], name=name, form=form)
 
     @property
     def size(self) -> int:
@@ -151,19 +158,27 @@ class MultipleChoice:
 
     def prompt(self, i: int) -> Messages:
         row = self.rows[i]
+        if self.form == "text":
+            return [user(row.question)]
         options = "\n".join(f"{LETTERS[at]}. {option}" for at, option in enumerate(row.options))
         return [user(f"{row.question}\n\n{options}\n\nAnswer with the letter of the right option.")]
 
     def choices(self, i: int) -> Sequence[str]:
-        return tuple(LETTERS[: len(self.rows[i].options)])
+        options = self.rows[i].options
+        return options if self.form == "text" else tuple(LETTERS[: len(options)])
 
     def answer(self, completion: str) -> str | None:
         found = grade.find(completion, (grade.tagged, grade.boxed, grade.last_line))
+        if self.form == "text":
+            return found
         letter = (found or "").strip(" .()*").upper()
         return letter if len(letter) == 1 and letter in LETTERS else None
 
     def reward(self, i: int, completion: str) -> float:
-        return float(self.answer(completion) == LETTERS[self.rows[i].right])
+        got, row = self.answer(completion), self.rows[i]
+        if self.form == "text":
+            return float(got is not None and grade.same_text(got, row.options[row.right]))
+        return float(got == LETTERS[row.right])
 
 
 def _choice(row: Row) -> Choice:

@@ -45,7 +45,7 @@ def open_task(spec: str) -> Task | Texts:
         case "perplexity":
             return _built(lambda: PlainText.open(file), spec, query)
         case _:
-            return _built(lambda: MultipleChoice.open(file, name=name), spec, query)
+            return _built(MultipleChoice.open, spec, query, file, name)
 
 
 def _built(build: Callable[..., Task | Texts], spec: str, query: str, *arguments: object) -> Task | Texts:
