@@ -452,8 +452,8 @@ def training_memory(
         trained = adapters.num_parameters(shape)
         # The input of each pair of matrices is kept already; what lies between them is not.
         kept += 0 if recompute == "full" else width * shape.layers * adapters.rank * len(adapters.targets)
-        # The widest projection: rebuilt from 4 bits, or laid beside its adapter.
-        rebuilt = width * 2 * shape.intermediate * shape.hidden * (2 if adapters.base_bits == 4 else 1)
+        # The widest projection: rebuilt from 4 bits by way of indices and fp32, or laid beside its adapter.
+        rebuilt = (6 if adapters.base_bits == 4 else width) * 2 * shape.intermediate * shape.hidden
         return Memory(
             weights=adapters.base_bytes(shape, precision=precision) + 4 * trained,
             weight_copies=0 if width == 4 else 2 * width * trained,

@@ -45,7 +45,8 @@ class Nf4(nn.Module):
         blocks = weight.detach().reshape(-1, NF4_BLOCK).float()
         scales = blocks.abs().amax(dim=1, keepdim=True).clamp(min=1e-12)
         values = torch.tensor(VALUES, device=weight.device)
-        nearest = torch.bucketize(blocks / scales, (values[1:] + values[:-1]) / 2).to(torch.uint8).reshape(-1, 2)
+        between = (values[1:] + values[:-1]) / 2
+        nearest = torch.bucketize(blocks / scales, between, out_int32=True).to(torch.uint8).reshape(-1, 2)
         return cls(nearest[:, 0] * 16 + nearest[:, 1], scales, weight.shape)
 
     def dense(self, dtype: torch.dtype) -> Tensor:
@@ -58,7 +59,7 @@ def rebuilt(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
     # Both weights of a byte in one look-up.
     pairs = torch.stack((values.repeat_interleave(16), values.repeat(16)), dim=1)
     blocks = F.embedding(codes.int(), pairs).view(-1, NF4_BLOCK)
-    return (blocks * scales).to(dtype)
+    return blocks.mul_(scales).to(dtype)
 
 
 class _Linear4(torch.autograd.Function):
