@@ -43,6 +43,8 @@ T = TypeVar("T")
 
 CONFIG, SCRIPT = "pretrain-demo", Path("slow") / "train.py"
 PROMPT = "One morning"
+# How many stories are drawn to find one that is longer than a line.
+DRAWS, LINE = 4, 80
 # Short, because many wait in front of it: a look, and for each proof a few steps.
 LOOK = Asked(steps=8, seconds=45.0, quiet=True)
 PROOF = Asked(steps=7, seconds=2.0, quiet=True)
@@ -182,7 +184,12 @@ def train(settings: Settings, *, folder: Path, console: Console) -> Outcome:
         return outcome
     trained = open_trained(Run.open(folder))
     assert isinstance(trained.model, Decoder)
-    text = complete(trained.model, trained.tokenizer, PROMPT, max_new_tokens=120, temperature=0.7, seed=settings.seed)
+    draws = (
+        complete(trained.model, trained.tokenizer, PROMPT, max_new_tokens=120, temperature=0.7, seed=settings.seed + i)
+        for i in range(DRAWS)
+    )
+    # A story may end after a word; the first that does not is shown.
+    text = max(draws, key=lambda story: min(len(story), LINE))
     console.print("\n[bold]It writes[/]")
     console.print(text, markup=False, highlight=False)
     return outcome
