@@ -11,10 +11,10 @@ demo: $(VENV)/.train
 	$(BIN)/flatout demo
 
 test: $(VENV)/.dev
-	$(BIN)/python -m pytest -n 2 --dist loadgroup $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n 2 $(PYTEST_ARGS)
 
-# The doctor on an old torch, in an environment that knows nothing of flatout. On x86 pass
-# COMPAT_PIP='--index-url https://download.pytorch.org/whl/cpu' to spare the CUDA libraries.
+# The doctor on an old torch, in an environment that knows nothing of flatout. COMPAT_PIP can name pip's index of
+# builds without CUDA.
 test-compat: $(VENV)/.dev $(COMPAT)/.made
 	FLATOUT_COMPAT_PYTHON=$(abspath $(COMPAT))/bin/python $(BIN)/python -m pytest tests/doctor/test_doctor_compat.py
 

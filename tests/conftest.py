@@ -2,6 +2,7 @@
 
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -25,6 +26,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "gpu" in item.keywords:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Tests that measure a script run one after another on one worker: two at once would slow each other.
+
+    Not by `xdist_group`: xdist 3.8 marks the group in a field that pytest 9 does not read any more.
+    """
+    from xdist.scheduler import LoadScopeScheduling
+
+    class OneScriptAtATime(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return "doctor" if nodeid.startswith(("tests/doctor/", "tests/test_demo.py")) else nodeid
+
+    return OneScriptAtATime(config, log)
 
 
 @pytest.fixture(autouse=True)

@@ -25,8 +25,6 @@ from flatout.model import Decoder
 from flatout.plan import job_of
 from flatout.record import Run
 
-pytestmark = pytest.mark.xdist_group("doctor")
-
 # The job itself stays: the script has its shape written into it.
 SHORT = (
     *("train.steps=6", "train.warmup_steps=2", "eval.every=6", "eval.tokens=1024", "log.every=3"),

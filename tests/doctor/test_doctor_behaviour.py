@@ -10,8 +10,6 @@ from pathlib import Path
 import pytest
 from doctoring import SRC, doctor, environment
 
-pytestmark = pytest.mark.xdist_group("doctor")
-
 TRAINS = """
 import torch
 model = torch.nn.Linear(8, 8)

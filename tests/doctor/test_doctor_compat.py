@@ -10,10 +10,7 @@ import pytest
 from doctoring import SCRIPTS, SRC, environment
 
 PYTHON = os.environ.get("FLATOUT_COMPAT_PYTHON")
-pytestmark = [
-    pytest.mark.xdist_group("doctor"),
-    pytest.mark.skipif(PYTHON is None, reason="FLATOUT_COMPAT_PYTHON names no other Python: make test-compat"),
-]
+pytestmark = pytest.mark.skipif(PYTHON is None, reason="FLATOUT_COMPAT_PYTHON names no other Python: make test-compat")
 SCRIPT_PLANTS = {
     "plain_slow_dataset.py": "data-starvation",
     "plain_float64.py": "wrong-dtype",

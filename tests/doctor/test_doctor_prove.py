@@ -4,10 +4,7 @@ import json
 import sys
 from pathlib import Path
 
-import pytest
 from doctoring import doctor
-
-pytestmark = pytest.mark.xdist_group("doctor")
 
 # Anomaly mode and a garbage collection are both switches; everything is random but seeded, so losses must agree.
 SCRIPT = """

@@ -41,9 +41,6 @@ TWO = {
 }
 HEALTHY = ("healthy_plain.py", "healthy_nanogpt.py", "healthy_trainer.py")
 
-# One after another: two of them at once would each slow the other.
-pytestmark = pytest.mark.xdist_group("doctor")
-
 
 def command_of(script: str) -> list[str]:
     if script.startswith("ddp"):
@@ -63,8 +60,8 @@ def causes_of(found: dict[str, Any]) -> list[str]:
 
 
 def undisturbed(folder: Path, script: str, right: Callable[[list[str]], bool]) -> tuple[dict[str, Any], Path]:
-    """A diagnosis and its folder: up to three looks, because tests beside this one take the cores it measures on."""
-    for look in range(3):
+    """A diagnosis and its folder: a second look where other tests took the cores of the first."""
+    for look in range(2):
         found = diagnosis_of(folder / str(look), *command_of(script))
         if right(causes_of(found)):
             break

@@ -77,7 +77,7 @@ def test_kernels_and_full_recomputation_go_together() -> None:
 
 
 def test_eight_bits_learn_as_the_plain_path_does() -> None:
-    plain, eight = train(build(), steps=10), train(build(active=active(**ALL, fp8=True, fp8_head=True)), steps=10)
+    plain, eight = train(build(), steps=10), train(build(active=active(**ALL, fp8=True)), steps=10)
     assert plain[-1].loss < 0.9 * plain[0].loss
     for one, other in zip(plain, eight, strict=True):
         assert other.loss == pytest.approx(one.loss, rel=0.05)
@@ -85,7 +85,7 @@ def test_eight_bits_learn_as_the_plain_path_does() -> None:
 
 
 def test_evaluation_with_eight_bits_is_that_of_the_weights() -> None:
-    engine = build(active=active(**ALL, fp8=True, fp8_head=True))
+    engine = build(active=active(**ALL, fp8=True))
     train(engine, steps=2)
     plain = build()
     with torch.no_grad():
@@ -97,7 +97,7 @@ def test_evaluation_with_eight_bits_is_that_of_the_weights() -> None:
 
 def test_eight_bit_scales_are_saved_and_a_resumed_run_goes_on_exactly(tmp_path: Path) -> None:
     def fresh() -> Engine:
-        return build(active=active(**ALL, fp8=True, fp8_head=True))
+        return build(active=active(**ALL, fp8=True))
 
     expected = train(fresh(), steps=5)
     first = fresh()
@@ -118,7 +118,7 @@ def test_eight_bit_scales_are_saved_and_a_resumed_run_goes_on_exactly(tmp_path: 
 
 
 def test_an_abandoned_step_leaves_no_trace_in_the_scales() -> None:
-    engine = build(active=active(**ALL, fp8=True, fp8_head=True))
+    engine = build(active=active(**ALL, fp8=True))
     engine.rehearse(micro_batches(0, 4)[0])
     assert engine.eight.scales.amax.any()
     engine.forget()

@@ -47,9 +47,9 @@ def words_of(files: Mapping[str, str]) -> dict[str, str]:
 def rendered(
     template: str, messages: Sequence[Mapping[str, Any]], *, words: Mapping[str, str], add_generation_prompt: bool
 ) -> str:
-    compiled, said = _compiled(template), [dict(message) for message in messages]
+    program, said = compiled(template), [dict(message) for message in messages]
     try:
-        return str(compiled.render(messages=said, add_generation_prompt=add_generation_prompt, **words))
+        return str(program.render(messages=said, add_generation_prompt=add_generation_prompt, **words))
     except Exception as error:  # a stranger's program may raise anything
         roles = ", ".join(str(message.get("role")) for message in messages)
         raise UsageError(f"the chat template refuses these messages ({roles}): {error}") from None
@@ -83,11 +83,15 @@ def encoded(
 
 
 @cache
-def _compiled(template: str) -> Any:
+def compiled(template: str, *, dated: bool = True) -> Any:
+    """The template as a program in a sandbox; not `dated`, one that asks for today's date is refused."""
     jinja2 = _jinja2()
 
     def refuse(message: str) -> None:
         raise jinja2.TemplateError(message)
+
+    def undated(_form: str) -> str:
+        raise jinja2.TemplateError("it writes today's date, and training data must not change from day to day")
 
     def tojson(value: Any, **options: Any) -> str:
         return json.dumps(value, ensure_ascii=False, **{k: v for k, v in options.items() if k in ("indent",)})
@@ -105,7 +109,7 @@ def _compiled(template: str) -> Any:
         trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols]
     )
     sandbox.filters["tojson"] = tojson
-    sandbox.globals |= {"raise_exception": refuse, "strftime_now": _today}
+    sandbox.globals |= {"raise_exception": refuse, "strftime_now": _today if dated else undated}
     try:
         return sandbox.from_string(template)
     except jinja2.TemplateError as error:

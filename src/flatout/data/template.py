@@ -1,21 +1,20 @@
 """Chat templates: messages to the text, and the ids, that a model was taught to read.
 
-The template is the tokenizer's own, Jinja in `chat_template.jinja` or `tokenizer_config.json`, run in Jinja's sandbox
-as transformers does. A message is data: one that spells out a control token is refused, never obeyed.
-Used by recipe sft.
+`chat` finds the tokenizer's own template and runs it in a sandbox. A message is data: one that spells out a control
+token is refused, never obeyed. Used by recipe sft.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from flatout.data import chat
 from flatout.data.tokenizer import JsonTokenizer, Tokenizer
-from flatout.errors import EnvironmentLacks, UsageError
+from flatout.errors import UsageError
 
 Message = Mapping[str, Any]
 ROLES = ("system", "user", "assistant", "tool")
@@ -42,7 +41,7 @@ class Template:
     """Renders conversations with a tokenizer's own template, and tokenizes what comes out."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        text = _template_text(tokenizer)
+        text = chat.template_of(tokenizer.files) if isinstance(tokenizer, JsonTokenizer) else None
         if text is None or not isinstance(tokenizer, JsonTokenizer):
             raise UsageError(
                 f"the tokenizer {tokenizer.name} has no chat template, which messages need: take the tokenizer of an "
@@ -50,8 +49,8 @@ class Template:
                 "completion texts with data.as_chat: false"
             )
         self.tokenizer = tokenizer
-        self._compiled = _compiled(text, name=tokenizer.name)
-        self._words = _special_words(tokenizer)
+        self._compiled = chat.compiled(text, dated=False)
+        self._words = chat.words_of(tokenizer.files)
         # Control tokens are read in the template's text, unlike in a document's.
         self._backend = type(tokenizer.backend).from_str(tokenizer.files["tokenizer.json"])
         self._backend.no_truncation()
@@ -113,62 +112,3 @@ def _answered(encoding: Any, spans: Sequence[tuple[int, int]]) -> Encoded:
     for low, high in spans:
         answered |= (low < ends) & (ends <= high)
     return Encoded(ids=list(encoding.ids), answered=answered.tolist())
-
-
-def _template_text(tokenizer: Tokenizer) -> str | None:
-    if not isinstance(tokenizer, JsonTokenizer):
-        return None
-    if TEMPLATE_FILE in tokenizer.files:
-        return tokenizer.files[TEMPLATE_FILE]
-    template = json.loads(tokenizer.files.get("tokenizer_config.json", "{}")).get("chat_template")
-    if isinstance(template, list):  # several, by name
-        named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
-        template = named.get("default")
-    return template if isinstance(template, str) else None
-
-
-def _special_words(tokenizer: JsonTokenizer) -> dict[str, str]:
-    """`eos_token` and its kind, which templates write by name."""
-    config = json.loads(tokenizer.files.get("tokenizer_config.json", "{}"))
-    words = {}
-    for name in ("bos_token", "eos_token", "pad_token", "unk_token"):
-        value = config.get(name)
-        value = value.get("content") if isinstance(value, dict) else value
-        words[name] = value if isinstance(value, str) else ""
-    return words
-
-
-def _compiled(text: str, *, name: str) -> Any:
-    try:
-        import jinja2
-        import jinja2.ext
-        import jinja2.sandbox
-    except ImportError as error:
-        raise EnvironmentLacks("chat templates need jinja2: pip install 'flatout[train]'") from error
-
-    class Generation(jinja2.ext.Extension):  # type: ignore[misc]
-        """`{% generation %}` marks an answer for those who want a mask; here it is only its content."""
-
-        tags = {"generation"}  # noqa: RUF012
-
-        def parse(self, parser: Any) -> Any:
-            next(parser.stream)
-            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-    def refuse(message: str) -> None:
-        raise jinja2.TemplateError(message)
-
-    def tojson(value: Any, **options: Any) -> str:
-        return json.dumps(value, ensure_ascii=False, **options)
-
-    def undated(_format: str) -> str:
-        raise jinja2.TemplateError("it writes today's date, and training data must not change from day to day")
-
-    extensions = [Generation, jinja2.ext.loopcontrols]
-    sandbox = jinja2.sandbox.ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
-    sandbox.filters["tojson"] = tojson
-    sandbox.globals |= {"raise_exception": refuse, "strftime_now": undated}
-    try:
-        return sandbox.from_string(text)
-    except jinja2.TemplateError as error:
-        raise UsageError(f"the chat template of {name} is not valid Jinja: {error}") from None

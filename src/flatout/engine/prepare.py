@@ -123,7 +123,7 @@ class EightBits:
                 else None
             )
         self.head: Any = None
-        if active.fused_loss and active.fp8_head:
+        if active.fused_loss:
             weight = model.head_weight
             self.head = head.Head8(weight)
             self._weights.append(weight)

@@ -37,7 +37,6 @@ class Active:
     fused_mlp: bool = False
     fused_loss: bool = False
     fp8: bool = False
-    fp8_head: bool = False
 
 
 def check_build(hardware: Hardware) -> None:
@@ -135,7 +134,7 @@ def _kernels(plan: Plan, dtype: torch.dtype, device: torch.device) -> tuple[dict
         problem = _no_fp8(device, dtype) if adapters is None else "adapters learn beside 16-bit matmuls"
         fp8 = fp8 and problem is None
         words["fp8"] = "on: 8-bit matmuls in the fused segments" if fp8 else f"off: {problem or 'no fused segment'}"
-    return {f"fused_{name}": on for name, on in granted.items()} | {"fp8": fp8, "fp8_head": fp8}, words
+    return {f"fused_{name}": on for name, on in granted.items()} | {"fp8": fp8}, words
 
 
 def _no_triton(device: torch.device) -> str | None:
@@ -156,16 +155,17 @@ def _no_fp8(device: torch.device, dtype: torch.dtype) -> str | None:
         return "FP8 tensor cores begin with SM 8.9"
     if dtype != torch.bfloat16:
         return f"it goes with bf16, not {dtype}"
-    from flatout.kernels import fp8, head
+    from flatout.kernels import fp8, rows
 
     # Triton 3.6 transposes some 8-bit tiles wrongly; whatever version is here, look.
     x = torch.randn(64, 192, device=device, dtype=dtype)
+    scale = fp8.Scale.own(fp8.FORWARD, device)
     try:
-        scale = head.Head8(torch.zeros(16, 16, device=device)).hidden
-        both = fp8.quantise(x, scale)
-        if not torch.equal(both.rows.float().t(), both.cols.float()):
+        copy = fp8.quantise(x, scale)
+        _, gradient = rows.cross_entropy8(x, torch.arange(64, device=device), scale)
+        if not all(torch.equal(both.rows.float().t(), both.cols.float()) for both in (copy, gradient)):
             return "this version of Triton transposes 8-bit tiles wrongly"
-        fp8.matmul(both.rows, both.rows, both.inverse, both.inverse, dtype=dtype, fast=True)
+        fp8.matmul(copy.rows, copy.rows, copy.inverse, copy.inverse, dtype=dtype, fast=True)
     except Exception as error:  # whatever a compiler or library raises on this machine is the answer asked for
         return f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"[:120]
     return None

@@ -73,8 +73,8 @@ class Engine:
         head_loss: HeadLoss,
         clip: float | None,
         seed: int,
+        batch_tokens: int,
         eight: EightBits | None = None,
-        batch_tokens: int = 1,
     ) -> None:
         self.model, self.optimizer, self.schedule = model, optimizer, schedule
         self.active, self.ranks, self.phases = active, ranks, phases

@@ -36,6 +36,12 @@ class Scale:
     inverse: Tensor
     amax: Tensor
 
+    @classmethod
+    def own(cls, dtype: torch.dtype, device: torch.device, value: float = 1.0) -> Scale:
+        """One that is set by whoever owns the matrix, and never delayed."""
+        scale = torch.tensor(value, device=device)
+        return cls(dtype=dtype, scale=scale, inverse=1.0 / scale, amax=torch.zeros(1, device=device))
+
     @property
     def largest(self) -> float:
         return float(torch.finfo(self.dtype).max)
@@ -157,10 +163,8 @@ class Weight:
     """A weight's 8-bit copies, made anew once a step, with the scale that fits it at that moment."""
 
     def __init__(self, weight: Tensor) -> None:
-        device = weight.device
-        one = torch.ones((), device=device)
-        self.scale = Scale(dtype=FORWARD, scale=one, inverse=one.clone(), amax=torch.zeros(1, device=device))
-        self.both = self.scale.empty(*weight.shape, device=device)
+        self.scale = Scale.own(FORWARD, weight.device)
+        self.both = self.scale.empty(*weight.shape, device=weight.device)
 
     @staticmethod
     @torch.no_grad()

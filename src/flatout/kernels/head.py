@@ -5,6 +5,7 @@ Legend: N tokens, C hidden width, V vocabulary.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -18,18 +19,11 @@ class Head8:
     """The head's 8-bit weight and the fixed scale of the logits' gradient, which lies in [-1, 1]."""
 
     def __init__(self, weight_VC: Tensor) -> None:
-        device = weight_VC.device
         self.weight = fp8.Weight(weight_VC)
-        largest = float(torch.finfo(fp8.BACKWARD).max) / 2
-        power = 2.0 ** int(torch.tensor(largest).log2().floor())
-        self.gradient = fp8.Scale(
-            dtype=fp8.BACKWARD,
-            scale=torch.tensor(power, device=device),
-            inverse=torch.tensor(1 / power, device=device),
-            amax=torch.zeros(1, device=device),
-        )
-        one = torch.ones((), device=device)
-        self.hidden = fp8.Scale(dtype=fp8.FORWARD, scale=one, inverse=one.clone(), amax=torch.zeros(1, device=device))
+        # The largest power of two that leaves a bit of headroom above 1.
+        power = 2.0 ** math.floor(math.log2(torch.finfo(fp8.BACKWARD).max / 2))
+        self.gradient = fp8.Scale.own(fp8.BACKWARD, weight_VC.device, power)
+        self.hidden = fp8.Scale.own(fp8.FORWARD, weight_VC.device)
 
 
 class _LinearCrossEntropy8(torch.autograd.Function):

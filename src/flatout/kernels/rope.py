@@ -114,11 +114,12 @@ def _norm_rotate_back(
     sum_b = tl.zeros((HEADS, E), dtype=tl.float32)
     for tile in range(TILES):
         row = (tile * tl.num_programs(0) + tl.program_id(0)).to(tl.int64)
-        inside = (head < H + G)[:, None] & (i < E)[None, :] & (row < N)
+        known = head < tl.where(row < N, H + G, 0)
+        inside = known[:, None] & (i < E)[None, :]
         # The gradient as rotated back, in the place of the projection's own.
         da = tl.load(d_qkv + row * W + at, mask=inside, other=0.0).to(tl.float32)
         db = tl.load(d_qkv + row * W + at + E, mask=inside, other=0.0).to(tl.float32)
-        r = tl.load(rstd + row * (H + G) + head, mask=(head < H + G) & (row < N), other=0.0)[:, None]
+        r = tl.load(rstd + row * (H + G) + head, mask=known, other=0.0)[:, None]
         a = tl.load(qkv + row * W + at, mask=inside, other=0.0).to(tl.float32) * r
         b = tl.load(qkv + row * W + at + E, mask=inside, other=0.0).to(tl.float32) * r
         sum_a += da * a
