@@ -107,6 +107,31 @@ def test_a_prompt_is_drawn_by_its_key_not_its_place() -> None:
     assert by_place(generator.generate([prompts[2]], sampling=sampling))[0, 0].ids != all_[2, 0].ids
 
 
+def test_further_samples_go_on_where_the_first_ended(model: Decoder) -> None:
+    prompts = prompts_of([5, 12])
+    sampling = Sampling(max_tokens=10, temperature=1.0)
+    for sampler in (Generator(model, TOKENIZER), plain(model)):
+        whole = by_place(sampler.generate(prompts, sampling=sampling, samples=4))
+        parts = by_place(sampler.generate(prompts, sampling=sampling, samples=1))
+        parts |= by_place(sampler.generate(prompts, sampling=sampling, samples=3, first=1))
+        same(parts, whole)
+
+
+def test_nothing_ends_a_completion_before_it_may() -> None:
+    model, prompts = made(), prompts_of([3, 40, 11, 25], seed=1)
+    stop = frozenset(range(0, 256, 3))
+    free, held = (
+        Sampling(max_tokens=20, temperature=1.0, stop_ids=stop, stop_texts=("a", "e"), min_tokens=least)
+        for least in (0, 8)
+    )
+    short = by_place(Generator(model, TOKENIZER).generate(prompts, sampling=free, samples=4))
+    assert min(len(c.ids) for c in short.values()) < 8
+    ours = by_place(Generator(model, TOKENIZER).generate(prompts, sampling=held, samples=4))
+    same(ours, by_place(plain(model).generate(prompts, sampling=held, samples=4)))
+    assert min(len(c.ids) for c in ours.values()) >= 8
+    assert any(c.status == "stopped" for c in ours.values())
+
+
 def test_logprobs_are_those_of_a_full_forward(model: Decoder) -> None:
     [prompt] = prompts_of([13])
     [drawn] = Generator(model, TOKENIZER).generate([prompt], sampling=Sampling(max_tokens=15, temperature=0.7))
@@ -221,13 +246,15 @@ def test_draws_have_the_frequencies_of_the_softmax() -> None:
     logits = torch.tensor([2.0, 0.5, -1.0, 1.0, -3.0])
     count = 50_000
     keys = torch.tensor([row_key(1, prompt, 0) for prompt in range(count)])
-    chances = uniform(keys, torch.zeros(count, dtype=torch.long))
+    places = torch.zeros(count, dtype=torch.long)
+    chances = uniform(keys, places)
     assert 0 <= float(chances.min()) < 0.001 < 0.999 < float(chances.max()) < 1
-    for sampling in (Sampling(max_tokens=1, temperature=0.7), Sampling(max_tokens=1, temperature=0.7, top_p=0.8)):
-        drawn = draw(logits.expand(count, -1), chances, sampling)
+    for cut in ({}, {"top_p": 0.8}, {"top_k": 2}):
+        sampling = Sampling(max_tokens=1, temperature=0.7, **cut)  # type: ignore[arg-type]
+        drawn = draw(logits.expand(count, -1), chances, places, sampling)
         seen = torch.bincount(drawn, minlength=5).double()
         p = (logits.double() / 0.7).softmax(-1)
-        if sampling.top_p < 1:
+        if cut:
             p = torch.where(torch.tensor([True, False, False, True, False]), p, 0.0)
             p = p / p.sum()
             assert seen[p == 0].sum() == 0
@@ -250,7 +277,8 @@ def test_positions_samples_prompts_and_seeds_are_drawn_apart() -> None:
 @pytest.mark.parametrize(
     ("settings", "says"),
     [({"max_tokens": 0}, "max tokens 0"), ({"temperature": -1.0}, "temperature -1"), ({"top_p": 0.0}, "top-p 0"),
-     ({"top_p": 1.5}, "top-p 1.5"), ({"temperature": float("nan")}, "temperature nan")],
+     ({"top_p": 1.5}, "top-p 1.5"), ({"temperature": float("nan")}, "temperature nan"), ({"top_k": -1}, "top-k -1"),
+     ({"min_tokens": 9}, "min tokens 9")],
 )  # fmt: skip
 def test_impossible_sampling_is_refused(settings: dict[str, float], says: str) -> None:
     with pytest.raises(UsageError, match=says):

@@ -41,10 +41,21 @@ def _shifted(x: Tensor, bits: int) -> Tensor:
     return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 
-def draw(logits_RV: Tensor, uniform_R: Tensor, sampling: Sampling) -> Tensor:
+def draw(logits_RV: Tensor, uniform_R: Tensor, positions_R: Tensor, sampling: Sampling) -> Tensor:
     """One token a row, by the inverse of the cumulated probabilities in the vocabulary's own order."""
+    if sampling.min_tokens and sampling.stop_ids:
+        # What would end a completion too early is never drawn.
+        stops = torch.tensor(sorted(sampling.stop_ids), device=logits_RV.device)
+        early_RV = torch.zeros_like(logits_RV, dtype=torch.bool)
+        early_RV[:, stops[stops < logits_RV.shape[-1]]] = True
+        early_RV &= (positions_R < sampling.min_tokens)[:, None]
+        logits_RV = logits_RV.masked_fill(early_RV, float("-inf"))
     if sampling.temperature == 0:
         return logits_RV.argmax(-1)
+    if 0 < sampling.top_k < logits_RV.shape[-1]:
+        # Ties at the border all stay.
+        border_R1 = logits_RV.topk(sampling.top_k).values[:, -1:]
+        logits_RV = logits_RV.masked_fill(logits_RV < border_R1, float("-inf"))
     p_RV = (logits_RV / sampling.temperature).softmax(-1)
     if sampling.top_p < 1:
         p_RV = _nucleus(p_RV, sampling.top_p)

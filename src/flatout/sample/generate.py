@@ -75,12 +75,18 @@ class Generator:
 
     @torch.no_grad()
     def generate(
-        self, prompts: Sequence[Prompt], *, sampling: Sampling, samples: int = 1, keys: Sequence[int] | None = None
+        self,
+        prompts: Sequence[Prompt],
+        *,
+        sampling: Sampling,
+        samples: int = 1,
+        first: int = 0,
+        keys: Sequence[int] | None = None,
     ) -> Iterator[Completion]:
         keys = range(len(prompts)) if keys is None else keys
         waiting: deque[_Row] = deque()
         for i, prompt in enumerate(prompts):
-            for sample in range(samples):
+            for sample in range(first, first + samples):
                 row = _Row(prompt=i, sample=sample, key=row_key(sampling.seed, keys[i], sample), length=len(prompt))
                 if not 0 < len(prompt) < self.window:
                     row.status = "too_long"
@@ -202,7 +208,7 @@ class Generator:
         places = torch.tensor([len(row.ids) for row in rows], device=self.device)
         # A head may be wider than the tokenizer: what has no text is never drawn.
         known_RV = logits_RV[:, : self.tokenizer.vocab_size]
-        chosen_R = draw(known_RV, uniform(keys, places), sampling)
+        chosen_R = draw(known_RV, uniform(keys, places), places, sampling)
         logprobs_R = logits_RV.gather(-1, chosen_R[:, None])[:, 0] - logits_RV.logsumexp(-1)
         # The one synchronisation of a step.
         for row, token, logprob in zip(rows, chosen_R.tolist(), logprobs_R.tolist(), strict=True):
@@ -214,7 +220,7 @@ class Generator:
                 row.status = "length"
 
     def _stop_text(self, row: _Row, sampling: Sampling) -> bool:
-        if not sampling.stop_texts:
+        if not sampling.stop_texts or len(row.ids) < sampling.min_tokens:
             return False
         text = self.tokenizer.decode(row.ids[-STOP_IDS:])
         return any(stop in text for stop in sampling.stop_texts)

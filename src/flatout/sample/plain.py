@@ -40,11 +40,17 @@ class Plain:
         self.logits, self.tokenizer, self.window = logits, tokenizer, window
 
     def generate(
-        self, prompts: Sequence[Prompt], *, sampling: Sampling, samples: int = 1, keys: Sequence[int] | None = None
+        self,
+        prompts: Sequence[Prompt],
+        *,
+        sampling: Sampling,
+        samples: int = 1,
+        first: int = 0,
+        keys: Sequence[int] | None = None,
     ) -> Iterator[Completion]:
         keys = range(len(prompts)) if keys is None else keys
         for i, prompt in enumerate(prompts):
-            for sample in range(samples):
+            for sample in range(first, first + samples):
                 drawn = list(self._drawn(prompt, row_key(sampling.seed, keys[i], sample), sampling))
                 ids = tuple(token for token, _ in drawn)
                 status = self._status(prompt, ids, sampling)
@@ -80,8 +86,9 @@ class Plain:
         while self._status(prompt, ids, sampling) is None:
             with torch.no_grad():
                 logits_V = self.logits(torch.tensor([*prompt, *ids]))[-1].float().cpu()
-            chance = uniform(torch.tensor([key]), torch.tensor([len(ids)]))
-            token = int(draw(logits_V[None, : self.tokenizer.vocab_size], chance, sampling))
+            place = torch.tensor([len(ids)])
+            chance = uniform(torch.tensor([key]), place)
+            token = int(draw(logits_V[None, : self.tokenizer.vocab_size], chance, place, sampling))
             ids.append(token)
             yield token, float(logits_V.log_softmax(-1)[token])
 
@@ -89,7 +96,7 @@ class Plain:
         """How a completion has ended; None while it goes on."""
         if not 0 < len(prompt) < self.window:
             return "too_long"
-        text = self.tokenizer.decode(ids) if sampling.stop_texts else ""
+        text = self.tokenizer.decode(ids) if sampling.stop_texts and len(ids) >= sampling.min_tokens else ""
         if (ids and ids[-1] in sampling.stop_ids) or any(stop in text for stop in sampling.stop_texts):
             return "stopped"
         full = len(ids) >= sampling.max_tokens or len(prompt) + len(ids) >= self.window

@@ -15,11 +15,14 @@ Prompt = Sequence[int]
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """Temperature 0 takes the likeliest token. `stop_texts` end a completion as soon as they are written."""
+    """Temperature 0 takes the likeliest token. `stop_texts` end a completion as soon as they are written; nothing ends
+    it before `min_tokens`."""
 
     max_tokens: int
+    min_tokens: int = 0
     temperature: float = 0.0
     top_p: float = 1.0
+    top_k: int = 0  # 0: all
     stop_ids: frozenset[int] = frozenset()
     stop_texts: tuple[str, ...] = ()
     seed: int = 0
@@ -27,10 +30,14 @@ class Sampling:
     def __post_init__(self) -> None:
         if self.max_tokens < 1:
             raise UsageError(f"max tokens {self.max_tokens} must be at least 1")
+        if not 0 <= self.min_tokens <= self.max_tokens:
+            raise UsageError(f"min tokens {self.min_tokens} must be from 0 to max tokens, {self.max_tokens}")
         if not 0 <= self.temperature < float("inf"):
             raise UsageError(f"temperature {self.temperature:g} must be 0 (the likeliest token) or above")
         if not 0 < self.top_p <= 1:
             raise UsageError(f"top-p {self.top_p:g} must be above 0 and at most 1")
+        if self.top_k < 0:
+            raise UsageError(f"top-k {self.top_k} must be 0 (all tokens) or above")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,9 +61,16 @@ class Sampler(Protocol):
         ...
 
     def generate(
-        self, prompts: Sequence[Prompt], *, sampling: Sampling, samples: int = 1, keys: Sequence[int] | None = None
+        self,
+        prompts: Sequence[Prompt],
+        *,
+        sampling: Sampling,
+        samples: int = 1,
+        first: int = 0,
+        keys: Sequence[int] | None = None,
     ) -> Iterator[Completion]:
-        """Completions as they are finished. `keys` (default: places) tell the draws of prompts apart."""
+        """Completions as they are finished: of each prompt, samples `first` to `first + samples - 1`. `keys` (default:
+        places) tell the draws of prompts apart."""
         ...
 
     def stream(self, prompt: Prompt, *, sampling: Sampling) -> Iterator[int]:
