@@ -13,7 +13,7 @@ from flatout.cost import ModelShape
 from flatout.data.tokenizer import ByteTokenizer
 from flatout.errors import UsageError
 from flatout.model import Decoder
-from flatout.sample import Completion, Generator, Plain, Sampling, logits_of
+from flatout.sample import Completion, Generator, Plain, Sampling, cache, logits_of
 from flatout.sample.cache import Cache, Cached
 from flatout.sample.draw import draw, row_key, uniform
 
@@ -80,8 +80,8 @@ def test_what_prompts_begin_with_is_read_once_and_changes_nothing(
     sampling = Sampling(max_tokens=12, temperature=0.6)
     expected = by_place(plain(model).generate(prompts, sampling=sampling, samples=2))
     generator, read = Generator(model, TOKENIZER, rows=rows), []
-    inner = generator._logits
-    monkeypatch.setattr(generator, "_logits", lambda tokens, attend: read.append(len(tokens)) or inner(tokens, attend))
+    inner = cache.logits_after
+    monkeypatch.setattr(cache, "logits_after", lambda model, *rest: read.append(len(rest[0])) or inner(model, *rest))
     same(by_place(generator.generate(prompts, sampling=sampling, samples=2)), expected)
     assert read[0] == 40
     assert max(read[1:]) <= 1 + 12 + 3 + 7

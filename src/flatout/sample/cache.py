@@ -1,21 +1,98 @@
-"""Keys and values of what was read so far, and the `Attend` that reads and extends them.
+"""Keys and values of rows in flight, each row with all it has read: the plain store, on any device.
 
-Everything has a fixed address and shapes that the caller chooses, so that a CUDA graph can replay a step.
+A prompt with several samples is read once and its row copied; so is what all prompts begin with.
 
 Legend: R rows (one sequence each), S tokens a row can hold, N tokens of this pass, Q the most of them in one row,
-H query heads, G key/value heads, D head width.
+H query heads, G key/value heads, D head width, V vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from flatout.cost import ModelShape
+from flatout.model import Attend, Decoder
+from flatout.sample.request import Prompt
+
+# What is looked at of a cache grows in such steps, so that there are few shapes.
+BLOCK = 64
+# Most tokens of prompts that are read in one pass.
+READ_TOKENS = 8192
+
+
+class Store(Protocol):
+    """Where rows keep what they have read. Rows have places, 0 to `rows` - 1."""
+
+    @property
+    def rows(self) -> int: ...
+    @property
+    def own(self) -> int | None:
+        """Tokens a row may write, if that is fixed."""
+        ...
+
+    @property
+    def shared(self) -> int:
+        """Tokens that every prompt begins with, as read by `share`."""
+        ...
+
+    @property
+    def holes(self) -> bool:
+        """Whether rows that have ended may stand among others."""
+        ...
+
+    def share(self, ids: Prompt) -> None:
+        """What every prompt begins with: read here, and left out of the prompts that are admitted."""
+        ...
+
+    def admit(self, prompts: Sequence[Prompt], places: Sequence[Sequence[int]]) -> Tensor:
+        """Reads each prompt once for all its places; the logits after as many of them as there was room for."""
+        ...
+
+    def decode(self, token_R: Tensor, position_R: Tensor) -> Tensor:
+        """The logits after one more token of each of the first R rows."""
+        ...
+
+    def move(self, source: Sequence[int], to: Sequence[int]) -> None:
+        """Rows to other places, whose rows have ended."""
+        ...
+
+    def leave(self, places: Sequence[int]) -> None:
+        """Rows that have ended."""
+        ...
+
+
+def logits(hidden_NC: Tensor, weight_VC: Tensor) -> Tensor:
+    return F.linear(hidden_NC, weight_VC.to(hidden_NC.dtype))
+
+
+def logits_after(model: Decoder, tokens_N: Tensor, positions_N: Tensor, attend: Attend, at: Tensor) -> Tensor:
+    """Of some of the tokens."""
+    out: Tensor = model(tokens_N, positions_N, attend, lambda hidden_NC, weight_VC: logits(hidden_NC[at], weight_VC))
+    return out
+
+
+def passes(lengths: Sequence[int], most: int) -> Iterator[list[tuple[int, int, int]]]:
+    """Prompts of such lengths in parts of so many tokens together: (prompt, from, to); long ones in several."""
+    part: list[tuple[int, int, int]] = []
+    room = most
+    for i, length in enumerate(lengths):
+        start = 0
+        while start < length:
+            end = min(length, start + room)
+            part.append((i, start, end))
+            room -= end - start
+            start = end
+            if room == 0:
+                yield part
+                part, room = [], most
+    if part:
+        yield part
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,3 +166,60 @@ class Cached:
         out = F.scaled_dot_product_attention(q, k_RGSD, v_RGSD, attn_mask=mask)
         out_RQHD: Tensor = out.unflatten(2, (self.width, groups)).permute(0, 2, 1, 3, 4).flatten(2, 3)
         return out_RQHD[self.row_N, self.offset_N]
+
+
+class Rows:
+    """A `Store` on a cache, whose row after the last holds what all prompts begin with. Rows stand without holes."""
+
+    holes = False
+    own: int | None = None
+
+    def __init__(self, model: Decoder, cache: Cache, *, rows: int) -> None:
+        self.model, self.cache, self.rows = model, cache, min(rows, cache.rows - 1)
+        self.shared = 0
+        self._length = 0  # the longest row so far
+
+    def share(self, ids: Prompt) -> None:
+        if ids:
+            self._read([ids], first=self.rows, start=0)
+        self.shared = len(ids)
+
+    def admit(self, prompts: Sequence[Prompt], places: Sequence[Sequence[int]]) -> Tensor:
+        """Readers stand side by side, so each prompt is read at one of the first places and copied from there."""
+        first, shared = places[0][0], self.shared
+        readers = range(first, first + len(prompts))
+        if shared:
+            self.cache.copy([self.rows] * len(prompts), readers, length=shared)
+        found = self._read(prompts, first=first, start=shared)
+        longest = shared + max(map(len, prompts))
+        # From the last on: a copy may stand where a later prompt was read, never an earlier one.
+        for reader, many in reversed(list(zip(readers, places, strict=True))):
+            others = [place for place in many if place != reader]
+            self.cache.copy([reader] * len(others), others, length=longest)
+        self._length = max(self._length, longest)
+        return found
+
+    def decode(self, token_R: Tensor, position_R: Tensor) -> Tensor:
+        starts = position_R.tolist()
+        self._length = max([self._length, *(start + 1 for start in starts)])
+        attend = Cached(self.cache, first=0, lengths=[1] * len(starts), starts=starts, block=BLOCK)
+        return logits_after(self.model, token_R, position_R, attend, attend.last_R)
+
+    def move(self, source: Sequence[int], to: Sequence[int]) -> None:
+        self.cache.copy(source, to, length=self._length)
+
+    def leave(self, places: Sequence[int]) -> None:
+        pass
+
+    def _read(self, prompts: Sequence[Prompt], *, first: int, start: int) -> Tensor:
+        """Prompts side by side from row `first` on, each going on at position `start`; the logits after each."""
+        ended: list[Tensor] = []
+        for part in passes([len(prompt) for prompt in prompts], READ_TOKENS):
+            lengths = [end - begin for _, begin, end in part]
+            starts = [start + begin for _, begin, _ in part]
+            attend = Cached(self.cache, first=first + part[0][0], lengths=lengths, starts=starts, block=BLOCK)
+            ids = [token for i, begin, end in part for token in prompts[i][begin:end]]
+            tokens = torch.tensor(ids, device=self.model.embedding.device)
+            last = [at for at, (i, _, end) in enumerate(part) if end == len(prompts[i])]
+            ended.append(logits_after(self.model, tokens, attend.positions_N, attend, attend.last_R[last]))
+        return torch.cat(ended)

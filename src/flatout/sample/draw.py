@@ -65,7 +65,9 @@ def draw(logits_RV: Tensor, uniform_R: Tensor, positions_R: Tensor, sampling: Sa
 
 
 def _nucleus(p_RV: Tensor, top_p: float) -> Tensor:
-    """The likeliest tokens that together reach `top_p`, at least one; the others at zero."""
-    sorted_RV, order_RV = p_RV.sort(dim=-1, descending=True, stable=True)
+    """The likeliest tokens that together reach `top_p`, and all that are as likely as the last of them; the others
+    at zero."""
+    sorted_RV = p_RV.sort(dim=-1, descending=True).values
     before_RV = sorted_RV.cumsum(-1) - sorted_RV
-    return torch.zeros_like(p_RV).scatter(-1, order_RV, sorted_RV.where(before_RV < top_p, 0.0))
+    border_R1 = sorted_RV.masked_fill(before_RV >= top_p, 2.0).amin(-1, keepdim=True)
+    return p_RV.where(p_RV >= border_R1, 0.0)

@@ -1,38 +1,45 @@
-"""The in-process sampler: prompts of any lengths are read once into a cache, rows that end make room for the next.
+"""The in-process sampler: many rows in flight, each a completion in the making; one that ends makes room for the next.
 
-A prompt with several samples is read once and its row copied; so is what all prompts begin with. Rows in flight stand
-together at the beginning of the cache, so that a step looks at nothing else.
+A prompt is read once for all its samples, and what all prompts begin with once for all. Where there are kernels the
+steps run as recorded CUDA graphs with the draws inside, and the host looks only now and then; elsewhere the same
+loop runs step by step. Draws are counted, so neither changes what is drawn.
 
-Legend: R rows in flight, N tokens of a pass, V vocabulary, C hidden width.
+Legend: R rows in flight, N tokens of a pass, V vocabulary, C hidden width, S tokens a row may write.
 """
 
 from __future__ import annotations
 
+import importlib.util
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import groupby
+from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from flatout.data.tokenizer import Tokenizer
 from flatout.model import Decoder, Rectangular
-from flatout.sample.cache import Cache, Cached
-from flatout.sample.draw import draw, row_key, uniform
+from flatout.sample.cache import BLOCK, READ_TOKENS, Cache, Cached, Rows, Store, logits, logits_after
+from flatout.sample.draw import row_key
+from flatout.sample.reader import Reader
 from flatout.sample.request import Completion, Prompt, Sampling, Status
+from flatout.sample.state import Chance, State
 
-# What is looked at of the cache grows in such steps, so that there are few shapes.
-BLOCK = 64
-PREFILL_TOKENS = 8192
 # A beginning that all prompts share is read once if it is at least so long.
 WORTH_SHARING = 16
 # Rows of logits that exist at once while likelihoods are summed.
 LOGIT_ROWS = 512
 # So many ids at the end are enough to see a stop text appear.
 STOP_IDS = 24
-ROWS = {"cpu": 32, "cuda": 256}
+ROWS = {"cpu": 32, "cuda": 1024}
 CACHE_BYTES_CPU = 2 << 30
+# Steps between two looks of the host where steps are recorded: few, as rows that have ended go on until it looks; more
+# where it must read the words for a stop text.
+LOOK, LOOK_AT_WORDS = 4, 16
+# New rows are read when this share of the places is free: reading a few prompts costs almost what many cost.
+REFILL = 8
 
 
 @dataclass
@@ -46,11 +53,8 @@ class _Row:
     ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     status: Status | None = None
-
-    @property
-    def seen(self) -> int:
-        """Tokens in the cache: all but the newest, which is read next."""
-        return self.length + len(self.ids) - 1
+    written: int = 0  # at the last look
+    read: int = 0  # of what is written, looked through for a stop text
 
     def done(self) -> Completion:
         assert self.status is not None
@@ -63,15 +67,61 @@ class _Row:
         )
 
 
-class Generator:
-    """A `Sampler` on our decoder, as it is: on its device, in its compute type, with what is attached to it."""
+@dataclass
+class _Flight:
+    """Rows in flight: where they keep what they have read, what the device knows of them, and recorded steps."""
 
-    def __init__(self, model: Decoder, tokenizer: Tokenizer, *, rows: int | None = None) -> None:
-        self.model, self.tokenizer = model, tokenizer
+    store: Store
+    state: State
+    places: list[_Row | None]
+    graphs: dict[Any, Any] = field(default_factory=dict)
+
+    @property
+    def live(self) -> list[int]:
+        return [place for place, row in enumerate(self.places) if row is not None]
+
+    def step(self, rows: int, chance: Chance) -> None:
+        """One more token of each of the first rows."""
+        state = self.state
+        logits_RV = self.store.decode(state.token[:rows], state.position[:rows])
+        chance.advance(state, logits_RV, state.places[:rows])
+
+    def move(self, source: Sequence[int], to: Sequence[int]) -> None:
+        self.store.move(source, to)
+        self.state.move(source, to)
+        for before, after in zip(source, to, strict=True):
+            self.places[after], self.places[before] = self.places[before], None
+
+
+def no_kernels(device: torch.device) -> str | None:
+    """Why generation runs step by step on a device; None where its kernels run."""
+    if device.type != "cuda":
+        return "kernels are for GPUs"
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed"
+    return None if torch.cuda.get_device_capability(device) >= (8, 0) else "kernels begin with SM 8.0"
+
+
+class Generator:
+    """A `Sampler` on our decoder: on its device, in its compute type, with what is attached to it."""
+
+    def __init__(
+        self, model: Decoder, tokenizer: Tokenizer, *, rows: int | None = None, kernels: bool | None = None
+    ) -> None:
+        self.tokenizer = tokenizer
         self.window = model.shape.positions
         self.device = model.embedding.device
+        self.plain_because = no_kernels(self.device) if kernels is None else None if kernels else "asked for"
+        self.kernels = self.plain_because is None
+        self._reader = Reader(model, kernels=self.kernels)
         self._rows = rows or ROWS.get(self.device.type, ROWS["cpu"])
         self._cache: Cache | None = None
+        self._flight: _Flight | None = None
+        self._memory: Any = None  # that recorded steps share
+
+    @property
+    def model(self) -> Decoder:
+        return self._reader.model
 
     @torch.no_grad()
     def generate(
@@ -93,14 +143,18 @@ class Generator:
                     yield row.done()
                 else:
                     waiting.append(row)
-        for rows in self._steps(prompts, waiting, sampling):
+        self._reader.refresh()
+        for rows in self._rounds(prompts, waiting, sampling):
             yield from (row.done() for row in rows if row.status)
 
     @torch.no_grad()
     def stream(self, prompt: Prompt, *, sampling: Sampling) -> Iterator[int]:
         row = _Row(prompt=0, sample=0, key=row_key(sampling.seed, 0, 0), length=len(prompt))
-        for _ in self._steps([prompt], deque([row]), sampling):
-            yield row.ids[-1]
+        self._reader.refresh()
+        shown = 0
+        for _ in self._rounds([prompt], deque([row]), sampling, watched=True):
+            yield from row.ids[shown:]
+            shown = len(row.ids)
 
     @torch.no_grad()
     def likelihoods(self, items: Sequence[tuple[Prompt, Sequence[Prompt]]]) -> list[list[float]]:
@@ -129,115 +183,229 @@ class Generator:
 
             yield (-self.model(tokens[:-1], positions, Rectangular(batch=1), head)).tolist()
 
-    def _steps(self, prompts: Sequence[Prompt], waiting: deque[_Row], sampling: Sampling) -> Iterator[list[_Row]]:
-        """After each step, the rows that got a token; those that have ended are out afterwards."""
-        if not waiting:
-            return
-        longest = max(row.length for row in waiting) + sampling.max_tokens
-        # One row more, the last, holds what all prompts begin with.
-        cache = self._room(rows=min(len(waiting), self._rows) + 1, length=min(longest, self.window))
-        shared = self._read_shared([prompts[row.prompt] for row in waiting], cache)
-        live: list[_Row] = []
-        while waiting or live:
-            if waiting and len(live) < cache.rows - 1:
-                fresh, logits_RV = self._admit(prompts, waiting, cache, num_live=len(live), shared=shared)
-                self._extend(fresh, logits_RV, sampling)
-                live += fresh
-                yield fresh
-            else:
-                logits_RV = self._decode(live, cache)
-                self._extend(live, logits_RV, sampling)
-                yield live[:]
-            self._leave(live, cache)
+    def _rounds(
+        self, prompts: Sequence[Prompt], waiting: deque[_Row], sampling: Sampling, *, watched: bool = False
+    ) -> Iterator[list[_Row]]:
+        """After each look, the rows that have ended, or all if they are watched. Out of memory it goes on with half."""
+        while waiting:
+            try:
+                yield from self._fly(prompts, waiting, sampling, watched=watched)
+            except torch.OutOfMemoryError:
+                flight, self._flight, self._cache = self._flight, None, None
+                rows = flight.store.rows if flight else min(self._rows, len(waiting))
+                if rows == 1:
+                    raise
+                # Begun anew, they write the same again.
+                again = (
+                    [replace(row, ids=[], logprobs=[], written=0, read=0) for row in flight.places if row]
+                    if flight
+                    else []
+                )
+                waiting.extendleft(reversed(again))
+                self._rows, flight, again = max(1, rows // 2), None, []
+                if self.device.type == "cuda":
+                    torch.cuda.empty_cache()
 
-    def _read_shared(self, prompts: Sequence[Prompt], cache: Cache) -> int:
-        """How many tokens all prompts begin with, read into the last row; 0 where it would not pay."""
-        # The first and the last in order differ where any two do.
-        first, last = min(map(list, prompts)), max(map(list, prompts))
-        # Each prompt keeps a token of its own, whose logits are wanted.
-        most = min(map(len, prompts)) - 1
-        shared = next((at for at in range(most) if first[at] != last[at]), most)
-        if shared < WORTH_SHARING or first == last:
-            return 0
-        attend = Cached(cache, first=cache.rows - 1, lengths=[shared], starts=[0], block=BLOCK)
-        self._logits(first[:shared], attend)
-        return shared
+    def _fly(
+        self, prompts: Sequence[Prompt], waiting: deque[_Row], sampling: Sampling, *, watched: bool
+    ) -> Iterator[list[_Row]]:
+        shared = _common([prompts[row.prompt] for row in waiting])
+        flight = self._flight = self._prepared(waiting, sampling, shared=shared)
+        flight.store.share(prompts[waiting[0].prompt][:shared])
+        known = self.tokenizer.vocab_size
+        chance = Chance.of(sampling, known=known, kernel=self.kernels, device=self.device)
+        recorded = self.kernels and self.device.type == "cuda"
+        look = 1 if watched or not recorded else LOOK_AT_WORDS if sampling.stop_texts else LOOK
+        enough = max(1, flight.store.rows // REFILL) if recorded else 1
+        while waiting or flight.live:
+            free = flight.store.rows - len(flight.live)
+            refill = free == flight.store.rows or free >= min(enough, len(waiting))
+            if not (waiting and refill and self._admit(flight, prompts, waiting, chance, shared=shared)):
+                rows, left = self._drawn_up(flight, waiting), self._left(flight, sampling)
+                for _ in range(min(look, left)):
+                    self._step(flight, rows, chance, recorded=recorded)
+            ended = self._looked(flight, sampling, watched=watched)
+            yield [row for row in flight.places if row] if watched else [row for _, row in ended]
+            self._leave(flight, [place for place, _ in ended])
+
+    def _prepared(self, waiting: Sequence[_Row], sampling: Sampling, *, shared: int) -> _Flight:
+        """Room for these rows, what there is where it will do; for fewer of them where memory is short."""
+        most = max(row.length for row in waiting)
+        own = min(sampling.max_tokens, self.window - min(row.length for row in waiting))
+        flight = self._flight
+        store: Store
+        if self.kernels:
+            store = self._pool(waiting, own=own, shared=shared)
+        else:
+            # One row more, the last, holds what all prompts begin with.
+            rows = min(len(waiting), self._rows)
+            store = Rows(self.model, self._room(rows=rows + 1, length=min(most + own, self.window)), rows=rows)
+        if flight is None or flight.store is not store:
+            state = State.make(rows=store.rows, tokens=store.own or own, device=self.device)
+            return _Flight(store=store, state=state, places=[None] * store.rows)
+        flight.state.alive.zero_()
+        flight.places = [None] * store.rows
+        return flight
+
+    def _pool(self, waiting: Sequence[_Row], *, own: int, shared: int) -> Store:
+        from flatout.sample.pool import Pool
+
+        shape, dtype = self.model.shape, self.model.compute_dtype
+        lengths = sorted((len_ - shared for len_ in {row.prompt: row.length for row in waiting}.values()), reverse=True)
+        samples = -(-len(waiting) // len(lengths))
+        old = self._flight.store if self._flight else None
+        token_bytes = 2 * shape.layers * shape.kv_width * dtype.itemsize
+        held_bytes = 2 * old.k_LGPD.nbytes if isinstance(old, Pool) else 0
+        budget = _budget_bytes(self.device, held_bytes) // token_bytes
+        rows = min(_bucket(len(waiting)), self._rows)
+        while True:
+            # Of the longest prompts, as many as can be in flight at once.
+            needed = shared + sum(lengths[: -(-rows // samples) + 1])
+            if rows * own + needed <= budget or rows == 1:
+                break
+            rows = rows * 3 // 4
+        if isinstance(old, Pool) and old.fits(rows=rows, own=own, prompts=needed, samples=samples):
+            return old
+        old = self._flight = None  # before the next one is made
+        return Pool(self.model, rows=rows, own=own, prompts=needed, samples=samples)
 
     def _admit(
-        self, prompts: Sequence[Prompt], waiting: deque[_Row], cache: Cache, *, num_live: int, shared: int
-    ) -> tuple[list[_Row], Tensor]:
-        """Reads prompts into free rows, each once however many samples of it there are."""
-        readers: list[_Row] = []
-        copies: list[tuple[int, _Row]] = []  # (reader's place, row)
-        room = cache.rows - 1 - num_live
-        while waiting and len(readers) + len(copies) < room:
-            row = waiting[0]
-            if readers and readers[-1].prompt == row.prompt:
-                copies.append((len(readers) - 1, waiting.popleft()))
-            elif readers and sum(reader.length for reader in readers) + row.length > PREFILL_TOKENS:
-                break
-            else:
-                readers.append(waiting.popleft())
-        count, lengths = len(readers), [row.length - shared for row in readers]
-        if shared:
-            cache.copy([cache.rows - 1] * count, range(num_live, num_live + count), length=shared)
-        attend = Cached(cache, first=num_live, lengths=lengths, starts=[shared] * count, block=BLOCK)
-        logits_RV = self._logits([i for row in readers for i in prompts[row.prompt][shared:]], attend)
-        sources = [num_live + at for at, _ in copies]
-        places = range(num_live + len(readers), num_live + len(readers) + len(copies))
-        cache.copy(sources, places, length=shared + max(lengths))
-        order = [*range(len(readers)), *(at for at, _ in copies)]
-        return [*readers, *(row for _, row in copies)], logits_RV[order]
-
-    def _decode(self, live: Sequence[_Row], cache: Cache) -> Tensor:
-        attend = Cached(cache, first=0, lengths=[1] * len(live), starts=[row.seen for row in live], block=BLOCK)
-        return self._logits([row.ids[-1] for row in live], attend)
-
-    def _logits(self, tokens: Sequence[int], attend: Cached) -> Tensor:
-        """Of the last token of each row."""
-
-        def head(hidden_NC: Tensor, weight_VC: Tensor) -> Tensor:
-            return _logits(hidden_NC[attend.last_R], weight_VC)
-
-        out: Tensor = self.model(torch.tensor(tokens, device=self.device), attend.positions_N, attend, head)
-        return out
-
-    def _extend(self, rows: Sequence[_Row], logits_RV: Tensor, sampling: Sampling) -> None:
-        """Draws a token for each row, and says which rows end with it."""
-        keys = torch.tensor([row.key for row in rows], device=self.device)
-        places = torch.tensor([len(row.ids) for row in rows], device=self.device)
-        # A head may be wider than the tokenizer: what has no text is never drawn.
-        known_RV = logits_RV[:, : self.tokenizer.vocab_size]
-        chosen_R = draw(known_RV, uniform(keys, places), places, sampling)
-        logprobs_R = logits_RV.gather(-1, chosen_R[:, None])[:, 0] - logits_RV.logsumexp(-1)
-        # The one synchronisation of a step.
-        for row, token, logprob in zip(rows, chosen_R.tolist(), logprobs_R.tolist(), strict=True):
-            row.ids.append(token)
-            row.logprobs.append(logprob)
-            if token in sampling.stop_ids or self._stop_text(row, sampling):
-                row.status = "stopped"
-            elif len(row.ids) >= sampling.max_tokens or row.length + len(row.ids) >= self.window:
-                row.status = "length"
-
-    def _stop_text(self, row: _Row, sampling: Sampling) -> bool:
-        if not sampling.stop_texts or len(row.ids) < sampling.min_tokens:
+        self, flight: _Flight, prompts: Sequence[Prompt], waiting: deque[_Row], chance: Chance, *, shared: int
+    ) -> bool:
+        """Reads prompts into free places, each once for as many samples of it as there is room for, and draws their
+        first tokens. False where the store has no room for another prompt yet."""
+        free = [place for place, row in enumerate(flight.places) if row is None]
+        taken = [waiting.popleft() for _ in range(min(len(waiting), len(free)))]
+        groups = [list(rows) for _, rows in groupby(taken, key=lambda row: row.prompt)]
+        places, at = [], iter(free)
+        for rows in groups:
+            places.append([next(at) for _ in rows])
+        logits_PV = flight.store.admit([prompts[rows[0].prompt][shared:] for rows in groups], places)
+        count = logits_PV.shape[0]
+        waiting.extendleft(row for rows in reversed(groups[count:]) for row in reversed(rows))
+        assert count or flight.live, "a prompt fits an empty store"
+        if not count:
             return False
-        text = self.tokenizer.decode(row.ids[-STOP_IDS:])
-        return any(stop in text for stop in sampling.stop_texts)
+        fresh = [
+            (place, row)
+            for many, rows in zip(places, groups[:count], strict=False)
+            for place, row in zip(many, rows, strict=True)
+        ]
+        for place, row in fresh:
+            flight.places[place] = row
+        where = torch.tensor([place for place, _ in fresh], device=self.device)
+        flight.state.begin(
+            where,
+            keys=[row.key for _, row in fresh],
+            lengths=[row.length for _, row in fresh],
+            limits=[min(chance.sampling.max_tokens, self.window - row.length) for _, row in fresh],
+        )
+        which = [i for i, rows in enumerate(groups[:count]) for _ in rows]
+        chance.advance(flight.state, logits_PV[torch.tensor(which, device=self.device)], where)
+        return True
 
-    def _leave(self, live: list[_Row], cache: Cache) -> None:
-        """Rows that have ended go; the last ones take their places."""
-        for at in reversed([at for at, row in enumerate(live) if row.status]):
-            last = live.pop()
-            if at < len(live):
-                cache.copy([len(live)], [at], length=last.seen)
-                live[at] = last
+    def _drawn_up(self, flight: _Flight, waiting: Sequence[_Row]) -> int:
+        """How many of the first places the next steps run; rows close up where that makes them fewer."""
+        live = flight.live
+        if not flight.store.holes:
+            return len(live)
+        rows = flight.store.rows
+        now, then = min(_bucket(live[-1] + 1), rows), min(_bucket(len(live)), rows)
+        if waiting or then == now:
+            return now
+        self._close_up(flight)
+        return then
+
+    def _close_up(self, flight: _Flight) -> None:
+        live = flight.live
+        holes = [place for place in range(len(live)) if flight.places[place] is None]
+        if holes:
+            flight.move(live[-len(holes) :], holes)
+
+    def _left(self, flight: _Flight, sampling: Sampling) -> int:
+        """Steps until the last row must have ended."""
+        rows = [row for row in flight.places if row]
+        return max(min(sampling.max_tokens, self.window - row.length) - row.written for row in rows)
+
+    def _step(self, flight: _Flight, rows: int, chance: Chance, *, recorded: bool) -> None:
+        if not recorded:
+            flight.step(rows, chance)
+            return
+        key = (rows, flight.store.shared > 0, replace(chance.sampling, seed=0))
+        if key in flight.graphs:
+            flight.graphs[key].replay()
+            return
+        # This step as it is, which also compiles what it needs; the same is then recorded for those to come.
+        flight.step(rows, chance)
+        graph = torch.cuda.CUDAGraph()
+        self._memory = self._memory or torch.cuda.graph_pool_handle()
+        with torch.cuda.graph(graph, pool=self._memory):
+            flight.step(rows, chance)
+        flight.graphs[key] = graph
+
+    def _looked(self, flight: _Flight, sampling: Sampling, *, watched: bool) -> list[tuple[int, _Row]]:
+        """The rows that have ended, with what they have written. The one wait for the device."""
+        state, live = flight.state, flight.live
+        if not live:
+            return []
+        alive, counts = torch.stack((state.alive, state.count))[:, : live[-1] + 1].tolist()
+        rows = [(place, row) for place in live if (row := flight.places[place])]
+        for place, row in rows:
+            row.written = counts[place]
+        if sampling.stop_texts or watched:
+            self._fetch(rows, state)
+            for place, row in rows:
+                if self._cut_at_stop_text(row, sampling):
+                    alive[place] = 0
+        ended = [(place, row) for place, row in rows if not alive[place]]
+        if not (sampling.stop_texts or watched):
+            self._fetch(ended, state)
+        for _, row in ended:
+            stopped = row.status or row.ids[-1] in sampling.stop_ids
+            row.status = "stopped" if stopped else "length"
+        return ended
+
+    def _fetch(self, rows: Sequence[tuple[int, _Row]], state: State) -> None:
+        """What rows have written so far."""
+        if not rows:
+            return
+        where = torch.tensor([place for place, _ in rows], device=self.device)
+        most = max(row.written for _, row in rows)
+        ids, logprobs = state.ids_RS[where, :most].tolist(), state.logprobs_RS[where, :most].tolist()
+        for (_, row), row_ids, row_logprobs in zip(rows, ids, logprobs, strict=True):
+            row.ids, row.logprobs = row_ids[: row.written], row_logprobs[: row.written]
+
+    def _cut_at_stop_text(self, row: _Row, sampling: Sampling) -> bool:
+        """Whether a stop text was written since the last look; the row then ends where it was complete."""
+        begun, row.read = row.read, len(row.ids)
+
+        def stops(first: int, end: int) -> bool:
+            text = self.tokenizer.decode(row.ids[max(0, first) : end])
+            return any(stop in text for stop in sampling.stop_texts)
+
+        if not sampling.stop_texts or not stops(begun + 1 - STOP_IDS, len(row.ids)):
+            return False
+        for end in range(max(begun + 1, sampling.min_tokens), len(row.ids) + 1):
+            if stops(end - STOP_IDS, end):
+                row.ids, row.logprobs, row.status = row.ids[:end], row.logprobs[:end], "stopped"
+                return True
+        return False
+
+    def _leave(self, flight: _Flight, places: Sequence[int]) -> None:
+        if not places:
+            return
+        flight.state.end(places)
+        flight.store.leave(places)
+        for place in places:
+            flight.places[place] = None
+        if not flight.store.holes and flight.live:
+            self._close_up(flight)
 
     def _likelihoods(self, batch: Sequence[tuple[Prompt, Sequence[Prompt]]], cache: Cache) -> list[list[float]]:
         """Each prompt is read once; its continuations go on from copies of its row."""
         lengths = [len(prompt) for prompt, _ in batch]
         attend = Cached(cache, first=0, lengths=lengths, starts=[0] * len(batch), block=BLOCK)
-        first_RV = self._logits([i for prompt, _ in batch for i in prompt], attend).log_softmax(-1)
+        first_RV = _logits(self.model, [i for prompt, _ in batch for i in prompt], attend).log_softmax(-1)
         sums = [[float(first_RV[at, many[0]]) for many in choices] for at, (_, choices) in enumerate(batch)]
         longer = [
             (at, which, many)
@@ -286,16 +454,33 @@ def _budget_bytes(device: torch.device, held_bytes: int) -> int:
     return (torch.cuda.mem_get_info(device)[0] + held_bytes) // 2 if device.type == "cuda" else CACHE_BYTES_CPU
 
 
-def _logits(hidden_NC: Tensor, weight_VC: Tensor) -> Tensor:
-    return F.linear(hidden_NC, weight_VC.to(hidden_NC.dtype)).float()
+def _bucket(rows: int) -> int:
+    """A few sizes for all numbers of rows: powers of two."""
+    return 1 << (rows - 1).bit_length()
+
+
+def _common(prompts: Sequence[Prompt]) -> int:
+    """How many tokens all prompts begin with; 0 where reading them once would not pay."""
+    # The first and the last in order differ where any two do.
+    first, last = min(map(list, prompts)), max(map(list, prompts))
+    # Each prompt keeps a token of its own, whose logits are wanted.
+    most = min(map(len, prompts)) - 1
+    shared = next((at for at in range(most) if first[at] != last[at]), most)
+    return 0 if shared < WORTH_SHARING or first == last else shared
+
+
+def _logits(model: Decoder, tokens: Sequence[int], attend: Cached) -> Tensor:
+    """After the last token of each row."""
+    ids = torch.tensor(tokens, device=attend.positions_N.device)
+    return logits_after(model, ids, attend.positions_N, attend, attend.last_R).float()
 
 
 def _logprobs(hidden_NC: Tensor, weight_VC: Tensor, targets_N: Tensor) -> Tensor:
     """Of each target; the logits of all tokens never exist at once."""
     parts = []
     for hidden, targets in zip(hidden_NC.split(LOGIT_ROWS), targets_N.split(LOGIT_ROWS), strict=True):
-        logits = _logits(hidden, weight_VC)
-        parts.append(logits.gather(-1, targets[:, None])[:, 0] - logits.logsumexp(-1))
+        found = logits(hidden, weight_VC).float()
+        parts.append(found.gather(-1, targets[:, None])[:, 0] - found.logsumexp(-1))
     return torch.cat(parts)
 
 
@@ -308,7 +493,7 @@ def _batches(
         together = [*batch, item]
         num_rows = sum(1 + len(choices) for _, choices in together)
         num_tokens = max(len(prompt) for prompt, _ in together) * len(together)
-        if batch and (num_rows > rows or num_tokens > PREFILL_TOKENS):
+        if batch and (num_rows > rows or num_tokens > READ_TOKENS):
             yield batch
             batch = []
         batch.append(item)

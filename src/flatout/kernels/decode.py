@@ -1,0 +1,168 @@
+"""Attention while generating: tiles of queries, each reading one range of a pool of tokens.
+
+A query may read several ranges one after another (what all prompts begin with, its own prompt, what it has written):
+each call goes on with the softmax that the last one left. A range that many rows share is read once for all of them.
+
+Legend: N queries, H query heads, G key/value heads, D head width, T tiles, Q queries a tile, P tokens of the pool.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from flatout.kernels.launch import width
+
+# Keys looked at together.
+BLOCK = 64
+# Rows of a tile, queries times the heads that share a key: the least a tensor core takes, and a full tile.
+LEAST, FULL, READING = 16, 64, 128
+
+
+@triton.jit
+def _read(
+    q, k, v, out, sums, tops, totals, queries, starts, seen, N, q_row, q_head, pool_head, scale,
+    H: tl.constexpr, GROUPS: tl.constexpr, D: tl.constexpr, QUERIES: tl.constexpr, ROWS: tl.constexpr,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    tile = tl.program_id(0)
+    group = tl.program_id(1)
+    row = tl.arange(0, ROWS)
+    d = tl.arange(0, WIDTH)
+    which = row // GROUPS
+    query = tl.load(queries + tile * QUERIES + which, mask=which < QUERIES, other=-1).to(tl.int64)
+    known = (query >= 0) & (query < N)
+    limit = tl.load(seen + tile * QUERIES + which, mask=known, other=0)
+    most = tl.max(limit, axis=0)
+    if most > 0:
+        head = group * GROUPS + row % GROUPS
+        inside = known[:, None] & (d < D)[None, :]
+        x = tl.load(q + (query * q_row + head * q_head)[:, None] + d[None, :], mask=inside, other=0.0)
+        at = query * H + head
+        if FIRST:
+            top = tl.full((ROWS,), -1e30, dtype=tl.float32)
+            total = tl.zeros((ROWS,), dtype=tl.float32)
+            summed = tl.zeros((ROWS, WIDTH), dtype=tl.float32)
+        else:
+            top = tl.load(tops + at, mask=known, other=-1e30)
+            total = tl.load(totals + at, mask=known, other=0.0)
+            summed = tl.load(sums + at[:, None] * D + d[None, :], mask=inside, other=0.0)
+        begin = group.to(tl.int64) * pool_head + tl.load(starts + tile).to(tl.int64) * D
+        for first in range(0, most, BLOCK):
+            j = first + tl.arange(0, BLOCK)
+            there = (j < most)[:, None] & (d < D)[None, :]
+            place = begin + j[:, None] * D + d[None, :]
+            keys = tl.load(k + place, mask=there, other=0.0)
+            score = tl.dot(x, tl.trans(keys), input_precision=PRECISION) * scale
+            score = tl.where(j[None, :] < limit[:, None], score, -1e30)
+            higher = tl.maximum(top, tl.max(score, axis=1))
+            share = tl.exp2(score - higher[:, None])
+            kept = tl.exp2(top - higher)
+            values = tl.load(v + place, mask=there, other=0.0)
+            summed = summed * kept[:, None] + tl.dot(share.to(values.dtype), values, input_precision=PRECISION)
+            total = total * kept + tl.sum(share, axis=1)
+            top = higher
+        to = at[:, None] * D + d[None, :]
+        if LAST:
+            tl.store(out + to, (summed / total[:, None]).to(out.dtype.element_ty), mask=inside)
+        else:
+            tl.store(sums + to, summed, mask=inside)
+            tl.store(tops + at, top, mask=known)
+            tl.store(totals + at, total, mask=known)
+
+
+@triton.jit
+def _keep(
+    k, v, k_pool, v_pool, places, k_row, k_head, v_row, v_head, pool_head,
+    G: tl.constexpr, D: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.arange(0, HEADS)
+    d = tl.arange(0, WIDTH)
+    inside = (head < G)[:, None] & (d < D)[None, :]
+    to = head[:, None].to(tl.int64) * pool_head + tl.load(places + row).to(tl.int64) * D + d[None, :]
+    x = tl.load(k + row * k_row + head[:, None] * k_head + d[None, :], mask=inside, other=0.0)
+    tl.store(k_pool + to, x, mask=inside)
+    y = tl.load(v + row * v_row + head[:, None] * v_head + d[None, :], mask=inside, other=0.0)
+    tl.store(v_pool + to, y, mask=inside)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tiles:
+    """Which queries read which range of the pool: tile t from `starts[t]` on, query i of it so many tokens as
+    `seen[t, i]`. No query is -1, and sees 0; queries beyond those at hand are passed over."""
+
+    queries_TQ: Tensor
+    seen_TQ: Tensor
+    starts_T: Tensor
+
+    @property
+    def num_tiles(self) -> int:
+        return self.queries_TQ.shape[0]
+
+    def first(self, num_tiles: int) -> Tiles:
+        return Tiles(
+            queries_TQ=self.queries_TQ[:num_tiles],
+            seen_TQ=self.seen_TQ[:num_tiles],
+            starts_T=self.starts_T[:num_tiles],
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Partial:
+    """What queries have summed up so far; one for all layers."""
+
+    sums_NHD: Tensor
+    tops_NH: Tensor
+    totals_NH: Tensor
+
+    @classmethod
+    def make(cls, *, queries: int, heads: int, head_dim: int, device: torch.device) -> Partial:
+        return cls(
+            sums_NHD=torch.zeros(queries, heads, head_dim, device=device),
+            tops_NH=torch.zeros(queries, heads, device=device),
+            totals_NH=torch.ones(queries, heads, device=device),
+        )
+
+
+def per_tile(groups: int, rows: int) -> int:
+    """How many queries a tile of so many rows holds."""
+    return max(1, rows // groups)
+
+
+def read(q_NHD: Tensor, k_GPD: Tensor, v_GPD: Tensor, ranges: list[Tiles], *, partial: Partial | None = None) -> Tensor:
+    """Attention of each query over its ranges, of which the last one reaches every query.
+
+    `partial` is needed where there are several. Queries are the rows of one buffer, heads beside each other.
+    """
+    n, heads, d = q_NHD.shape
+    groups = heads // k_GPD.shape[0]
+    out = torch.empty(n, heads, d, dtype=q_NHD.dtype, device=q_NHD.device)
+    # Softmax in powers of two.
+    scale = d**-0.5 * 1.4426950408889634
+    state = (out, out, out) if partial is None else (partial.sums_NHD, partial.tops_NH, partial.totals_NH)
+    for i, tiles in enumerate(ranges):
+        queries = tiles.queries_TQ.shape[1]
+        rows = max(LEAST, width(queries * groups))
+        _read[(tiles.num_tiles, k_GPD.shape[0])](
+            q_NHD, k_GPD, v_GPD, out, *state, tiles.queries_TQ, tiles.starts_T, tiles.seen_TQ,
+            n, q_NHD.stride(0), q_NHD.stride(1), k_GPD.stride(0), scale,
+            H=heads, GROUPS=groups, D=d, QUERIES=queries, ROWS=rows, WIDTH=max(16, width(d)), BLOCK=BLOCK,
+            FIRST=i == 0, LAST=i == len(ranges) - 1,
+            PRECISION="ieee" if q_NHD.dtype == torch.float32 else "tf32",
+            num_warps=2 if rows <= LEAST else 4,
+        )  # fmt: skip
+    return out
+
+
+def keep(k_NGD: Tensor, v_NGD: Tensor, k_GPD: Tensor, v_GPD: Tensor, places_N: Tensor) -> None:
+    """Writes keys and values of tokens into the pool."""
+    n, groups, d = k_NGD.shape
+    _keep[(n,)](
+        k_NGD, v_NGD, k_GPD, v_GPD, places_N, k_NGD.stride(0), k_NGD.stride(1), v_NGD.stride(0), v_NGD.stride(1),
+        k_GPD.stride(0), G=groups, D=d, HEADS=width(groups), WIDTH=width(d), num_warps=1,
+    )  # fmt: skip

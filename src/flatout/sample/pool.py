@@ -1,0 +1,296 @@
+"""Keys and values in one pool of tokens: the fast store, read by the kernels of `kernels.decode`.
+
+What all prompts begin with is kept once, a prompt once for all its samples, and each row's own tokens at its place.
+While decoding, each of them is read once for all the rows that share it. Nothing here waits for the device, and all
+addresses are fixed, so that a CUDA graph can replay a step.
+
+Legend: R rows, N tokens of a pass, P tokens of the pool, T tiles, Q queries a tile, L layers, G key/value heads,
+D head width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from flatout.kernels.decode import FULL, LEAST, READING, Partial, Tiles, keep, per_tile, read
+from flatout.kernels.launch import cdiv
+from flatout.model import Decoder
+from flatout.sample.cache import READ_TOKENS, logits_after, passes
+from flatout.sample.request import Prompt
+
+
+class Ranges:
+    """Free ranges of a pool, first fit."""
+
+    def __init__(self, start: int, length: int) -> None:
+        self._free = [(start, length)]
+
+    def take(self, length: int) -> int | None:
+        for i, (start, room) in enumerate(self._free):
+            if room >= length:
+                self._free[i : i + 1] = [(start + length, room - length)] if room > length else []
+                return start
+        return None
+
+    def give(self, start: int, length: int) -> None:
+        joined: list[tuple[int, int]] = []
+        for begin, room in sorted([*self._free, (start, length)]):
+            if joined and sum(joined[-1]) == begin:
+                joined[-1] = (joined[-1][0], joined[-1][1] + room)
+            else:
+                joined.append((begin, room))
+        self._free = joined
+
+
+@dataclass
+class _Held:
+    """A prompt in the pool, and how many rows read it."""
+
+    start: int
+    length: int
+    rows: int
+
+
+class Pool:
+    """A `Store` in one pool. Its first `rows` x `own` tokens are what rows write, the rest is for prompts."""
+
+    holes = True
+
+    def __init__(self, model: Decoder, *, rows: int, own: int, prompts: int, samples: int) -> None:
+        """Room for `own` tokens of each row and `prompts` tokens of all prompts, with so many samples of each."""
+        shape, device, dtype = model.shape, model.embedding.device, model.compute_dtype
+        self.model, self.rows, self.own = model, rows, own
+        size = (shape.layers, shape.kv_heads, rows * own + prompts, shape.head_dim)
+        # Zeros: what is masked counts nothing, and nothing times zero must stay a number.
+        self.k_LGPD, self.v_LGPD = (torch.zeros(size, dtype=dtype, device=device) for _ in range(2))
+        self.capacity = prompts
+        self._groups = shape.heads // shape.kv_heads
+        self.per_tile = _per_prompt(self._groups, samples)
+        self._partial = Partial.make(queries=rows, heads=shape.heads, head_dim=shape.head_dim, device=device)
+        index = torch.arange(rows, device=device)
+        self._begin_R = torch.zeros(rows, dtype=torch.long, device=device)  # where a row's own tokens begin
+        self._slot_R = index * own
+        self._own = Tiles(
+            queries_TQ=index[:, None].to(torch.int32),
+            seen_TQ=torch.ones(rows, 1, dtype=torch.int32, device=device),
+            starts_T=self._slot_R,
+        )
+        self._prompts = _no_tiles(rows, self.per_tile, device)
+        wide = per_tile(self._groups, FULL)
+        all_rows = torch.full((cdiv(rows, wide) * wide,), -1, dtype=torch.int32, device=device)
+        all_rows[:rows] = index.to(torch.int32)
+        self._everybody = Tiles(
+            queries_TQ=all_rows.view(-1, wide),
+            seen_TQ=torch.zeros(cdiv(rows, wide), wide, dtype=torch.int32, device=device),
+            starts_T=torch.zeros(cdiv(rows, wide), dtype=torch.long, device=device),
+        )
+        self.clear()
+
+    def fits(self, *, rows: int, own: int, prompts: int, samples: int) -> bool:
+        tile = _per_prompt(self._groups, samples)
+        return self.rows >= rows and self.own >= own and self.capacity >= prompts and self.per_tile == tile
+
+    def clear(self) -> None:
+        """As if nothing had been read."""
+        self.shared = 0
+        self._ranges = Ranges(self.rows * self.own, self.capacity)
+        self._held: dict[int, _Held] = {}  # by place
+        self._shared_start = 0
+
+    # Reading
+
+    def share(self, ids: Prompt) -> None:
+        self.clear()
+        if not ids:
+            return
+        start = self._ranges.take(len(ids))
+        assert start is not None, "sized for it"
+        self._read([ids], [start])
+        self.shared, self._shared_start = len(ids), start
+        self._everybody.seen_TQ.copy_(self.shared * (self._everybody.queries_TQ >= 0))
+        self._everybody.starts_T.fill_(start)
+
+    def admit(self, prompts: Sequence[Prompt], places: Sequence[Sequence[int]]) -> Tensor:
+        starts: list[int] = []
+        for prompt, many in zip(prompts, places, strict=True):
+            start = self._ranges.take(len(prompt))
+            if start is None:
+                break
+            starts.append(start)
+            held = _Held(start=start, length=len(prompt), rows=len(many))
+            self._held |= dict.fromkeys(many, held)
+        admitted = prompts[: len(starts)]
+        if not admitted:
+            vocab = self.model.head_weight.shape[0]
+            return torch.empty(0, vocab, dtype=self.model.compute_dtype, device=self._begin_R.device)
+        found = self._read(admitted, starts)
+        self._set_begin(
+            [
+                (place, self.shared + len(prompt))
+                for prompt, many in zip(admitted, places, strict=False)
+                for place in many
+            ]
+        )
+        self._lay_out()
+        return found
+
+    def _read(self, prompts: Sequence[Prompt], starts: Sequence[int]) -> Tensor:
+        """Prompts into the pool, after what all of them begin with; the logits after each."""
+        ended: list[Tensor] = []
+        for part in passes([len(prompt) for prompt in prompts], READ_TOKENS):
+            reading = _Reading(self, [(starts[i], begin, end) for i, begin, end in part])
+            ids = [token for i, begin, end in part for token in prompts[i][begin:end]]
+            tokens = torch.tensor(ids, device=self._begin_R.device)
+            last = [at for at, (i, _, end) in enumerate(part) if end == len(prompts[i])]
+            ended.append(logits_after(self.model, tokens, reading.positions_N, reading, reading.last_R[last]))
+        return torch.cat(ended)
+
+    # Writing
+
+    def decode(self, token_R: Tensor, position_R: Tensor) -> Tensor:
+        writing = _Writing(self, position_R)
+        return logits_after(self.model, token_R, position_R, writing, writing.rows_R)
+
+    # Places
+
+    def move(self, source: Sequence[int], to: Sequence[int]) -> None:
+        for store in (self.k_LGPD, self.v_LGPD):
+            own = store[:, :, : self.rows * self.own].unflatten(2, (self.rows, self.own))
+            own[:, :, list(to)] = own[:, :, list(source)]
+        self._begin_R[list(to)] = self._begin_R[list(source)]
+        for before, after in zip(source, to, strict=True):
+            self._held[after] = self._held.pop(before)
+        self._lay_out()
+
+    def leave(self, places: Sequence[int]) -> None:
+        for place in places:
+            held = self._held.pop(place)
+            held.rows -= 1
+            if held.rows == 0:
+                self._ranges.give(held.start, held.length)
+
+    def _set_begin(self, rows: Sequence[tuple[int, int]]) -> None:
+        places, begins = torch.tensor(rows, device=self._begin_R.device).t()
+        self._begin_R[places] = begins
+
+    def _lay_out(self) -> None:
+        """Tiles of the rows that share a prompt. Rows that have left keep none: they read their own tokens only."""
+        together: dict[int, tuple[_Held, list[int]]] = {}
+        for place, held in sorted(self._held.items()):
+            together.setdefault(held.start, (held, []))[1].append(place)
+        queries = np.full((self.rows, self.per_tile), -1, dtype=np.int32)
+        seen = np.zeros((self.rows, self.per_tile), dtype=np.int32)
+        starts = np.zeros(self.rows, dtype=np.int64)
+        tile = 0
+        for held, members in together.values():
+            for first in range(0, len(members), self.per_tile):
+                some = members[first : first + self.per_tile]
+                queries[tile, : len(some)] = some
+                seen[tile, : len(some)] = held.length
+                starts[tile] = held.start
+                tile += 1
+        self._prompts.queries_TQ.copy_(torch.from_numpy(queries))
+        self._prompts.seen_TQ.copy_(torch.from_numpy(seen))
+        self._prompts.starts_T.copy_(torch.from_numpy(starts))
+
+
+class _Reading:
+    """The `Attend` of parts of prompts: each token sees what all begin with, and its own prompt up to itself."""
+
+    def __init__(self, pool: Pool, parts: Sequence[tuple[int, int, int]]) -> None:
+        """Of each part: where its prompt lies in the pool, and which tokens of it are read."""
+        self.pool = pool
+        device, wide = pool.k_LGPD.device, per_tile(pool._groups, READING)
+        lengths = [end - begin for _, begin, end in parts]
+        total = sum(lengths)
+        tiles = sum(cdiv(length, wide) for length in lengths)
+        queries = np.full((tiles, wide), -1, dtype=np.int32)
+        seen = np.zeros((tiles, wide), dtype=np.int32)
+        starts = np.zeros(tiles, dtype=np.int64)
+        positions = np.concatenate([np.arange(begin, end) for _, begin, end in parts])
+        places = np.concatenate([start + np.arange(begin, end) for start, begin, end in parts])
+        tile = at = 0
+        for start, begin, end in parts:
+            for first in range(begin, end, wide):
+                count = min(wide, end - first)
+                queries[tile, :count] = np.arange(at, at + count)
+                seen[tile, :count] = np.arange(first + 1, first + count + 1)
+                starts[tile] = start
+                tile, at = tile + 1, at + count
+        own = _tiles(queries, seen, starts, device)
+        self.ranges = [own]
+        self.partial: Partial | None = None
+        if pool.shared:
+            common = _tiles(
+                queries, np.where(queries >= 0, pool.shared, 0).astype(np.int32),
+                np.full(tiles, pool._shared_start, dtype=np.int64), device,
+            )  # fmt: skip
+            self.ranges = [common, own]
+            shape = pool.model.shape
+            self.partial = Partial.make(queries=total, heads=shape.heads, head_dim=shape.head_dim, device=device)
+        self.positions_N = torch.from_numpy(positions + pool.shared).to(device)
+        self.places_N = torch.from_numpy(places).to(device)
+        self.last_R = torch.from_numpy(np.cumsum(lengths) - 1).to(device)
+        self._layer = 0
+
+    def __call__(self, q_NHD: Tensor, k_NGD: Tensor, v_NGD: Tensor) -> Tensor:
+        k_GPD, v_GPD = self.pool.k_LGPD[self._layer], self.pool.v_LGPD[self._layer]
+        self._layer += 1
+        keep(k_NGD, v_NGD, k_GPD, v_GPD, self.places_N)
+        return read(q_NHD, k_GPD, v_GPD, self.ranges, partial=self.partial)
+
+
+class _Writing:
+    """The `Attend` of one new token of each row: what all begin with, its prompt, and what it has written."""
+
+    def __init__(self, pool: Pool, position_R: Tensor) -> None:
+        rows = position_R.shape[0]
+        self.pool = pool
+        self.rows_R = pool._own.queries_TQ[:rows, 0]
+        # Which of its own tokens this is. One that has ended stands still, maybe at the end of its place.
+        index_R = (position_R - pool._begin_R[:rows]).clamp(0, pool.own - 1)
+        self.places_R = pool._slot_R[:rows] + index_R
+        own = Tiles(
+            queries_TQ=pool._own.queries_TQ[:rows],
+            seen_TQ=(index_R + 1).to(torch.int32)[:, None],
+            starts_T=pool._own.starts_T[:rows],
+        )
+        everybody = pool._everybody.first(cdiv(rows, pool._everybody.queries_TQ.shape[1]))
+        self.ranges = [pool._prompts.first(rows), own]
+        if pool.shared:
+            self.ranges.insert(0, everybody)
+        self._layer = 0
+
+    def __call__(self, q_NHD: Tensor, k_NGD: Tensor, v_NGD: Tensor) -> Tensor:
+        k_GPD, v_GPD = self.pool.k_LGPD[self._layer], self.pool.v_LGPD[self._layer]
+        self._layer += 1
+        keep(k_NGD, v_NGD, k_GPD, v_GPD, self.places_R)
+        return read(q_NHD, k_GPD, v_GPD, self.ranges, partial=self.pool._partial)
+
+
+def _per_prompt(groups: int, samples: int) -> int:
+    """Queries of a tile of rows that share a prompt: a small tile where they are few."""
+    few = per_tile(groups, LEAST)
+    return few if samples <= few else per_tile(groups, FULL)
+
+
+def _tiles(queries: np.ndarray, seen: np.ndarray, starts: np.ndarray, device: torch.device) -> Tiles:
+    return Tiles(
+        queries_TQ=torch.from_numpy(queries).to(device),
+        seen_TQ=torch.from_numpy(seen).to(device),
+        starts_T=torch.from_numpy(starts).to(device),
+    )
+
+
+def _no_tiles(count: int, queries: int, device: torch.device) -> Tiles:
+    return _tiles(
+        np.full((count, queries), -1, dtype=np.int32),
+        np.zeros((count, queries), dtype=np.int32),
+        np.zeros(count, dtype=np.int64),
+        device,
+    )

@@ -1,0 +1,99 @@
+"""The model as it is read from while generating: weights in the compute type, adapters merged, kernels in place.
+
+A model that is like that already is used as it is. Any other, one that learns above all, has a copy beside it that is
+brought up to date in place, so that its addresses stay.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from flatout.model import Block, Decoder
+from flatout.model.lora import Adapter, hollow
+from flatout.model.nf4 import Nf4
+
+
+class Reader:
+    """`model` gives what `source` gave when `refresh` was last called."""
+
+    def __init__(self, source: Decoder, *, kernels: bool) -> None:
+        self.source = source
+        self.model = source if not kernels or _ready(source) else _twin(source)
+        if kernels:
+            _fuse(self.model)
+        self.refresh()
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        if self.model is self.source:
+            return
+        names = {name for name, _ in self.source.named_parameters()}
+        for name, to in self.model.named_parameters():
+            if name in names and not _adapted(self.source, name):
+                to.copy_(self.source.get_parameter(name))
+            else:
+                to.copy_(_dense(self.source, name))
+
+
+def _ready(model: Decoder) -> bool:
+    matrices = [p for p in model.parameters() if p.ndim > 1]
+    plain = not any(block.adapters for block in _blocks(model)) and not any(
+        isinstance(module, Nf4) for module in model.modules()
+    )
+    return plain and all(p.dtype == model.compute_dtype and not p.requires_grad for p in matrices)
+
+
+def _twin(model: Decoder) -> Decoder:
+    twin = hollow(model.shape, compute_dtype=model.compute_dtype)
+    device = model.embedding.device
+    for name, parameter in list(twin.named_parameters()):
+        owner, _, leaf = name.rpartition(".")
+        dtype = model.compute_dtype if parameter.ndim > 1 else torch.float32
+        value = torch.empty(parameter.shape, device=device, dtype=dtype)
+        setattr(twin.get_submodule(owner), leaf, nn.Parameter(value, requires_grad=False))
+    twin.frequencies = model.frequencies
+    return twin.eval()
+
+
+def _adapted(model: Decoder, name: str) -> bool:
+    owner, _, leaf = name.rpartition(".")
+    block = model.get_submodule(owner)
+    return isinstance(block, Block) and leaf in block.adapters
+
+
+def _dense(model: Decoder, name: str) -> Tensor:
+    """A projection with its adapter in it, in fp32."""
+    owner, _, leaf = name.rpartition(".")
+    block = model.get_submodule(owner)
+    assert isinstance(block, Block)
+    weight: Tensor | Nf4 = getattr(block, leaf)
+    dense = weight.dense(torch.float32) if isinstance(weight, Nf4) else weight.float()
+    if leaf in block.adapters:
+        adapter = block.adapters[leaf]
+        assert isinstance(adapter, Adapter)
+        a_RK, b_MR = adapter.matrices()
+        dense = dense + adapter.scale * (b_MR.float() @ a_RK.float())
+    return dense
+
+
+def _blocks(model: Decoder) -> list[Block]:
+    return [block for block in model.blocks if isinstance(block, Block)]
+
+
+def _fuse(model: Decoder) -> None:
+    """The segments' kernels, where the model has none of its own."""
+    from flatout.kernels import segments
+
+    shape = model.shape
+    # The rotation with norms takes heads of a power of two only.
+    rotates = not shape.qk_norm or shape.head_dim & (shape.head_dim - 1) == 0
+    for block in _blocks(model):
+        if rotates:
+            block.qkv_kernel = block.qkv_kernel or partial(
+                segments.norm_qkv_rope, eps=shape.norm_eps, heads=shape.heads, groups=shape.kv_heads
+            )
+        block.mlp_kernel = block.mlp_kernel or partial(segments.norm_mlp, eps=shape.norm_eps)
+    model.norm_kernel = model.norm_kernel or partial(segments.norm, eps=shape.norm_eps)
