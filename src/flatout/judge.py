@@ -14,7 +14,7 @@ from rich.table import Table
 from flatout.engine.opening import Opened, open_model
 from flatout.errors import FlatoutError
 from flatout.evaluate import Score, compare, evaluate
-from flatout.sample import Generator, Sampling
+from flatout.sample import Backend, Sampling, sampler_of
 from flatout.terminal import duration, number, percent, table
 
 
@@ -27,6 +27,7 @@ def run(
     limit: int | None,
     dtype: str | None,
     rows: int | None,
+    backend: Backend,
     out: Console | None,
     err: Console,
     print_json: Callable[[Any], None],
@@ -35,9 +36,17 @@ def run(
     found: list[list[Score]] = []
     documents = []
     for name in models:
-        opened = open_model(name, dtype=dtype)
+        opened = open_model(name, dtype=dtype, backend=backend)
         scores = measured(
-            opened, specs, sampling=sampling, samples=samples, limit=limit, rows=rows, console=err, quiet=out is None
+            opened,
+            specs,
+            sampling=sampling,
+            samples=samples,
+            limit=limit,
+            rows=rows,
+            backend=backend,
+            console=err,
+            quiet=out is None,
         )
         document = _document(opened, scores, sampling=sampling, samples=samples, limit=limit)
         _record(opened, document, err)
@@ -69,6 +78,7 @@ def measured(
     samples: int,
     limit: int | None,
     rows: int | None,
+    backend: Backend,
     console: Console,
     quiet: bool,
 ) -> list[Score]:
@@ -77,7 +87,7 @@ def measured(
         bar = bars.add_task(escape(opened.name), total=None)
         scores = evaluate(
             specs,
-            sampler=Generator(opened.model, opened.tokenizer, rows=rows),
+            sampler=sampler_of(opened, backend=backend, rows=rows),
             tokenizer=opened.tokenizer,
             sampling=replace(sampling, stop_ids=opened.stop_ids),
             samples=samples,

@@ -30,7 +30,7 @@ from flatout.engine.resolve import Active, check_build, resolve
 from flatout.engine.step import Engine
 from flatout.errors import RunFailed, UsageError
 from flatout.hardware import Hardware, bf16_ratio, detect
-from flatout.model import Model, load_model, lora, peft, weights
+from flatout.model import Model, load_adapted, load_model, peft
 from flatout.optim import adamw, schedule
 from flatout.plan import Job, Plan, decide, job_of
 from flatout.probe import Phases
@@ -302,7 +302,7 @@ def build_engine(
 
 
 def build_model(settings: Settings, plan: Plan, active: Active, *, note: Callable[[str], None]) -> Model:
-    """Loaded or drawn, on the device; under adapters frozen, and moved there weight by weight."""
+    """Loaded or drawn, on the device; under adapters frozen, read there weight by weight in the type they keep."""
     chosen, adapters = settings.model, plan.job.adapters
     if adapters is None:
         return load_model(
@@ -315,13 +315,18 @@ def build_model(settings: Settings, plan: Plan, active: Active, *, note: Callabl
         )
     if plan.job.shape.adapter:
         raise UsageError(f"lora goes with our own decoder only: {plan.job.shape.adapter}")
+    folder = None
     if chosen.name is not None and chosen.weights == "load":
         folder = hub.folder(chosen.name, weights=True, revision=chosen.revision)
-        model = weights.load(folder, shape=plan.job.shape, compute_dtype=active.dtype, note=note)
-    else:
-        model = lora.hollow(plan.job.shape, compute_dtype=active.dtype)
-    lora.freeze(model, device=active.device, base_bits=adapters.base_bits, seed=settings.seed)
-    lora.attach(model, adapters, seed=settings.seed)
+    model = load_adapted(
+        folder,
+        adapters,
+        shape=plan.job.shape,
+        device=active.device,
+        compute_dtype=active.dtype,
+        seed=settings.seed,
+        note=note,
+    )
     if settings.lora.adapter is not None:
         peft.load(model, Path(settings.lora.adapter), adapters, base=base_of(settings))
     return model
@@ -333,7 +338,7 @@ def base_of(settings: Settings) -> str | None:
         return None
     if settings.model.name is None or settings.model.weights == "random":
         return f"random, seed {settings.seed}"
-    return peft.fingerprint(hub.folder(settings.model.name, weights=True))
+    return peft.fingerprint(hub.folder(settings.model.name, weights=True, revision=settings.model.revision))
 
 
 def with_found_micro_batch(
