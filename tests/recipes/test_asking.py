@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 from tests.data.talks import question, tokenizer_folder
-from tests.recipes.test_sft import base, sft  # noqa: F401
 from typer.testing import CliRunner
 
 from flatout.cli import app
@@ -48,7 +47,7 @@ def asked(name: Path, tmp_path: Path) -> None:
     assert said.stdout.strip(), "an answer"
 
 
-def test_a_run_of_adapters_and_what_is_exported_of_it(flatout: Call, sft: Path, base: Path, tmp_path: Path) -> None:  # noqa: F811
+def test_a_run_of_adapters_and_what_is_exported_of_it(flatout: Call, sft: Path, base: Path, tmp_path: Path) -> None:
     run, adapter, merged = tmp_path / "run", tmp_path / "adapter", tmp_path / "merged"
     assert flatout("train", sft, "--run", run).returncode == 0
     assert flatout("export", run, "--to", adapter).returncode == 0
@@ -78,7 +77,7 @@ def test_a_run_of_adapters_and_what_is_exported_of_it(flatout: Call, sft: Path, 
         open_model(str(adapter))
 
 
-def test_a_run_on_four_bits_is_asked_on_four_bits(flatout: Call, sft: Path, tmp_path: Path) -> None:  # noqa: F811
+def test_a_run_on_four_bits_is_asked_on_four_bits(flatout: Call, sft: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     assert flatout("train", sft, "lora.base=4-bit", "--run", run).returncode == 0
     opened = open_model(str(run))
@@ -87,7 +86,7 @@ def test_a_run_on_four_bits_is_asked_on_four_bits(flatout: Call, sft: Path, tmp_
     asked(run, tmp_path)
 
 
-def test_a_full_run(flatout: Call, sft: Path, tmp_path: Path) -> None:  # noqa: F811
+def test_a_full_run(flatout: Call, sft: Path, tmp_path: Path) -> None:
     run, written = tmp_path / "run", tmp_path / "written"
     done = flatout("train", sft, "lora.rank=null", "lora.alpha=null", "train.lr=3e-3", "train.steps=4", "--run", run)
     assert done.returncode == 0, done.stderr

@@ -37,9 +37,10 @@ from flatout.probe import Phases
 from flatout.recipes.batches import Batches
 from flatout.recipes.material import Facts, Material, OpenData
 from flatout.recipes.profiling import Profile
+from flatout.recipes.questions import Questions, check_tasks
 from flatout.recipes.saving import Saving
 from flatout.recipes.session import Ledger, Session, open_session
-from flatout.recipes.validation import Validation, validation_batches
+from flatout.recipes.validation import Validation, every, validation_batches
 from flatout.recipes.verdict import Outcome, judge
 from flatout.record import Run, Sink
 
@@ -58,6 +59,7 @@ def run(
     open_data: OpenData | None = None,
 ) -> Outcome:
     """`open_data` is for recipes that learn from something else in the same way; running text by default."""
+    check_tasks(settings)
     with ExitStack() as stack:
         # Where it runs.
         hardware = detect()
@@ -118,7 +120,8 @@ def run(
         start = saving.resume() if resume else 0
         batches = stack.enter_context(Batches(stream, plan, ranks, start=start, stop=total_steps))
         held_out = material.held_out(ranks, batches.micro_batch)
-        validation = Validation(settings, engine, ledger, session, held_out)
+        questions = Questions.of(settings, engine, session, ranks, facts.tokenizer)
+        validation = Validation(settings, engine, ledger, session, held_out, questions=questions)
         profile = stack.enter_context(Profile(settings.profile.steps if ranks.first else None, session=session))
 
         step, stopped_by = start, "target" if validation.reached() else ""
@@ -127,12 +130,12 @@ def run(
             engine.begin_step(step)
 
             # Once in a while: validate, and see whether that is enough.
-            if every(settings.eval.every, step) and validation.step != step and (step > start or start == 0):
+            if any(validation.due(step)) and (step > start or start == 0):
                 phases.mark("eval")
                 stopped_by = validation.measure(step)
-                if settings.save.best and step > start:
+                if settings.save.best and validation.best and step > start:
                     phases.mark("save")
-                    saving.save_best(step)
+                    saving.save_best(step, **validation.best)
 
             # Asked to stop, here or on any other rank.
             if ranks.any(bool(session.stop)):
@@ -168,21 +171,18 @@ def run(
             step += 1
 
         ledger.write(engine.finished(all=True))
-        if not stopped_by.startswith("SIG") and validation.step != step and step > start:
-            stopped_by = validation.measure(step) or stopped_by
-            if settings.save.best:
-                saving.save_best(step)
+        if not stopped_by.startswith("SIG") and step > start:
+            stopped_by = validation.measure(step, last=True) or stopped_by
+            if settings.save.best and validation.best:
+                saving.save_best(step, **validation.best)
         if saving.step != step and step > start and not saving.save(step):
             raise RunFailed(f"the run stopped at step {step}, and its state could not be saved: the disk is full")
         return conclude(settings, ledger, session, step=step, stopped_by=stopped_by or "end", saved=saving.step)
 
 
-def every(steps: int | None, step: int) -> bool:
-    return steps is not None and step % steps == 0
-
-
 def dry_run(settings: Settings) -> Plan:
     """All that can be checked and decided without reading the data: this torch, this hardware, the plan."""
+    check_tasks(settings)
     hardware = detect()
     check_build(hardware)
     return plan_for(settings, hardware=hardware, ranks=from_environment())
