@@ -530,9 +530,11 @@ def config_show(config: Config, overrides: Overrides = None, as_json: AsJson = F
     drawn = table("", "setting", "value", "from", "what it is")
     for row in rows:
         style = "" if row.source == "default" else "bold"
-        shown = "" if row.value is None else str(row.value)
+        shown, source = "" if row.value is None else str(row.value), str(row.source)
+        if row.value is None and row.key.startswith("plan."):
+            shown, source = "auto", "plan"  # decided there, by the machine; `flatout plan` says what and why
         drawn.add_row(
-            row.key, f"[{style}]{_escaped(shown)}[/]" if style else _escaped(shown), row.source, _escaped(row.help)
+            row.key, f"[{style}]{_escaped(shown)}[/]" if style else _escaped(shown), source, _escaped(row.help)
         )
     out.print(drawn)
 
