@@ -350,3 +350,15 @@ def test_a_frozen_base_is_never_wider_than_it_is_kept(
     assert torch.equal(model.embedding, whole.embedding.bfloat16())
     assert isinstance(model.blocks[1].qkv, Nf4) == (base_bits == 4)
     assert {b.dtype for _, b in lora.adapters(model).values()} == {torch.float32}
+
+
+@pytest.mark.gpu
+def test_a_frozen_base_goes_straight_to_the_gpu(base: Path) -> None:
+    cuda = torch.device("cuda")
+    torch.zeros(1, device=cuda)  # whatever the first use of a device takes
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    model = load_adapted(base, LORA, shape=SHAPE, device=cuda, compute_dtype=torch.bfloat16)
+    held, peak = torch.cuda.memory_allocated() - before, torch.cuda.max_memory_allocated() - before
+    assert held >= sum(p.nbytes for p in model.parameters())
+    assert peak <= held + 2 * model.embedding.nbytes, "no more than a tensor or two beside the result"

@@ -167,3 +167,18 @@ def test_a_prepared_model_is_asked_without_what_was_prepared() -> None:
         for _, b in lora.adapters(model).values():
             b.normal_(0.0, 1.0)
     assert answers(twin) != plain, "it is the same weights, as they are now"
+
+
+@pytest.mark.gpu
+def test_a_fused_and_compiled_run_is_asked_on_a_gpu(
+    flatout: Call, sft: Path, quiz: tuple[str, list[str]], tmp_path: Path
+) -> None:
+    task, asked = quiz
+    run = tmp_path / "run"
+    fast = ["plan.precision=bf16", "plan.compile=default", "plan.micro_batch=2"]
+    done = flatout("train", sft, *asked, *fast, "train.steps=24", "eval.every=8", "--run", run)
+    assert done.returncode == 0, done.stderr
+    found = scores(run, task)
+    assert (found[0], found[24]) == (0.0, 1.0)
+    graphs = [record.extra.get("graphs") for record in Run.open(run).latest_steps()]
+    assert len(set(graphs[2:])) == 1, "asking compiles nothing"
