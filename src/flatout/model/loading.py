@@ -36,8 +36,8 @@ def load_model(
 ) -> Model:
     """The model that a configuration names, its weights on the device in `dtype`: fp32 to train them, bf16 frozen.
 
-    Without a shape it is taken from the model's config.json. `note` is told what was put right while loading. One
-    that `trains` not is only asked: then the adapter takes every head.
+    Without a shape it is taken from the model's config.json. `note` is told what was put right while loading. A model
+    that is only asked (`trains` false) may have any head.
     """
     shape = shape or named_shape(model)
     if model.name is None or (model.weights == "random" and not shape.adapter):
