@@ -59,6 +59,12 @@ def test_what_is_unknown_is_left_out():
     assert trackers.event_scalars(Event(attempt=1, time=0.0, kind="eval", step=3)) == {}
 
 
+def test_scores_of_tasks():
+    tasks = [{"task": "units", "value": 0.25}, {"task": "gsm8k", "value": 0.5}]
+    asked = Event(attempt=1, time=0.0, kind="tasks", step=4, data={"tasks": tasks})
+    assert trackers.event_scalars(asked) == {"training/global_step": 4, "eval/units": 0.25, "eval/gsm8k": 0.5}
+
+
 def test_the_default_name_has_the_time():
     assert trackers.run_name("pretrain", now=datetime(2026, 1, 31, 9, 45)) == "pretrain-20260131-094500"
     assert re.fullmatch(r"rl-\d{8}-\d{6}", trackers.run_name("rl"))

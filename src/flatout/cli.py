@@ -37,6 +37,7 @@ app.add_typer(config_app, name="config")
 Config = Annotated[Path, typer.Argument(help="YAML file of the run")]
 Overrides = Annotated[list[str] | None, typer.Argument(help="dotted overrides, such as train.lr=3e-4")]
 AsJson = Annotated[bool, typer.Option("--json", help="machine-readable output")]
+Backend = Annotated[str, typer.Option(help="who samples: flatout, hf, vllm, or auto: flatout where it can, else hf")]
 
 out = Console(emoji=False)
 err = Console(stderr=True, emoji=False)
@@ -340,11 +341,12 @@ def evaluate(
     against: Annotated[str | None, typer.Option(help="another RUN|MODEL on the same questions")] = None,
     dtype: Annotated[str | None, typer.Option(help="bf16, fp16 or fp32 (default: by the device)")] = None,
     rows: Annotated[int | None, typer.Option(help="answers written at once (default: by the device)", min=1)] = None,
+    backend: Backend = "auto",
     as_json: AsJson = False,
 ) -> None:
     """Measure a model on tasks: accuracy, likelihood of choices, perplexity, each with a 95 % interval."""
     _require_torch()
-    from flatout.sample import Sampling
+    from flatout.sample import Sampling, backend_of
     from flatout.tasks import open_task
 
     specs = [spec for several in tasks for spec in several.split(",") if spec]
@@ -366,6 +368,7 @@ def evaluate(
         limit=limit,
         dtype=dtype,
         rows=rows,
+        backend=backend_of(backend),
         out=None if as_json else out,
         err=err,
         print_json=_print_json,
@@ -381,17 +384,19 @@ def chat(
     max_tokens: Annotated[int, typer.Option(help="length of an answer", min=1)] = 512,
     seed: Annotated[int, typer.Option(help="seed of the draws")] = 0,
     dtype: Annotated[str | None, typer.Option(help="bf16, fp16 or fp32 (default: by the device)")] = None,
+    backend: Backend = "auto",
 ) -> None:
     """Talk to a model: in the terminal, or one question a line from a pipe."""
     _require_torch()
     from flatout import chat as verb
     from flatout.engine.opening import open_model
-    from flatout.sample import Generator, Sampling
+    from flatout.sample import Sampling, backend_of, sampler_of
 
     sampling = Sampling(max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed)
-    opened = open_model(model, dtype=dtype)
+    chosen = backend_of(backend)
+    opened = open_model(model, dtype=dtype, backend=chosen)
     talk = verb.Talk(
-        Generator(opened.model, opened.tokenizer, rows=1),
+        sampler_of(opened, backend=chosen, rows=1),
         opened.tokenizer,
         sampling=replace(sampling, stop_ids=opened.stop_ids),
         system=system,
@@ -525,9 +530,11 @@ def config_show(config: Config, overrides: Overrides = None, as_json: AsJson = F
     drawn = table("", "setting", "value", "from", "what it is")
     for row in rows:
         style = "" if row.source == "default" else "bold"
-        shown = "" if row.value is None else str(row.value)
+        shown, source = "" if row.value is None else str(row.value), str(row.source)
+        if row.value is None and row.key.startswith("plan."):
+            shown, source = "auto", "plan"  # decided there, by the machine; `flatout plan` says what and why
         drawn.add_row(
-            row.key, f"[{style}]{_escaped(shown)}[/]" if style else _escaped(shown), row.source, _escaped(row.help)
+            row.key, f"[{style}]{_escaped(shown)}[/]" if style else _escaped(shown), source, _escaped(row.help)
         )
     out.print(drawn)
 

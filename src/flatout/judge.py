@@ -14,8 +14,8 @@ from rich.table import Table
 from flatout.engine.opening import Opened, open_model
 from flatout.errors import FlatoutError
 from flatout.evaluate import Score, compare, evaluate
-from flatout.sample import Generator, Sampling
-from flatout.terminal import duration, number, percent, table
+from flatout.sample import Backend, Sampling, sampler_of
+from flatout.terminal import duration, interval_text, number, percent, score_text, table
 
 
 def run(
@@ -27,6 +27,7 @@ def run(
     limit: int | None,
     dtype: str | None,
     rows: int | None,
+    backend: Backend,
     out: Console | None,
     err: Console,
     print_json: Callable[[Any], None],
@@ -35,12 +36,20 @@ def run(
     found: list[list[Score]] = []
     documents = []
     for name in models:
-        opened = open_model(name, dtype=dtype)
+        opened = open_model(name, dtype=dtype, backend=backend)
         scores = measured(
-            opened, specs, sampling=sampling, samples=samples, limit=limit, rows=rows, console=err, quiet=out is None
+            opened,
+            specs,
+            sampling=sampling,
+            samples=samples,
+            limit=limit,
+            rows=rows,
+            backend=backend,
+            console=err,
+            quiet=out is None,
         )
         document = _document(opened, scores, sampling=sampling, samples=samples, limit=limit)
-        _record(opened, document, err)
+        _record(opened, document | {"tasks": [score.brief() for score in scores]}, err)
         found.append(scores)
         documents.append(document)
         if out is not None:
@@ -69,6 +78,7 @@ def measured(
     samples: int,
     limit: int | None,
     rows: int | None,
+    backend: Backend,
     console: Console,
     quiet: bool,
 ) -> list[Score]:
@@ -77,7 +87,7 @@ def measured(
         bar = bars.add_task(escape(opened.name), total=None)
         scores = evaluate(
             specs,
-            sampler=Generator(opened.model, opened.tokenizer, rows=rows),
+            sampler=sampler_of(opened, backend=backend, rows=rows),
             tokenizer=opened.tokenizer,
             sampling=replace(sampling, stop_ids=opened.stop_ids),
             samples=samples,
@@ -93,13 +103,11 @@ def scores_table(opened: Opened, scores: Sequence[Score]) -> Table:
         f"{escape(opened.name)}{at} ({opened.where})", "task", "metric", "value", "95 % interval", "n", "notes"
     )
     for score in scores:
-        share = score.metric != "perplexity"
-        low, high = (percent(x) if share else number(x, digits=4) for x in (score.low, score.high))
         rows.add_row(
             escape(score.task),
             score.metric + (f", mean of {score.samples}" if score.samples > 1 else ""),
-            f"[bold]{percent(score.value) if share else number(score.value, digits=4)}[/]",
-            "n/a" if score.low is None else f"{low} to {high}",
+            f"[bold]{score_text(score.metric, score.value)}[/]",
+            interval_text(score.metric, score.low, score.high),
             f"{score.n:,}" + (f" of {score.of:,}" if score.of is not None and score.of > score.n else ""),
             escape(", ".join(notes(score))),
         )
@@ -147,11 +155,10 @@ def _document(
 
 
 def _record(opened: Opened, document: dict[str, Any], err: Console) -> None:
-    """Into the run's events, without each question's reward."""
+    """Into the run's events."""
     if opened.run is None:
         return
-    brief = [{k: v for k, v in task.items() if k not in ("indices", "rewards")} for task in document["tasks"]]
     try:
-        opened.run.note("tasks", **(document | {"tasks": brief, "step": opened.step}))
+        opened.run.note("tasks", **document)
     except FlatoutError as error:  # it is being trained, or its disk is full: what was measured is still shown
         err.print(f"not recorded in the run: {escape(str(error))}", style="yellow", highlight=False, soft_wrap=True)

@@ -7,7 +7,7 @@ Where the output is no terminal, the same facts come as plain lines.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import fields
 from typing import Any
 
@@ -172,6 +172,8 @@ class View:
                 before, self.val_loss = self.val_loss, data["val_loss"]
                 change = "" if before is None else f" (was {before:.4f})"
                 self._say(f"step {event.step}: validation loss {self.val_loss:.4f}{change}")
+            case "tasks":
+                self._say(f"step {event.step}: {task_words(data)}")
             case "save":
                 self._say(f"step {event.step}: saved {data['checkpoint']}")
             case "target":
@@ -245,6 +247,8 @@ class View:
         rows.add_row("training loss", f"{losses[0]} in the first tenth, {losses[1]} in the last")
         if outcome["val_losses"]:
             rows.add_row("validation loss", " -> ".join(f"{v:.4f}" for v in _ends(outcome["val_losses"])))
+        if scores := outcome.get("task_scores"):
+            rows.add_row("task score", " -> ".join(percent(v) for v in _ends(scores, best=max)))
         rows.add_row("ended by", str(outcome["stopped_by"]))
         self.console.print("", rows)
         if data["verdicts"]:
@@ -255,6 +259,26 @@ class View:
                 ]
                 judged.add_row(verdict["criterion"], verdict["wanted"], verdict["got"], word)
             self.console.print("", judged)
+
+
+def task_words(data: Mapping[str, Any]) -> str:
+    """The scores of a `tasks` event in one line."""
+    return "; ".join(
+        f"{task['task']} {task['metric']} {score_text(task['metric'], task['value'])}"
+        f"{interval_text(task['metric'], task['low'], task['high'], brackets=True)}, n {task['n']:,}"
+        for task in data["tasks"]
+    )
+
+
+def score_text(metric: str, value: float | None) -> str:
+    return number(value, digits=4) if metric == "perplexity" else percent(value)
+
+
+def interval_text(metric: str, low: float | None, high: float | None, *, brackets: bool = False) -> str:
+    if low is None or high is None:
+        return "" if brackets else "n/a"
+    span = f"{score_text(metric, low)} to {score_text(metric, high)}"
+    return f" ({span})" if brackets else span
 
 
 def notice(event: Event) -> str | None:
@@ -294,7 +318,7 @@ def notice(event: Event) -> str | None:
             return None
 
 
-def _ends(values: list[float]) -> list[float]:
+def _ends(values: list[float], *, best: Callable[[list[float]], float] = min) -> list[float]:
     """First, best and last; the best only where it is not one of the others."""
-    first, best, last = values[0], min(values), values[-1]
-    return [first] if len(values) == 1 else [first, last] if best in (first, last) else [first, best, last]
+    first, found, last = values[0], best(values), values[-1]
+    return [first] if len(values) == 1 else [first, last] if found in (first, last) else [first, found, last]

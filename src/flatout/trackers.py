@@ -55,10 +55,13 @@ def step_scalars(record: StepRecord, *, rates: Rates) -> dict[str, float]:
 
 
 def event_scalars(event: Event) -> dict[str, float]:
-    """The same of an event: only an evaluation with its loss has something to show."""
-    if event.kind != "eval" or event.step is None or event.data.get("val_loss") is None:
-        return {}
-    return {"training/global_step": event.step, "eval/loss": event.data["val_loss"]}
+    """The same of an event: a validation loss, or the scores of tasks."""
+    found: dict[str, float] = {}
+    if event.kind == "eval" and event.data.get("val_loss") is not None:
+        found = {"eval/loss": event.data["val_loss"]}
+    if event.kind == "tasks":
+        found = {f"eval/{task['task']}": task["value"] for task in event.data["tasks"]}
+    return {"training/global_step": event.step, **found} if found and event.step is not None else {}
 
 
 def tensorboard(folder: Path, *, rates: Rates) -> Sink:

@@ -148,6 +148,9 @@ def test_an_override_mends_a_refused_value_of_the_file(write: Any) -> None:
         ("data: {shuffle: off}", "data.shuffle", False),
         ("profile: {steps: [0, 0]}", "profile.steps", (0, 0)),
         ("profile:", "profile.steps", None),
+        ("eval: {tasks: [units, 'gsm8k:a b.jsonl']}", "eval.tasks", ("units", "gsm8k:a b.jsonl")),
+        ("eval: {tasks: 'units, jsonl:x'}", "eval.tasks", ("units", "jsonl:x")),
+        ("eval: {tasks: []}", "eval.tasks", ()),
     ],
 )
 def test_a_scalar_is_read_by_the_type_of_its_key(write: Any, line: str, key: str, expected: Any) -> None:
@@ -172,6 +175,7 @@ def test_a_scalar_is_read_by_the_type_of_its_key(write: Any, line: str, key: str
         ("data.path=a=b", "data.path", "a=b"),
         ('data.separator="\\n"', "data.separator", "\n"),
         ("profile.steps=[3, 4]", "profile.steps", (3, 4)),
+        ("eval.tasks=units,jsonl:x?tolerance=0.1", "eval.tasks", ("units", "jsonl:x?tolerance=0.1")),
         ("model=other", "model.name", "other"),
         ("model.layers=3", "model.layers", 3),
     ],
@@ -205,6 +209,7 @@ def test_overrides_and_environment_read_alike(write: Any, override: str, key: st
             "plan: {tf32: maybe}",
             "plan.tf32: maybe must be true or false, or null (TF32 for the matmuls that stay in fp32)",
         ),
+        ("eval: {tasks: {a: b}}", "eval.tasks: a mapping must be a list of texts such as [one, two]"),
         ("profile: {steps: 10}", "profile.steps: 10 must be a list of two whole numbers such as [10, 12], or null"),
         ("profile: {steps: [1, x, 3]}", "profile.steps: [1, x, 3] must be a list of two whole numbers"),
         ("profile: {steps: &a [*a, *a]}", "profile.steps: […, …] must be a list of two whole numbers"),

@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 import yaml
+from typer.testing import CliRunner
 
+from flatout.cli import app
 from flatout.config import from_mapping, load, show
 from flatout.errors import UsageError
 
@@ -153,9 +155,47 @@ def test_a_named_preset_sets_what_the_guide_sets_and_says_so(tmp_path: Path) -> 
     assert load(file, environ={}).settings.log.every == 10
 
 
+# What the guide sets by `TrainingArguments` and beside them, with the value and the source `config show` gives it.
+GUIDE = {
+    "plan.precision": (("auto", "plan"), ("auto", "plan")),
+    "plan.recompute": (("full", "preset"), ("auto", "plan")),
+    "plan.workers": (("auto", "plan"), ("auto", "plan")),
+    "plan.pin_memory": (("auto", "plan"), ("auto", "plan")),
+    "plan.prefetch": (("auto", "plan"), ("2", "preset")),
+    "plan.micro_batch": (("auto", "plan"), ("auto", "plan")),
+    "plan.accumulation": (("auto", "plan"), ("auto", "plan")),
+    "plan.compile": (("none", "preset"), ("auto", "plan")),
+    "plan.fused_optimizer": (("True", "preset"), ("True", "preset")),
+    "plan.tf32": (("auto", "plan"), ("auto", "plan")),
+    "save.keep": (("2", "preset"), ("2", "preset")),
+    "save.weights_only": (("False", "default"), ("False", "default")),
+    "log.every": (("50", "preset"), ("50", "preset")),
+    "log.tensorboard": (("False", "default"), ("False", "default")),
+    "train.schedule": (("cosine", "preset"), ("cosine", "preset")),
+    "train.warmup_steps": (("0", "default"), ("50", "preset")),
+    "train.clip": (("1.0", "preset"), ("1.0", "preset")),
+    "train.batch_tokens": (("65536", "default"), ("65536", "default")),
+    "train.epochs": (("1.0", "file"), ("1.0", "file")),
+    "train.lr": (("0.0006", "default"), ("0.0006", "default")),
+}
+
+
+@pytest.mark.parametrize(("at", "preset"), enumerate(["safe", "max"]))
+def test_every_setting_of_the_guide_is_shown_with_its_source(tmp_path: Path, at: int, preset: str) -> None:
+    file = tmp_path / "sft.yaml"
+    file.write_text(yaml.safe_dump(_sft(plan={"preset": preset})))
+    shown = CliRunner().invoke(app, ["config", "show", str(file)], env={"COLUMNS": "200"})
+    assert shown.exit_code == 0, shown.output
+    rows = {words[0]: tuple(words[1:3]) for line in shown.output.splitlines() if len(words := line.split()) > 3}
+    assert {key: rows[key] for key in GUIDE} == {key: both[at] for key, both in GUIDE.items()}
+
+
 @pytest.mark.parametrize(
     ("sections", "words"),
     [
+        ({"eval": {"tasks": ["perplexity:x.txt"], "criterion": "tasks"}}, "none of eval.tasks has answers to score"),
+        ({"eval": {"task_limit": 5}}, "eval.task_limit: 5 without tasks; give eval.tasks, such as [units]"),
+        ({"eval": {"tasks": ["units"], "criterion": "tasks"}, "save": {"best": True}}, "save.best: needs evaluations"),
         ({"lora": {"dropout": 0.1}}, "lora.dropout: 0.1 without adapters; give lora.rank"),
         ({"data": {"source": "text", "path": "x"}}, "text has no rows; recipe sft takes jsonl, parquet or hf"),
         ({"data": {"source": "hf", "name": "x/y", "valid_path": "z"}}, "z is for files, not for data.source hf"),
@@ -168,3 +208,8 @@ def test_settings_of_fine_tuning_go_together(sections: dict[str, object], words:
     with pytest.raises(UsageError) as refused:
         from_mapping(_sft(**sections))
     assert words in str(refused.value)
+
+
+def test_tasks_alone_can_be_what_a_run_goes_by() -> None:
+    asked = {"tasks": ["units"], "tasks_every": 5, "criterion": "tasks", "patience": 2}
+    assert from_mapping(_sft(eval=asked, save={"best": True})).eval.tasks == ("units",)

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import io
+import json
 import math
 import os
 import time
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 from tests.insight import made
 
 from flatout.insight import hints, numbers
+from flatout.insight.report import render
 from flatout.insight.story import tell
+from flatout.insight.watch import run_view
 from flatout.recipes.verdict import Speedometer
 from flatout.record import Diagnosis, Finding, Run, Span, StepRecord
 
@@ -282,3 +287,39 @@ def test_the_doctor_has_the_last_word(bare: Run):
     bare.write_diagnosis(Diagnosis(verdict="Too small.", limit={"share": 0.5}, findings=(finding,)))
     story = tell(bare)
     assert (story.verdict, list(hints.findings(story))) == ("Too small.", [finding])
+
+
+def scored(task: str, value: float, **changes) -> dict:
+    found = {"task": task, "metric": "accuracy", "value": value, "low": value / 2, "high": value, "n": 50, "samples": 1}
+    return found | {"spec": task, "of": 1000, "details": {}} | changes
+
+
+def test_task_scores_are_those_of_the_weights_as_they_are_now(tmp_path: Path):
+    run = made.make(tmp_path / "run", steps=40, ended=False)
+    with run.recorder() as recorder:
+        recorder.event("tasks", step=10, tasks=[scored("units", 0.1), scored("texts", 9.5, metric="perplexity")])
+        recorder.event("tasks", step=30, tasks=[scored("units", 0.9)])
+        recorder.event("resume", step=20, checkpoint="step-00000020")
+        recorder.event("tasks", step=20, tasks=[scored("units", 0.3)])
+    run.note("tasks", step=20, tasks=[scored("units", 0.4), scored("units", 0.5, n=1000)])
+    story = tell(run)
+    assert [(s.task, s.step, s.value, s.n) for s in story.tasks] == [
+        ("texts", 10, 9.5, 50),
+        ("units", 10, 0.1, 50),
+        ("units", 20, 0.4, 50),
+        ("units", 20, 0.5, 1000),
+    ]
+    again = made.make(tmp_path / "again", steps=8)
+    again.note("tasks", step=8, tasks=[scored("jsonl", 0.1, spec="jsonl:a"), scored("jsonl", 0.2, spec="jsonl:b")])
+    assert [(s.task, s.value) for s in tell(again).tasks] == [("jsonl:a", 0.1), ("jsonl:b", 0.2)]
+    [document] = json.loads(render([run], format="json"))
+    assert [s["value"] for s in document["tasks"]] == [9.5, 0.1, 0.4, 0.5]
+    text = render([run], format="md")
+    assert "| units | 20 | accuracy | 40.0 % | 20.0 % to 40.0 % | 50 |" in text
+    html = render([run], format="html")
+    for words in ('href="#tasks"', "Task scores", "Scores by task and step", "9.5", "40.0 %"):
+        assert words in html
+    console = Console(width=100, file=io.StringIO())
+    console.print(run_view(story))
+    assert "units 10.0 % -> 50.0 % (25.0 % to 50.0 %) at step 20" in console.file.getvalue()
+    assert 'href="#tasks"' not in render([made.make(tmp_path / "none", steps=8)], format="html")

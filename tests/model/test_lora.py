@@ -1,6 +1,7 @@
 """Adapters: equal to the plain formula on every path, merged without loss, and at home in PEFT's files."""
 
 import json
+import weakref
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from flatout.config import from_mapping
 from flatout.cost import TARGETS, Adapters, ModelShape, projections
 from flatout.errors import UsageError
-from flatout.model import Decoder, Rectangular, lora, peft, weights
+from flatout.model import Decoder, Rectangular, load_adapted, lora, peft, weights
 from flatout.model.nf4 import Nf4
 from flatout.plan import adapters_of
 
@@ -312,3 +313,52 @@ def test_a_damaged_adapter_is_named(base: Path, tmp_path: Path, damage: str) -> 
         file.write_bytes(content[:-100] if damage == "truncated" else b"x" * 64)
     with pytest.raises(UsageError, match=r"adapter_model\.safetensors"):
         peft.load(model, tmp_path, LORA, base=None)
+
+
+@pytest.mark.parametrize("base_bits", [16, 4])
+def test_a_frozen_base_is_never_wider_than_it_is_kept(
+    base: Path, base_bits: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From fp32 files: no fp32 matrix becomes a parameter, and of the files one tensor at a time is on the host."""
+    made: list[tuple[str, torch.nn.Parameter]] = []
+    alive: list[weakref.ref[torch.Tensor]] = []
+    most = 0
+    read = weights.TensorFiles.read
+
+    def watched(files: weights.TensorFiles, name: str) -> torch.Tensor:
+        nonlocal most
+        tensor = read(files, name)
+        assert tensor.dtype == torch.float32
+        alive.append(weakref.ref(tensor))
+        most = max(most, sum(ref() is not None for ref in alive))
+        return tensor
+
+    monkeypatch.setattr(weights.TensorFiles, "read", watched)
+    hook = torch.nn.modules.module.register_module_parameter_registration_hook(
+        lambda module, name, parameter: made.append((f"{type(module).__name__}.{name}", parameter))
+    )
+    try:
+        spec = replace(LORA, base_bits=base_bits)
+        model = load_adapted(base, spec, shape=SHAPE, device=CPU, compute_dtype=torch.bfloat16)
+    finally:
+        hook.remove()
+    real = [(name, p) for name, p in made if p is not None and not p.is_meta and not name.startswith("Adapter.")]
+    assert [name for name, p in real if p.ndim > 1 and p.dtype != torch.bfloat16] == []
+    assert len(alive) == 2 + 9 * SHAPE.layers + 1, "every tensor was read once"
+    assert most == 1
+    whole = weights.load(base)
+    assert torch.equal(model.embedding, whole.embedding.bfloat16())
+    assert isinstance(model.blocks[1].qkv, Nf4) == (base_bits == 4)
+    assert {b.dtype for _, b in lora.adapters(model).values()} == {torch.float32}
+
+
+@pytest.mark.gpu
+def test_a_frozen_base_goes_straight_to_the_gpu(base: Path) -> None:
+    cuda = torch.device("cuda")
+    torch.zeros(1, device=cuda)  # whatever the first use of a device takes
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    model = load_adapted(base, LORA, shape=SHAPE, device=cuda, compute_dtype=torch.bfloat16)
+    held, peak = torch.cuda.memory_allocated() - before, torch.cuda.max_memory_allocated() - before
+    assert held >= sum(p.nbytes for p in model.parameters())
+    assert peak <= held + 2 * model.embedding.nbytes, "no more than a tensor or two beside the result"

@@ -134,10 +134,17 @@ class _Leaf:
         return self.kind is str or bool(self.choices)
 
     @property
+    def takes_texts(self) -> bool:
+        """A list, or its items with commas between."""
+        return get_origin(self.kind) is tuple and get_args(self.kind)[0] is str
+
+    @property
     def wanted(self) -> str:
         kinds = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
         if self.choices:
             wanted = f"one of {', '.join(self.choices)}"
+        elif self.takes_texts:
+            wanted = "a list of texts such as [one, two]"
         else:
             wanted = kinds.get(self.kind, "a list of two whole numbers such as [10, 12]")
         return f"{wanted}, or null" if self.optional else wanted
@@ -471,19 +478,21 @@ def _from_node(node: yaml.Node, *, leaf: _Leaf) -> Any:
     if node.tag not in _PLAIN_TAGS:
         raise ValueError(f"the tag {node.tag.replace(_TAG, '!!')} is not allowed; give a plain value")
     if isinstance(node, yaml.SequenceNode) and get_origin(leaf.kind) is tuple:
-        item = _Leaf(kind=int, choices=(), optional=False, help="")
+        item = _Leaf(kind=get_args(leaf.kind)[0], choices=(), optional=False, help="")
         return tuple(_from_node(child, leaf=item) for child in node.value)
     if not isinstance(node, yaml.ScalarNode):
         return node  # no key takes one: the schema refuses it, and the message shows it
     if _is_null(node):
         return None
-    return node.value if _is_quoted(node) else _from_text(node.value, leaf=leaf)
+    return node.value if _is_quoted(node) and not leaf.takes_texts else _from_text(node.value, leaf=leaf)
 
 
 def _from_text(text: str, *, leaf: _Leaf) -> Any:
     """A plain scalar by the type of its key; what cannot be read stays text, and the schema refuses it."""
     if leaf.kind is bool:
         return _SWITCH_WORDS.get(text.lower(), text)
+    if leaf.takes_texts:
+        return tuple(part.strip() for part in text.split(",") if part.strip())
     try:
         if leaf.kind is int:
             return _whole(text)

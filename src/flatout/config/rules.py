@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 
-from flatout.config.settings import DataSettings, LoraSettings, ModelSettings, Settings
+from flatout.config.settings import DataSettings, EvalSettings, LoraSettings, ModelSettings, Settings
 
 # What may stand beside `model.name`; everything else of the section is a shape.
 OF_NAME = ("name", "weights", "revision", "trust_remote_code")
@@ -26,6 +26,7 @@ def breaches(settings: Settings) -> Iterator[Breach]:
     yield from _data(settings.data)
     yield from _sequences(settings)
     yield from _stops(settings)
+    yield from _tasks(settings)
     yield from _lora(settings)
     yield from _conversations(settings)
 
@@ -129,10 +130,14 @@ def _sequences(settings: Settings) -> Iterator[Breach]:
 
 def _stops(settings: Settings) -> Iterator[Breach]:
     if settings.eval.every is None:
-        needing = {"eval.patience": settings.eval.patience, "target.val_loss": settings.target.val_loss}
-        for key, value in needing.items():
-            if value is not None:
-                yield Breach(keys=(key, "eval.every"), text="needs evaluations during the run; give eval.every")
+        by_tasks = settings.eval.criterion == "tasks" and settings.eval.tasks_every is not None
+        needing = {
+            "eval.patience": settings.eval.patience is not None and not by_tasks,
+            "save.best": settings.save.best and not by_tasks,
+            "target.val_loss": settings.target.val_loss is not None,
+        }
+        for key in (key for key, needed in needing.items() if needed):
+            yield Breach(keys=(key, "eval.every"), text="needs evaluations during the run; give eval.every")
     if settings.profile.steps is not None:
         first, last = settings.profile.steps
         steps = settings.train.steps
@@ -148,6 +153,20 @@ def _stops(settings: Settings) -> Iterator[Breach]:
             )
 
 
+def _tasks(settings: Settings) -> Iterator[Breach]:
+    asked, default = settings.eval, EvalSettings()
+    if not asked.tasks:
+        for name in ("tasks_every", "task_limit", "task_tokens", "criterion"):
+            if getattr(asked, name) != getattr(default, name):
+                text = f"{getattr(asked, name)} without tasks; give eval.tasks, such as [units]"
+                yield Breach(keys=(f"eval.{name}", "eval.tasks"), text=text)
+    elif asked.criterion == "tasks" and all(spec.startswith("perplexity") for spec in asked.tasks):
+        yield Breach(
+            keys=("eval.criterion", "eval.tasks"),
+            text="tasks, but none of eval.tasks has answers to score; add one, or go by the loss",
+        )
+
+
 def _lora(settings: Settings) -> Iterator[Breach]:
     lora, default = settings.lora, LoraSettings()
     if lora.rank is None:
@@ -159,8 +178,6 @@ def _lora(settings: Settings) -> Iterator[Breach]:
                 )
     elif settings.recipe != "sft":
         yield Breach(keys=("lora.rank", "recipe"), text=f"adapters go with recipe sft, not {settings.recipe}")
-    if settings.save.best and settings.eval.every is None:
-        yield Breach(keys=("save.best", "eval.every"), text="needs evaluations during the run; give eval.every")
 
 
 def _conversations(settings: Settings) -> Iterator[Breach]:

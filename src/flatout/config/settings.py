@@ -157,13 +157,20 @@ class EvalSettings:
     tokens: int = setting(262144, "validation tokens of one evaluation, at most", gt=0)
     patience: int | None = setting(None, "stop after this many evaluations without improvement", gt=0)
     min_delta: float = setting(0.0, "an improvement is at least this much", ge=0)
+    tasks: tuple[str, ...] = setting((), "tasks that the model is asked during the run, as of `flatout eval`")
+    tasks_every: int | None = setting(None, "steps between two times the tasks are asked (default: eval.every)", gt=0)
+    task_limit: int = setting(100, "questions of each task, at most; the same ones every time", gt=0)
+    task_tokens: int = setting(256, "length of an answer to a task", gt=0)
+    criterion: Literal["loss", "tasks"] = setting(
+        "loss", "what patience and save.best go by: the validation loss, or the mean score of the tasks"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class SaveSettings:
     every: int | None = setting(None, "steps between checkpoints (default: only at the end)", gt=0)
     keep: int = setting(2, "checkpoints kept; never fewer than two verified ones", ge=2)
-    best: bool = setting(False, "also keep the checkpoint with the lowest validation loss")
+    best: bool = setting(False, "also keep the best checkpoint, by eval.criterion")
     weights_only: bool = setting(False, "leave out the optimizer: smaller, but cannot be resumed")
 
 

@@ -1,18 +1,22 @@
-"""A model to ask, by the name of a run folder, a Hugging Face folder or a name on the hub (`eval`, `chat`)."""
+"""A model to ask, by the name of a run folder, a Hugging Face or PEFT folder, or a name on the hub (`eval`, `chat`)."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
 from flatout import hub
+from flatout.config.settings import ModelSettings
+from flatout.cost import Adapters
 from flatout.data.tokenizer import Tokenizer, load_tokenizer
 from flatout.engine.resolve import DTYPES
-from flatout.engine.trained import open_trained
-from flatout.errors import UsageError
-from flatout.model import Decoder, Foreign, weights
+from flatout.engine.trained import model_settings, open_trained
+from flatout.errors import FlatoutError, UsageError
+from flatout.model import Model, load_adapted, load_model, peft
+from flatout.plan import named_shape
 from flatout.record import Run
 
 
@@ -21,66 +25,103 @@ class Opened:
     """Ready to be asked: on its device, in the type it computes in."""
 
     name: str
-    model: Decoder
+    model: Model
     tokenizer: Tokenizer
     stop_ids: frozenset[int]
-    run: Run | None
-    step: int | None
+    run: Run | None = None
+    step: int | None = None
+    folder: Path | None = None  # Hugging Face's, with these very weights, or those under the adapters
+    adapters: Adapters | None = None
+    backend: str = "auto"
 
     @property
     def where(self) -> str:
         name = next(name for name, dtype in DTYPES.items() if dtype == self.model.compute_dtype)
-        return f"{self.model.embedding.device.type}, {name}"
+        place = self.model.head_weight.device.type
+        return f"{'vLLM' if self.backend == 'vllm' else place}, {name}"
 
 
-def open_model(name: str, *, dtype: str | None = None, device: str | None = None) -> Opened:
-    """`dtype` None: fp32 on a CPU; on a GPU bf16, or fp16 where it has no bf16 units."""
+def open_model(name: str, *, dtype: str | None = None, device: str | None = None, backend: str = "auto") -> Opened:
+    """`dtype` None: fp32 on a CPU; on a GPU bf16, or fp16 where it has no bf16 units.
+
+    For `backend` vllm, which reads the weights itself, the model stays on the host.
+    """
     place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if dtype is not None and dtype not in DTYPES:
         raise UsageError(f"--dtype {dtype!r} is none of {', '.join(DTYPES)}")
     chosen = DTYPES[dtype or _natural(place)]
+    place = torch.device("cpu") if backend == "vllm" else place
     if Run.is_at(name):
-        run = Run.open(name)
-        trained = open_trained(run)
-        if isinstance(trained.model, Foreign):
-            raise UsageError(f"{name} trained a model that runs behind an adapter: export it, and ask transformers")
-        model: Decoder = trained.model
-        tokenizer, step, stops = trained.tokenizer, trained.step, frozenset[int]()
+        opened = _trained(name, place, chosen)
+    elif (Path(name) / peft.CONFIG).is_file() and not (Path(name) / "config.json").is_file():
+        opened = _adapter(name, place, chosen)
     else:
-        folder = _folder(name)
-        model, step, run = weights.load(folder), None, None
-        tokenizer = load_tokenizer(str(folder), documents=None, cache=folder)
-        stops = _stop_ids(folder)
-    model.eval().requires_grad_(False)
+        opened = _published(name, place, chosen)
+    opened.model.eval().requires_grad_(False)
+    return replace(opened, backend=backend)
+
+
+def stop_ids(model: ModelSettings, tokenizer: Tokenizer) -> frozenset[int]:
+    """What ends an answer: the tokenizer's end mark, and what the makers of the model it began as say."""
+    found: frozenset[int] = frozenset()
+    if model.name is not None:
+        with suppress(FlatoutError):  # where it is gone: a run that holds all weights does not need it
+            found = _stop_ids(hub.folder(model.name, weights=False, revision=model.revision))
+    return found | {tokenizer.eos_id}
+
+
+def _trained(name: str, device: torch.device, dtype: torch.dtype) -> Opened:
+    """The newest checkpoint of a run; its adapters on the base as they learnt on it, in 4 bits if so."""
+    run = Run.open(name)
+    trained = open_trained(run, device=device, dtype=dtype, as_trained=True)
+    settings, adapters = model_settings(run), trained.adapters
     return Opened(
         name=name,
-        model=placed(model, device=place, dtype=chosen),
-        tokenizer=tokenizer,
-        stop_ids=stops | {tokenizer.eos_id},
+        model=trained.model,
+        tokenizer=trained.tokenizer,
+        stop_ids=stop_ids(settings, trained.tokenizer),
         run=run,
-        step=step,
+        step=trained.step,
+        folder=hub.folder(trained.base, weights=True, revision=settings.revision)
+        if adapters and trained.base
+        else None,
+        adapters=adapters,
     )
 
 
-def placed(model: Decoder, *, device: torch.device, dtype: torch.dtype) -> Decoder:
-    """Weights in the compute type, so that no step casts them; rotary frequencies stay fp32."""
-    for parameter in model.parameters():
-        parameter.data = parameter.data.to(device, dtype)
-    model.frequencies = model.frequencies.to(device)
-    model.compute_dtype = dtype
-    return model
+def _adapter(name: str, device: torch.device, dtype: torch.dtype) -> Opened:
+    """A PEFT adapter on the base it names."""
+    folder, spec = Path(name), peft.read(Path(name))
+    base = hub.read_json(folder / peft.CONFIG).get("base_model_name_or_path")
+    if not isinstance(base, str) or not base:
+        raise UsageError(f"{folder / peft.CONFIG} names no base_model_name_or_path: put the folder of its base there")
+    under, shape = hub.folder(base, weights=True), named_shape(ModelSettings(name=base))
+    if shape.adapter:
+        raise UsageError(f"{name} is an adapter on {base}, and adapters go with our own decoder only: {shape.adapter}")
+    model = load_adapted(under, spec, shape=shape, device=device, compute_dtype=dtype)
+    peft.load(model, folder, spec, base=peft.fingerprint(under))
+    own = (folder / "tokenizer.json").is_file()
+    tokenizer = load_tokenizer(str(folder if own else under), documents=None, cache=folder)
+    stops = _stop_ids(under) | {tokenizer.eos_id}
+    return Opened(name=name, model=model, tokenizer=tokenizer, stop_ids=stops, folder=under, adapters=spec)
+
+
+def _published(name: str, device: torch.device, dtype: torch.dtype) -> Opened:
+    """Our decoder where it runs the architecture, else the model as transformers builds it."""
+    if Path(name).is_dir() and not (Path(name) / "config.json").is_file():
+        raise UsageError(f"{name} is neither a run folder nor a model folder: a model folder has a config.json")
+    folder = hub.folder(name, weights=True)
+    settings = ModelSettings(name=str(folder))
+    model = load_model(settings, device=device, dtype=dtype, compute_dtype=dtype, trains=False)
+    tokenizer = load_tokenizer(str(folder), documents=None, cache=folder)
+    stops = _stop_ids(folder) | {tokenizer.eos_id}
+    return Opened(name=name, model=model, tokenizer=tokenizer, stop_ids=stops, folder=folder)
 
 
 def _natural(device: torch.device) -> str:
     if device.type != "cuda":
         return "fp32"
     return "bf16" if torch.cuda.get_device_capability(device) >= (8, 0) else "fp16"
-
-
-def _folder(name: str) -> Path:
-    if Path(name).is_dir() and not (Path(name) / "config.json").is_file():
-        raise UsageError(f"{name} is neither a run folder nor a model folder: a model folder has a config.json")
-    return hub.folder(name, weights=True)
 
 
 def _stop_ids(folder: Path) -> frozenset[int]:

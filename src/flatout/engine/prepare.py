@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from flatout.config.settings import Recompute
 from flatout.data.stream import Batch
@@ -89,6 +90,25 @@ def _compile(model: Decoder, blocks: list[Block], *, active: Active, rows: RowLo
         return rows
     compiled: Callable[..., Any] = torch.compile(rows, **options)
     return compiled
+
+
+def unprepared(model: Model) -> Model:
+    """The same weights without what `prepare` did, for shapes that training never has: prompts, single tokens."""
+    if isinstance(model, Foreign):
+        return model
+    twin = copy.copy(model)
+    twin._modules = dict(model._modules)
+    twin.blocks = nn.ModuleList(copy.copy(block) for block in model.blocks)
+    twin.norm_kernel = None
+    for block in twin.blocks:
+        assert isinstance(block, Block)
+        block.recompute, block.qkv_kernel, block.mlp_kernel = "none", None, None
+    # Compiled methods stand beside those of the class, and compiled blocks beside themselves.
+    for module in (twin, *twin.blocks):
+        for name in ("enter", "leave", "norm_qkv_rope", "norm_mlp"):
+            module.__dict__.pop(name, None)
+        module._compiled_call_impl = None
+    return twin
 
 
 class EightBits:

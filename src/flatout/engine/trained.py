@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import torch
 
@@ -12,9 +12,11 @@ from flatout.cost import Adapters, ModelShape
 from flatout.data.tokenizer import Tokenizer, load_tokenizer
 from flatout.engine.checkpoint import Checkpoints, restore
 from flatout.errors import UsageError
-from flatout.model import Model, lora, peft, weights
+from flatout.model import Model, load_adapted, peft
 from flatout.model.loading import empty_model
 from flatout.record import Run
+
+CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +35,15 @@ def model_settings(run: Run) -> ModelSettings:
     return ModelSettings(**{key: value for key, value in run.config["model"].items() if key in known})
 
 
-def open_trained(run: Run, *, best: bool = False) -> Trained:
+def open_trained(
+    run: Run,
+    *,
+    best: bool = False,
+    device: torch.device = CPU,
+    dtype: torch.dtype = torch.float32,
+    as_trained: bool = False,
+) -> Trained:
+    """Weights on the device in `dtype`. Under adapters the base is held in 16 bits or more, or `as_trained`."""
     checkpoints = Checkpoints(run.checkpoints_dir, identity=None, keep=2)
     checkpoint, problems = checkpoints.latest()
     if best and (checkpoint := checkpoints.best()) is None:
@@ -45,19 +55,18 @@ def open_trained(run: Run, *, best: bool = False) -> Trained:
     spec = None if adapters is None else Adapters(**{**adapters, "targets": tuple(adapters["targets"])})
     base = job.get("base")
     fingerprint = None
+    shape = ModelShape(**job["shape"])
     if spec is None:
-        model: Model = empty_model(model_settings(run), shape=ModelShape(**job["shape"]))
+        model: Model = empty_model(model_settings(run), shape=shape, device=device, dtype=dtype)
     else:
         if base is None:
             raise UsageError(f"{run.path} trained adapters on random weights, which nobody else has: nothing to write")
-        folder = hub.folder(base, weights=True)
+        folder = hub.folder(base, weights=True, revision=model_settings(run).revision)
         fingerprint = peft.fingerprint(folder)
         if fingerprint != checkpoint.state["base"]:
             raise UsageError(f"{base} holds other weights than those the adapters of {run.path} were trained on")
-        decoder = weights.load(folder)
-        lora.freeze(decoder, device=torch.device("cpu"), base_bits=16, seed=0)
-        lora.attach(decoder, spec, seed=0)
-        model = decoder
+        held = spec if as_trained else replace(spec, base_bits=16)
+        model = load_adapted(folder, held, shape=shape, device=device, compute_dtype=dtype)
     restore(checkpoint, model=model, optimizer=None)
     if not run.tokenizer_dir.is_dir():
         raise UsageError(f"{run.path} has no tokenizer folder: it was removed, or the run was killed while it began")

@@ -46,6 +46,10 @@ class Score:
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
+    def brief(self) -> dict[str, Any]:
+        """For a run's record, without each question's reward."""
+        return {key: value for key, value in asdict(self).items() if key not in ("indices", "rewards")}
+
 
 def evaluate(
     specs: Sequence[str],

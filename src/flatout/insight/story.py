@@ -25,6 +25,9 @@ NUM_PARTS, RECENT_STEPS, NUM_SAMPLES = 240, 20, 400
 # A gain above this share of step time is worth calling a run not good.
 MUCH_GAIN = 0.05
 
+# What is read of a task in a `tasks` event.
+_SCORED = ("task", "metric", "value", "low", "high", "n", "samples")
+
 Grade = Literal["good", "bad", "open"]
 
 
@@ -32,6 +35,20 @@ Grade = Literal["good", "bad", "open"]
 class Evaluation:
     step: int
     val_loss: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskScore:
+    """What the model of one step was worth on a task, measured during the run or later by `flatout eval`."""
+
+    step: int
+    task: str
+    metric: str
+    value: float
+    low: float | None
+    high: float | None
+    n: int
+    samples: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,6 +126,7 @@ class Story:
     last: StepRecord | None
     parts: Sequence[Rollup]
     evaluations: Sequence[Evaluation]
+    tasks: Sequence[TaskScore]  # by task, then by step
     phases: Sequence[Phase]
     peak_gib: float | None
     total_gib: float | None
@@ -199,6 +217,7 @@ def tell(run: Run, *, num_parts: int = NUM_PARTS, now: float | None = None) -> S
         last=recent[-1] if recent else None,
         parts=run.history(at_most=num_parts, latest=latest),
         evaluations=_evaluations(events),
+        tasks=_tasks(events),
         phases=_phases(latest),
         peak_gib=max((row["peak_gib"] for row in memory if "peak_gib" in row), default=None),
         total_gib=max((row["total_gib"] for row in memory if "total_gib" in row), default=None),
@@ -249,6 +268,24 @@ def _evaluations(events: Iterable[Event]) -> list[Evaluation]:
         if event.kind == "eval" and event.step is not None:
             found[event.step] = Evaluation(step=event.step, val_loss=float(event.data["val_loss"]))
     return [found[step] for step in sorted(found)]
+
+
+def _tasks(events: Iterable[Event]) -> list[TaskScore]:
+    """As with evaluations; of the same task, step, number of questions and of samples, the newest."""
+    found: dict[tuple[str, int, int, int], TaskScore] = {}
+    specs: dict[str, set[str]] = defaultdict(set)
+    for event in events:
+        if event.kind == "resume" and event.step is not None:
+            found = {key: score for key, score in found.items() if score.step <= event.step}
+        if event.kind == "tasks" and event.step is not None:
+            for task in event.data["tasks"]:
+                score = TaskScore(step=event.step, **{name: task[name] for name in _SCORED})
+                found[task["spec"], score.step, score.n, score.samples] = score
+                specs[score.task].add(task["spec"])
+    # Two files of one kind are told apart by all of their spec.
+    return [
+        replace(found[key], task=key[0]) if len(specs[found[key].task]) > 1 else found[key] for key in sorted(found)
+    ]
 
 
 def _criteria(story: Story, outcome: Mapping[str, Any] | None) -> list[Verdict]:

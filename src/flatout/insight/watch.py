@@ -22,9 +22,9 @@ from flatout.insight import hints, numbers
 from flatout.insight.clean import clean
 from flatout.insight.machine import LOOK_S, Looking, Machine, looking
 from flatout.insight.report.plain import to_json
-from flatout.insight.story import Story, tell
+from flatout.insight.story import Story, TaskScore, tell
 from flatout.record import Run
-from flatout.terminal import duration, number, percent, table
+from flatout.terminal import duration, interval_text, number, percent, score_text, table
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 # Where the story of a run is told in full elsewhere; a look needs less.
@@ -144,6 +144,7 @@ def _rows(story: Story, *, unicode: bool) -> dict[str, str]:
     phases = sorted(story.phases, key=lambda phase: -phase.share)[:6]
     return {
         "loss": f"{_loss(story)}, validation {number(val, digits=4)}, lr {_lr(story)}{drawn}",
+        **({"tasks": _tasks(story)} if story.tasks else {}),
         "speed": f"{_speed(story)}, {number(story.recent.step_s, unit=' s')} a step",
         "MFU": f"{percent(story.recent.mfu)} as done, {percent(story.recent.mfu_common)} by 6N + 12LHT",
         "memory": numbers.figure(story, "peak_gib").text + " at the peak",
@@ -212,6 +213,20 @@ def spark(values: Sequence[float | None]) -> str:
 
 def _loss(story: Story) -> str:
     return "n/a" if story.last is None or story.last.loss is None else f"{story.last.loss:.4f}"
+
+
+def _tasks(story: Story) -> str:
+    """Of each task the first score and the newest, which is what training made of it."""
+    ends: dict[str, list[TaskScore]] = {}
+    for score in story.tasks:
+        ends.setdefault(score.task, []).append(score)
+    said = []
+    for task, scores in ends.items():
+        first, last = scores[0], scores[-1]
+        began = f"{score_text(first.metric, first.value)} -> " if first is not last else ""
+        span = interval_text(last.metric, last.low, last.high, brackets=True)
+        said.append(f"{clean(task)} {began}{score_text(last.metric, last.value)}{span} at step {last.step:,}")
+    return "  ".join(said)
 
 
 def _lr(story: Story) -> str:

@@ -3,6 +3,17 @@
 from flatout.model.attention import Attend, Masked, Rectangular, Varlen
 from flatout.model.decoder import Block, Decoder
 from flatout.model.foreign import Foreign
-from flatout.model.loading import Model, load_model
+from flatout.model.loading import Model, load_adapted, load_model
 
-__all__ = ["Attend", "Block", "Decoder", "Foreign", "Masked", "Model", "Rectangular", "Varlen", "load_model"]
+__all__ = [
+    "Attend",
+    "Block",
+    "Decoder",
+    "Foreign",
+    "Masked",
+    "Model",
+    "Rectangular",
+    "Varlen",
+    "load_adapted",
+    "load_model",
+]

@@ -38,14 +38,22 @@ class Foreign(nn.Module):
     """A model of transformers as the engine sees models. `config` is its own, word for word, for export."""
 
     def __init__(
-        self, inner: Any, *, shape: ModelShape, compute_dtype: torch.dtype, config: Any, code: Path | None = None
+        self,
+        inner: Any,
+        *,
+        shape: ModelShape,
+        compute_dtype: torch.dtype,
+        config: Any,
+        code: Path | None = None,
+        trains: bool = True,
     ) -> None:
         super().__init__()
         self.inner, self.shape, self.compute_dtype = inner, shape, compute_dtype
         self.config, self.code = config, code
         self.scale = _logit_scale(config)
-        self.inner.train()  # with dropout off; checkpointing asks for it
-        self._require_plain_head()
+        self.inner.train(trains)  # with dropout off; checkpointing asks for it
+        if trains:
+            self._require_plain_head()
 
     @property
     def head_weight(self) -> Tensor:
@@ -120,6 +128,7 @@ def load(
     compute_dtype: torch.dtype = torch.float32,
     trust_remote_code: bool = False,
     random_seed: int | None = None,
+    trains: bool = True,
 ) -> Foreign:
     """The model of a folder, with its weights or, given a seed, with random ones. Never reads a pickle."""
     transformers = _transformers()
@@ -155,7 +164,7 @@ def load(
         if isinstance(module, nn.Dropout):
             module.p = 0.0
     code = folder if trust_remote_code else None
-    return Foreign(inner.to(device), shape=shape, compute_dtype=compute_dtype, config=config, code=code)
+    return Foreign(inner.to(device), shape=shape, compute_dtype=compute_dtype, config=config, code=code, trains=trains)
 
 
 def _transformers() -> Any:

@@ -14,8 +14,8 @@ import torch
 
 from flatout import hub
 from flatout.config.settings import ModelSettings
-from flatout.cost import ModelShape
-from flatout.model import foreign, weights
+from flatout.cost import Adapters, ModelShape
+from flatout.model import foreign, lora, rope, weights
 from flatout.model.decoder import Decoder
 from flatout.model.foreign import Foreign
 from flatout.plan import named_shape
@@ -31,11 +31,13 @@ def load_model(
     dtype: torch.dtype = torch.float32,
     compute_dtype: torch.dtype = torch.float32,
     seed: int = 0,
+    trains: bool = True,
     note: Callable[[str], None] = lambda text: None,
 ) -> Model:
     """The model that a configuration names, its weights on the device in `dtype`: fp32 to train them, bf16 frozen.
 
-    Without a shape it is taken from the model's config.json. `note` is told what was put right while loading.
+    Without a shape it is taken from the model's config.json. `note` is told what was put right while loading. A model
+    that is only asked (`trains` false) may have any head.
     """
     shape = shape or named_shape(model)
     if model.name is None or (model.weights == "random" and not shape.adapter):
@@ -51,18 +53,49 @@ def load_model(
             compute_dtype=compute_dtype,
             trust_remote_code=model.trust_remote_code,
             random_seed=None if load else seed,
+            trains=trains,
         )
     return weights.load(folder, shape=shape, device=device, dtype=dtype, compute_dtype=compute_dtype, note=note)
 
 
-def empty_model(model: ModelSettings, *, shape: ModelShape) -> Model:
+def load_adapted(
+    folder: Path | None,
+    spec: Adapters,
+    *,
+    shape: ModelShape,
+    device: torch.device,
+    compute_dtype: torch.dtype,
+    seed: int = 0,
+    note: Callable[[str], None] = lambda text: None,
+) -> Decoder:
+    """Fresh adapters on the frozen weights of a folder, or on random ones.
+
+    Every weight goes from its file to the device in the type it is kept in: no wider copy ever exists.
+    """
+    fill = None if folder is None else weights.filler(folder, shape=shape, note=note)
+    model = lora.hollow(shape, compute_dtype=compute_dtype)
+    lora.freeze(model, device=device, base_bits=spec.base_bits, seed=seed, fill=fill)
+    lora.attach(model, spec, seed=seed)
+    return model
+
+
+def empty_model(
+    model: ModelSettings,
+    *,
+    shape: ModelShape,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32,
+) -> Model:
     """The model without its weights, to put a checkpoint's into."""
     if not shape.adapter:
-        return Decoder(shape)
+        with torch.device(device), weights.default_dtype(dtype):
+            decoder = Decoder(shape, compute_dtype=dtype)
+        decoder.frequencies.copy_(rope.frequencies(shape))
+        return decoder
     settings = ModelSettings(
         name=model.name, weights="random", revision=model.revision, trust_remote_code=model.trust_remote_code
     )
-    return load_model(settings, shape=shape)
+    return load_model(settings, shape=shape, device=device, dtype=dtype, compute_dtype=dtype)
 
 
 def export_model(model: Model, folder: Path, *, dtype: torch.dtype = torch.bfloat16, **extra: Any) -> None:

@@ -9,6 +9,8 @@ Legend: N tokens, K inputs, M outputs, P sub-projections with an adapter, R = P 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -101,7 +103,7 @@ def _dense(weight: Tensor, scales: Tensor | None, shape: torch.Size | None, dtyp
 
 
 def hollow(shape: ModelShape, *, compute_dtype: torch.dtype) -> Decoder:
-    """A decoder whose weights take no memory until `freeze` makes them, one at a time."""
+    """A decoder whose weights take no memory until `freeze` fills or draws them, one at a time."""
     with torch.device("meta"):
         model = Decoder(shape, compute_dtype=compute_dtype)
     model.frequencies = rope.frequencies(shape)
@@ -109,12 +111,21 @@ def hollow(shape: ModelShape, *, compute_dtype: torch.dtype) -> Decoder:
 
 
 @torch.no_grad()
-def freeze(model: Decoder, *, device: torch.device, base_bits: int, seed: int) -> None:
+def freeze(
+    model: Decoder,
+    *,
+    device: torch.device,
+    base_bits: int,
+    seed: int,
+    fill: Callable[[str, Tensor], None] | None = None,
+) -> None:
     """Moves every weight to the device, matrices in the compute type or 4 bits, so that none of it learns.
 
-    One at a time, so that the device never holds more than the result. Weights that do not exist yet are drawn.
+    One at a time, so that no memory ever holds more than the result. Weights that do not exist yet are filled by
+    `fill` (see `weights.filler`), already in the type they are kept in; without it they are drawn.
     """
     generator = torch.Generator(device=device).manual_seed(seed)
+    make = fill or partial(model.draw_, generator=generator)
     model.frequencies = model.frequencies.to(device)
     for name, parameter in list(model.named_parameters()):
         owner = model.get_submodule(name.rpartition(".")[0])
@@ -122,7 +133,7 @@ def freeze(model: Decoder, *, device: torch.device, base_bits: int, seed: int) -
         dtype = model.compute_dtype if parameter.ndim > 1 else torch.float32
         if parameter.is_meta:
             value = torch.empty(parameter.shape, device=device, dtype=dtype)
-            model.draw_(name, value, generator)
+            make(name, value)
         else:
             value = parameter.detach().to(device, dtype)
         if base_bits == 4 and isinstance(owner, Block) and value.ndim == 2:

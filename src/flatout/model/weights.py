@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from flatout.cost import ModelShape
-from flatout.errors import UsageError
+from flatout.errors import EnvironmentLacks, UsageError
 from flatout.hub import read_json
 from flatout.model import rope
 from flatout.model.decoder import Decoder
@@ -84,26 +84,37 @@ def load(
     One tensor at a time goes from the file to its place on the device, in the type it is kept in there. What is not
     quite as config.json says, and still means one thing only, is put right and told to `note`.
     """
-    config = read_json(folder / "config.json")
-    refuse_quantised(config, folder)
-    shape = shape or ModelShape.from_hf(config)
+    shape = shape or ModelShape.from_hf(read_json(folder / "config.json"))
+    fill = filler(folder, shape=shape, note=note)
+    with torch.device(device), default_dtype(dtype):
+        model = Decoder(shape, compute_dtype=compute_dtype)
+    model.frequencies.copy_(rope.frequencies(shape))  # from the host, as `initialise` has them
+    for name, parameter in model.named_parameters():
+        fill(name, parameter.data)
+    return model
+
+
+def filler(
+    folder: Path, *, shape: ModelShape, note: Callable[[str], None] = lambda text: None
+) -> Callable[[str, Tensor], None]:
+    """Checks a folder against a shape, and gives what fills any of our parameters from it, where and as it is kept."""
+    refuse_quantised(read_json(folder / "config.json"), folder)
+    parts = _parts(shape)
     files = TensorFiles.of(folder)
-    files.require([name for parts in _parts(shape).values() for name, _ in parts])
+    files.require([name for many in parts.values() for name, _ in many])
     if shape.tied:
         files.require_tied()
     elif HEAD not in files.file_of:
         note(f"{HEAD} is not in the files: the head begins as a copy of the embedding")
-    with torch.device(device), default_dtype(dtype):
-        model = Decoder(shape, compute_dtype=compute_dtype)
-    model.frequencies.copy_(rope.frequencies(shape))  # from the host, as `initialise` has them
-    parameters = dict(model.named_parameters())
-    for ours, parts in _parts(shape).items():
-        for name, into in _pieces(parameters[ours].data, parts):
+
+    def fill(ours: str, tensor: Tensor) -> None:
+        for name, into in _pieces(tensor, parts[ours]):
             if name in (EMBEDDING, HEAD):
                 _fill_rows(into, files.read(name), name=name, folder=folder, note=note)
             else:
                 _fill(into, files.read(name), name=name, folder=folder)
-    return model
+
+    return fill
 
 
 @contextmanager
@@ -141,6 +152,24 @@ def export(model: Decoder, folder: Path, *, dtype: torch.dtype = torch.bfloat16,
         (folder / "model.safetensors.index.json").write_text(text)
     config = hf_config(model.shape) | {"dtype": str(dtype).removeprefix("torch.")} | extra
     (folder / "config.json").write_text(json.dumps(config, indent=2))
+
+
+def to_transformers(model: Decoder) -> Any:
+    """The same weights, on the same device, in the model that transformers builds for this shape."""
+    try:
+        import transformers
+    except ImportError:
+        raise EnvironmentLacks("a model of transformers needs transformers: pip install 'flatout[hf]'") from None
+    shape = model.shape
+    config = transformers.AutoConfig.for_model(**hf_config(shape))
+    with torch.device(model.embedding.device):
+        theirs = transformers.AutoModelForCausalLM.from_config(config, dtype=model.compute_dtype)
+    state = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    missing, unexpected = theirs.load_state_dict(dict(to_hf(state, shape)), strict=False)
+    assert not unexpected
+    assert set(missing) <= ({HEAD} if shape.tied else set())
+    theirs.tie_weights()
+    return theirs.eval()
 
 
 def hf_config(shape: ModelShape) -> dict[str, Any]:

@@ -30,16 +30,17 @@ from flatout.engine.resolve import Active, check_build, resolve
 from flatout.engine.step import Engine
 from flatout.errors import RunFailed, UsageError
 from flatout.hardware import Hardware, bf16_ratio, detect
-from flatout.model import Model, load_model, lora, peft, weights
+from flatout.model import Model, load_adapted, load_model, peft
 from flatout.optim import adamw, schedule
 from flatout.plan import Job, Plan, decide, job_of
 from flatout.probe import Phases
 from flatout.recipes.batches import Batches
 from flatout.recipes.material import Facts, Material, OpenData
 from flatout.recipes.profiling import Profile
+from flatout.recipes.questions import Questions, check_tasks
 from flatout.recipes.saving import Saving
 from flatout.recipes.session import Ledger, Session, open_session
-from flatout.recipes.validation import Validation, validation_batches
+from flatout.recipes.validation import Validation, every, validation_batches
 from flatout.recipes.verdict import Outcome, judge
 from flatout.record import Run, Sink
 
@@ -58,6 +59,7 @@ def run(
     open_data: OpenData | None = None,
 ) -> Outcome:
     """`open_data` is for recipes that learn from something else in the same way; running text by default."""
+    check_tasks(settings)
     with ExitStack() as stack:
         # Where it runs.
         hardware = detect()
@@ -118,7 +120,8 @@ def run(
         start = saving.resume() if resume else 0
         batches = stack.enter_context(Batches(stream, plan, ranks, start=start, stop=total_steps))
         held_out = material.held_out(ranks, batches.micro_batch)
-        validation = Validation(settings, engine, ledger, session, held_out)
+        questions = Questions.of(settings, engine, session, ranks, facts.tokenizer)
+        validation = Validation(settings, engine, ledger, session, held_out, questions=questions)
         profile = stack.enter_context(Profile(settings.profile.steps if ranks.first else None, session=session))
 
         step, stopped_by = start, "target" if validation.reached() else ""
@@ -127,12 +130,12 @@ def run(
             engine.begin_step(step)
 
             # Once in a while: validate, and see whether that is enough.
-            if every(settings.eval.every, step) and validation.step != step and (step > start or start == 0):
+            if any(validation.due(step)) and (step > start or start == 0):
                 phases.mark("eval")
                 stopped_by = validation.measure(step)
-                if settings.save.best and step > start:
+                if settings.save.best and validation.best and step > start:
                     phases.mark("save")
-                    saving.save_best(step)
+                    saving.save_best(step, **validation.best)
 
             # Asked to stop, here or on any other rank.
             if ranks.any(bool(session.stop)):
@@ -168,21 +171,18 @@ def run(
             step += 1
 
         ledger.write(engine.finished(all=True))
-        if not stopped_by.startswith("SIG") and validation.step != step and step > start:
-            stopped_by = validation.measure(step) or stopped_by
-            if settings.save.best:
-                saving.save_best(step)
+        if not stopped_by.startswith("SIG") and step > start:
+            stopped_by = validation.measure(step, last=True) or stopped_by
+            if settings.save.best and validation.best:
+                saving.save_best(step, **validation.best)
         if saving.step != step and step > start and not saving.save(step):
             raise RunFailed(f"the run stopped at step {step}, and its state could not be saved: the disk is full")
         return conclude(settings, ledger, session, step=step, stopped_by=stopped_by or "end", saved=saving.step)
 
 
-def every(steps: int | None, step: int) -> bool:
-    return steps is not None and step % steps == 0
-
-
 def dry_run(settings: Settings) -> Plan:
     """All that can be checked and decided without reading the data: this torch, this hardware, the plan."""
+    check_tasks(settings)
     hardware = detect()
     check_build(hardware)
     return plan_for(settings, hardware=hardware, ranks=from_environment())
@@ -302,7 +302,7 @@ def build_engine(
 
 
 def build_model(settings: Settings, plan: Plan, active: Active, *, note: Callable[[str], None]) -> Model:
-    """Loaded or drawn, on the device; under adapters frozen, and moved there weight by weight."""
+    """Loaded or drawn, on the device; under adapters frozen, read there weight by weight in the type they keep."""
     chosen, adapters = settings.model, plan.job.adapters
     if adapters is None:
         return load_model(
@@ -315,13 +315,18 @@ def build_model(settings: Settings, plan: Plan, active: Active, *, note: Callabl
         )
     if plan.job.shape.adapter:
         raise UsageError(f"lora goes with our own decoder only: {plan.job.shape.adapter}")
+    folder = None
     if chosen.name is not None and chosen.weights == "load":
         folder = hub.folder(chosen.name, weights=True, revision=chosen.revision)
-        model = weights.load(folder, shape=plan.job.shape, compute_dtype=active.dtype, note=note)
-    else:
-        model = lora.hollow(plan.job.shape, compute_dtype=active.dtype)
-    lora.freeze(model, device=active.device, base_bits=adapters.base_bits, seed=settings.seed)
-    lora.attach(model, adapters, seed=settings.seed)
+    model = load_adapted(
+        folder,
+        adapters,
+        shape=plan.job.shape,
+        device=active.device,
+        compute_dtype=active.dtype,
+        seed=settings.seed,
+        note=note,
+    )
     if settings.lora.adapter is not None:
         peft.load(model, Path(settings.lora.adapter), adapters, base=base_of(settings))
     return model
@@ -333,7 +338,7 @@ def base_of(settings: Settings) -> str | None:
         return None
     if settings.model.name is None or settings.model.weights == "random":
         return f"random, seed {settings.seed}"
-    return peft.fingerprint(hub.folder(settings.model.name, weights=True))
+    return peft.fingerprint(hub.folder(settings.model.name, weights=True, revision=settings.model.revision))
 
 
 def with_found_micro_batch(

@@ -60,20 +60,17 @@ class Saving:
         engine.scale.fill_(state["loss_scale"])
         engine.scale_streak.fill_(state["loss_scale_streak"])
         ledger.tokens, ledger.seconds, ledger.saves = state["tokens"], state["seconds"], state["saves"]
-        ledger.val_losses = list(state["val_losses"])
+        ledger.val_losses, ledger.task_scores = list(state["val_losses"]), list(state.get("task_scores", ()))
         ledger.remember(self.session.run.latest_steps(), before_step=checkpoint.step)
         self.session.recorder.event("resume", step=checkpoint.step, checkpoint=checkpoint.folder.name)
         self.step = checkpoint.step
         return checkpoint.step
 
-    def save_best(self, step: int) -> None:
-        """Saves the state that was just validated, if none before was better, and keeps it."""
-        losses = self.ledger.val_losses
-        if not losses or not all(losses[-1] < before for before in losses[:-1]):
-            return
+    def save_best(self, step: int, **found: float) -> None:
+        """Saves the state that was just found to be the best, and keeps it."""
         if (self.step == step or self.save(step)) and self.ranks.first:
             self.checkpoints.mark_best(step)
-            self.session.recorder.event("best", step=step, val_loss=losses[-1])
+            self.session.recorder.event("best", step=step, **found)
 
     def save(self, step: int) -> bool:
         """Saves on the first rank while the others wait. A full disk is reported and survived."""
@@ -86,6 +83,7 @@ class Saving:
                 "seconds": ledger.seconds,
                 "saves": ledger.saves + 1,
                 "val_losses": ledger.val_losses,
+                "task_scores": ledger.task_scores,
                 "base": self.base,
                 "loss_scale": engine.scale.item(),
                 "loss_scale_streak": engine.scale_streak.item(),

@@ -104,6 +104,7 @@ class Ledger:
         self.skips = SkipWatch(plan.decisions.precision or "fp32")
         self.tokens, self.seconds, self.saves = 0, 0.0, 0
         self.val_losses: list[float] = []
+        self.task_scores: list[float] = []
         self._busy: list[float] = []
         self._early: list[float] = []
         self._looked = (0.0, 0.0)
@@ -178,6 +179,7 @@ class Ledger:
             loss_first_tenth=first,
             loss_last_tenth=last,
             val_losses=tuple(self.val_losses),
+            task_scores=tuple(self.task_scores),
             peak_gib=peak,
             memory_share=peak / total if peak is not None and total else None,
             utilisation=sum(self._busy) / len(self._busy) if self._busy else None,

@@ -1,4 +1,4 @@
-"""The validation loss during a run: on a fixed set, and what it means for going on."""
+"""Validation during a run: the loss on a fixed set, the scores of tasks, and what they mean for going on."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from flatout.data.corpus import Corpus
 from flatout.data.stream import Batch, Steps, Stream
 from flatout.engine.ranks import Ranks
 from flatout.engine.step import Engine
+from flatout.recipes.questions import Questions
 from flatout.recipes.session import Ledger, Session
 
 # Windows are taken in whole groups of this many, where there are as many, so that they split evenly.
@@ -46,38 +47,68 @@ def held_out(stream_of: Callable[[int], Steps], *, windows: int, ranks: Ranks, m
     return [batch for group in mine for batch in stream.micro_batches(group, micro_batch=size)]
 
 
+def every(steps: int | None, step: int) -> bool:
+    return steps is not None and step % steps == 0
+
+
 class Validation:
     """Measures, remembers, and says when it is enough."""
 
     def __init__(
-        self, settings: Settings, engine: Engine, ledger: Ledger, session: Session, batches: list[Batch]
+        self,
+        settings: Settings,
+        engine: Engine,
+        ledger: Ledger,
+        session: Session,
+        batches: list[Batch],
+        *,
+        questions: Questions | None = None,
     ) -> None:
-        self.target, self.patience = settings.target.val_loss, settings.eval.patience
-        self.min_delta = settings.eval.min_delta
-        self.engine, self.ledger, self.session, self.batches = engine, ledger, session, batches
-        self.step: int | None = None
+        wanted = settings.eval
+        self.target, self.patience, self.min_delta = settings.target.val_loss, wanted.patience, wanted.min_delta
+        self.by_tasks, self.every = wanted.criterion == "tasks", wanted.every
+        self.tasks_every = (wanted.tasks_every or wanted.every) if questions else None
+        self.engine, self.ledger, self.session = engine, ledger, session
+        self.batches, self.questions = batches, questions
+        self.loss_step: int | None = None  # measured last
+        self.tasks_step: int | None = None
+        # What was just measured, if it is the best so far.
+        self.best: dict[str, float] | None = None
 
-    def measure(self, step: int) -> str:
-        """The validation loss after `step` steps; why to stop, `target` or `patience`, or nothing."""
-        self.step = step
-        loss = self.engine.evaluate(self.batches)
-        self.ledger.val_losses.append(loss)
-        self.session.recorder.event("eval", step=step, val_loss=loss)
-        if self.reached():
+    def due(self, step: int, *, last: bool = False) -> tuple[bool, bool]:
+        """Whether the loss is, and whether the tasks are, and were not measured yet; all of it at the last step."""
+        loss = self.loss_step != step and (last or every(self.every, step))
+        tasks = self.tasks_step != step and (last or every(self.tasks_every, step))
+        return loss, tasks and self.questions is not None
+
+    def measure(self, step: int, *, last: bool = False) -> str:
+        """What is due after `step` steps; why to stop, `target` or `patience`, or nothing."""
+        by_loss, by_tasks = self.due(step, last=last)
+        if by_loss:
+            self.loss_step, loss = step, self.engine.evaluate(self.batches)
+            self.ledger.val_losses.append(loss)
+            self.session.recorder.event("eval", step=step, val_loss=loss)
+        if by_tasks and self.questions is not None:
+            self.tasks_step, score = step, self.questions.ask(step)
+            if score is not None:
+                self.ledger.task_scores.append(score)
+        judged = by_tasks if self.by_tasks else by_loss
+        self.best = self._best() if judged else None
+        if by_loss and self.reached():
             # The evaluation waited for the device, so the time so far is all there.
             self.ledger.write(self.engine.finished(all=True))
             seconds = self.ledger.seconds
             self.session.recorder.event(
                 "target",
                 step=step,
-                val_loss=loss,
+                val_loss=self.ledger.val_losses[-1],
                 seconds=seconds,
                 tokens=self.ledger.tokens,
                 gpu_hours=seconds / 3600 * self.ledger.plan.job.num_ranks,
             )
             return "target"
-        if self.patience is not None and since_best(self.ledger.val_losses, self.min_delta) >= self.patience:
-            best = min(self.ledger.val_losses)
+        if judged and self.patience is not None and since_best(self._values(), self.min_delta) >= self.patience:
+            best = abs(min(self._values()))
             self.session.recorder.event("patience", step=step, best=best, patience=self.patience)
             return "patience"
         return ""
@@ -86,6 +117,16 @@ class Validation:
         """Whether the last measured loss is the one that was asked for."""
         losses = self.ledger.val_losses
         return self.target is not None and bool(losses) and losses[-1] <= self.target
+
+    def _values(self) -> list[float]:
+        """What the run is judged by, so that less is better."""
+        return [-score for score in self.ledger.task_scores] if self.by_tasks else self.ledger.val_losses
+
+    def _best(self) -> dict[str, float] | None:
+        *before, value = self._values()
+        if not all(value < other for other in before):
+            return None
+        return {"task_score": -value} if self.by_tasks else {"val_loss": value}
 
 
 def since_best(losses: list[float], min_delta: float) -> int:

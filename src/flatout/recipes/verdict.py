@@ -75,6 +75,7 @@ class Outcome:
     loss_first_tenth: float | None = None
     loss_last_tenth: float | None = None
     val_losses: tuple[float, ...] = ()
+    task_scores: tuple[float, ...] = ()  # means over the tasks that have answers
     peak_gib: float | None = None
     memory_share: float | None = None
     utilisation: float | None = None

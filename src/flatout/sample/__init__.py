@@ -1,20 +1,28 @@
-"""Generation and likelihoods: one `Sampler` protocol, a cached sampler on our decoder, and the plain reference."""
+"""Generation and likelihoods: one `Sampler` protocol; a cached sampler on our decoder, transformers', vLLM's, and the
+plain reference."""
 
+from flatout.sample.backends import BACKENDS, Backend, backend_of, sampler_of
 from flatout.sample.generate import Generator
+from flatout.sample.hf import HuggingFace
 from flatout.sample.plain import Plain, logits_of
 from flatout.sample.request import Completion, Sampler, Sampling
 from flatout.sample.text import complete, pieces, prompt_ids, stop_texts, text_of
 
 __all__ = [
+    "BACKENDS",
+    "Backend",
     "Completion",
     "Generator",
+    "HuggingFace",
     "Plain",
     "Sampler",
     "Sampling",
+    "backend_of",
     "complete",
     "logits_of",
     "pieces",
     "prompt_ids",
+    "sampler_of",
     "stop_texts",
     "text_of",
 ]

@@ -53,7 +53,7 @@ class Plain:
             for sample in range(first, first + samples):
                 drawn = list(self._drawn(prompt, row_key(sampling.seed, keys[i], sample), sampling))
                 ids = tuple(token for token, _ in drawn)
-                status = self._status(prompt, ids, sampling)
+                status = ended(self.tokenizer, prompt, ids, sampling, window=self.window)
                 assert status is not None
                 yield Completion(
                     prompt=i,
@@ -83,7 +83,7 @@ class Plain:
 
     def _drawn(self, prompt: Prompt, key: int, sampling: Sampling) -> Iterator[tuple[int, float]]:
         ids: list[int] = []
-        while self._status(prompt, ids, sampling) is None:
+        while ended(self.tokenizer, prompt, ids, sampling, window=self.window) is None:
             with torch.no_grad():
                 logits_V = self.logits(torch.tensor([*prompt, *ids]))[-1].float().cpu()
             place = torch.tensor([len(ids)])
@@ -92,12 +92,15 @@ class Plain:
             ids.append(token)
             yield token, float(logits_V.log_softmax(-1)[token])
 
-    def _status(self, prompt: Prompt, ids: Sequence[int], sampling: Sampling) -> Status | None:
-        """How a completion has ended; None while it goes on."""
-        if not 0 < len(prompt) < self.window:
-            return "too_long"
-        text = self.tokenizer.decode(ids) if sampling.stop_texts and len(ids) >= sampling.min_tokens else ""
-        if (ids and ids[-1] in sampling.stop_ids) or any(stop in text for stop in sampling.stop_texts):
-            return "stopped"
-        full = len(ids) >= sampling.max_tokens or len(prompt) + len(ids) >= self.window
-        return "length" if full else None
+
+def ended(
+    tokenizer: Tokenizer, prompt: Prompt, ids: Sequence[int], sampling: Sampling, *, window: int
+) -> Status | None:
+    """How a completion has ended; None while it goes on."""
+    if not 0 < len(prompt) < window:
+        return "too_long"
+    text = tokenizer.decode(ids) if sampling.stop_texts and len(ids) >= sampling.min_tokens else ""
+    if (ids and ids[-1] in sampling.stop_ids) or any(stop in text for stop in sampling.stop_texts):
+        return "stopped"
+    full = len(ids) >= sampling.max_tokens or len(prompt) + len(ids) >= window
+    return "length" if full else None

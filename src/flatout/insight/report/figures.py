@@ -35,9 +35,11 @@ ACTIVITY = {"busy": "GPU busy", "sm_active": "SM", "tensor_active": "tensor", "d
 
 
 def charts(story: Story, *, id: str) -> list[Chart | Bands]:
-    """All charts of one run."""
+    """All charts of one run; task scores where it has any."""
+    scores = [_scores(story, id=f"{id}scores")] if any(score.metric != "perplexity" for score in story.tasks) else []
     return [
         loss_chart([story], id=f"{id}loss"),
+        *scores,
         speed_chart([story], id=f"{id}speed"),
         _mfu(story, id=f"{id}mfu"),
         _memory(story, id=f"{id}memory"),
@@ -65,6 +67,25 @@ def loss_chart(stories: Sequence[Story], *, id: str) -> Chart:
         broken=broken,
         from_zero=False,
     )
+
+
+def _scores(story: Story, *, id: str) -> Chart:
+    names = list(dict.fromkeys(score.task for score in story.tasks if score.metric != "perplexity"))
+    lines = [
+        Line(
+            name=name,
+            colour=at % 6 + 1,
+            points=[
+                Point(x=score.step, y=score.value, low=score.low, high=score.high)
+                for score in story.tasks
+                if score.task == name
+            ],
+            dots=True,
+        )
+        for at, name in enumerate(names)
+    ]
+    about = _about([story], "Share of questions answered right, with its 95 % interval", lines, number=share)
+    return Chart(id=id, title="Task scores", about=about, show=share, lines=lines)
 
 
 def speed_chart(stories: Sequence[Story], *, id: str) -> Chart:

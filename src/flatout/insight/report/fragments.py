@@ -12,7 +12,7 @@ from flatout.insight.report.figures import charts, loss_chart, phase_colour, spe
 from flatout.insight.report.html import Child, Html, join, tag, text
 from flatout.insight.story import Choice, Forecast, Gpu, Story
 from flatout.record import Finding
-from flatout.terminal import duration, notice, number, percent
+from flatout.terminal import duration, interval_text, notice, number, percent, score_text, task_words
 
 T = TypeVar("T")
 
@@ -39,6 +39,7 @@ def run_sections(story: Story, *, id: str = "", level: int = 2) -> list[Html]:
         verdict(story, id=id, level=level),
         findings(story, id=id, level=level),
         chart_section(story, id=id, level=level),
+        *([tasks(story, id=id, level=level)] if story.tasks else []),
         time_spent(story, id=id, level=level),
         plan(story, id=id, level=level),
         criteria(story, id=id, level=level),
@@ -49,11 +50,12 @@ def run_sections(story: Story, *, id: str = "", level: int = 2) -> list[Html]:
     ]
 
 
-def contents(*, id: str = "") -> Html:
+def contents(story: Story, *, id: str = "") -> Html:
     """Links to the sections of one run."""
     names = {
         "findings": "Findings",
         "charts": "Charts",
+        **({"tasks": "Tasks"} if story.tasks else {}),
         "time": "Time",
         "plan": "Plan",
         "criteria": "Criteria",
@@ -227,6 +229,27 @@ def time_spent(story: Story, *, id: str, level: int) -> Html:
     )
 
 
+def tasks(story: Story, *, id: str, level: int) -> Html:
+    rows: list[list[Child]] = [
+        [
+            score.task,
+            f"{score.step:,}",
+            score.metric + (f", mean of {score.samples}" if score.samples > 1 else ""),
+            score_text(score.metric, score.value),
+            interval_text(score.metric, score.low, score.high),
+            f"{score.n:,}",
+        ]
+        for score in story.tasks
+    ]
+    return _section(
+        "Tasks",
+        tag("p", "Asked during the run or by flatout eval; source: events.jsonl, tasks.", class_="note"),
+        table(["task", "step", "metric", "value", "95 % interval", "n"], rows, caption="Scores by task and step"),
+        id=f"{id}tasks",
+        level=level,
+    )
+
+
 def _bar(value: float, colour: str) -> Html:
     width = round(100 * min(1.0, max(0.0, value)), 1)
     return tag(
@@ -371,6 +394,8 @@ def _sentence(kind: str, data: Mapping[str, Any]) -> str | None:
     match kind:
         case "eval":
             return f"validation loss {number(data['val_loss'], digits=4)}"
+        case "tasks":
+            return task_words(data)
         case "save":
             return f"saved {data['checkpoint']}"
         case "save-failed":

@@ -56,7 +56,7 @@ def content(stories: Sequence[Story], *, extra: Child = None) -> Html:
         return join(extra)
     if len(stories) == 1:
         verdict, *rest = fragments.run_sections(stories[0])
-        return join(fragments.contents(), verdict, extra, rest)
+        return join(fragments.contents(stories[0]), verdict, extra, rest)
     first, *others = fragments.side_by_side(stories)
     runs = [
         tag("section", fragments.run_sections(story, id=f"r{at}-", level=3), id=f"r{at}")

@@ -13,7 +13,7 @@ from flatout.insight.clean import clean
 from flatout.insight.report.fragments import GRADES, differences, nothing_found
 from flatout.insight.speed import training_s
 from flatout.insight.story import Story
-from flatout.terminal import duration, number, percent
+from flatout.terminal import duration, interval_text, number, percent, score_text
 
 _MEANS_SOMETHING = re.compile(r"([\\`*_{}\[\]<>|#!~&])")
 
@@ -41,6 +41,7 @@ def _raw(story: Story) -> dict[str, Any]:
         "gpus": [asdict(gpu) for gpu in story.gpus],
         "ranks": [asdict(rank) for rank in story.ranks],
         "evaluations": [asdict(found) for found in story.evaluations],
+        "tasks": [asdict(score) for score in story.tasks],
         "history": [
             {
                 "step": part.last_step,
@@ -101,6 +102,12 @@ def _run(story: Story, *, level: int) -> list[str]:
         words = {True: "met", False: "not met", None: "not measured"}
         rows = [[v.criterion, v.wanted, v.got, words[v.met]] for v in story.criteria]
         lines += ["", f"{sub} Criteria", "", *_table(["criterion", "wanted", "got", "verdict"], rows)]
+    if story.tasks:
+        scores: list[list[Any]] = [
+            [s.task, s.step, s.metric, score_text(s.metric, s.value), interval_text(s.metric, s.low, s.high), s.n]
+            for s in story.tasks
+        ]
+        lines += ["", f"{sub} Tasks", "", *_table(["task", "step", "metric", "value", "95 % interval", "n"], scores)]
     if story.phases:
         phases = sorted(story.phases, key=lambda phase: -phase.seconds)
         rows = [[phase.name, duration(phase.seconds), percent(phase.share)] for phase in phases]

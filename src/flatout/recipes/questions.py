@@ -1,0 +1,96 @@
+"""Tasks on a cadence (`eval.tasks`): the weights as they are now answer what `flatout eval` would ask a checkpoint.
+
+The first rank asks, greedily, while the others wait; nothing that a step draws or counts is touched by it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from flatout.config.settings import Settings
+from flatout.cost import Adapters
+from flatout.data.tokenizer import Tokenizer
+from flatout.engine.opening import stop_ids
+from flatout.engine.prepare import unprepared
+from flatout.engine.ranks import Ranks
+from flatout.engine.step import Engine
+from flatout.evaluate import chosen, evaluate
+from flatout.model import Model
+from flatout.recipes.session import Session
+from flatout.sample import Sampling, sampler_of
+from flatout.tasks import open_task
+
+
+def check_tasks(settings: Settings) -> None:
+    """Mistakes in the tasks are told before anything is loaded."""
+    for spec in settings.eval.tasks:
+        task = open_task(spec)
+        chosen(task.size, limit=settings.eval.task_limit, name=task.name)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Live:
+    """The model that is being trained, as it is asked: its adapters on it, and in no folder."""
+
+    model: Model
+    tokenizer: Tokenizer
+    folder: Path | None = None
+    adapters: Adapters | None = None
+
+
+class Questions:
+    def __init__(
+        self, settings: Settings, engine: Engine, session: Session, ranks: Ranks, tokenizer: Tokenizer
+    ) -> None:
+        self.engine, self.session, self.ranks, self.tokenizer = engine, session, ranks, tokenizer
+        self.specs, self.limit = settings.eval.tasks, settings.eval.task_limit
+        self.sampling = Sampling(
+            max_tokens=settings.eval.task_tokens, stop_ids=stop_ids(settings.model, tokenizer), seed=settings.seed
+        )
+
+    @classmethod
+    def of(
+        cls, settings: Settings, engine: Engine, session: Session, ranks: Ranks, tokenizer: Tokenizer
+    ) -> Questions | None:
+        return cls(settings, engine, session, ranks, tokenizer) if settings.eval.tasks else None
+
+    def ask(self, step: int) -> float | None:
+        """Records every task's score after `step` steps; the mean of those that have answers, the same on all ranks."""
+        found = ""
+        with self.ranks.first_leads():
+            if self.ranks.first:
+                found = self._ask(step)
+        told = self.ranks.agree(found)
+        return float(told) if told else None
+
+    def _ask(self, step: int) -> str:
+        model = unprepared(self.engine.model)
+        on_gpu = self.engine.active.device.type == "cuda"
+        if on_gpu:
+            torch.cuda.empty_cache()  # the cache of keys and values is as large as what is free
+        scores = list(
+            evaluate(
+                self.specs,
+                sampler=sampler_of(Live(model=model, tokenizer=self.tokenizer)),
+                tokenizer=self.tokenizer,
+                sampling=self.sampling,
+                limit=self.limit,
+            )
+        )
+        if on_gpu:
+            torch.cuda.empty_cache()
+        self.session.recorder.event(
+            "tasks",
+            step=step,
+            temperature=self.sampling.temperature,
+            max_tokens=self.sampling.max_tokens,
+            samples=1,
+            limit=self.limit,
+            template=self.tokenizer.has_template,
+            tasks=[score.brief() for score in scores],
+        )
+        values = [score.value for score in scores if score.metric != "perplexity"]
+        return repr(sum(values) / len(values)) if values else ""

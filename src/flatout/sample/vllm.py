@@ -1,0 +1,151 @@
+"""A sampler on vLLM, where it is installed: many prompts at once on a GPU that does nothing else.
+
+Its draws are seeded by (seed, prompt, sample) and are not those of our own samplers; its log-probabilities are asked
+for raw, at temperature 1 and with nothing cut off. It gives nothing back before a whole answer is there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from flatout.data.tokenizer import Tokenizer
+from flatout.errors import EnvironmentLacks
+from flatout.sample.draw import row_key
+from flatout.sample.request import Completion, Prompt, Sampling, Status
+
+# vLLM reads a sequence whole and adds a token to it: so many places fewer than it has.
+KEPT_FREE = 2
+STATUS: dict[str, Status] = {"stop": "stopped", "length": "length"}
+
+
+class Vllm:
+    """A `Sampler` on the weights of a Hugging Face folder, with a PEFT adapter on them if one is given."""
+
+    def __init__(
+        self,
+        folder: Path,
+        tokenizer: Tokenizer,
+        *,
+        window: int,
+        vocab: int,
+        dtype: str = "auto",
+        adapter: Path | None = None,
+        rank: int | None = None,
+        rows: int | None = None,
+    ) -> None:
+        """`vocab` is the model's, `rank` the adapter's."""
+        vllm = imported()
+        self.tokenizer, self.window = tokenizer, window - KEPT_FREE
+        lora = {} if adapter is None else {"enable_lora": True, "max_loras": 1, "max_lora_rank": rank}
+        self._llm = vllm.LLM(
+            model=str(folder),
+            tokenizer=str(folder),
+            dtype=dtype,
+            max_model_len=window,
+            logprobs_mode="raw_logprobs",
+            **lora,
+            **({} if rows is None else {"max_num_seqs": rows}),
+        )
+        self._params = vllm.SamplingParams
+        self._adapter = None if adapter is None else _request(adapter)
+        # A head may be wider than the tokenizer: what has no text is never drawn.
+        known = tokenizer.vocab_size
+        self._allowed = list(range(known)) if known < vocab else None
+
+    def generate(
+        self,
+        prompts: Sequence[Prompt],
+        *,
+        sampling: Sampling,
+        samples: int = 1,
+        first: int = 0,
+        keys: Sequence[int] | None = None,
+    ) -> Iterator[Completion]:
+        keys = range(len(prompts)) if keys is None else keys
+        asked: list[tuple[int, int]] = []
+        params: list[Any] = []
+        for i, prompt in enumerate(prompts):
+            for sample in range(first, first + samples):
+                if not 0 < len(prompt) < self.window:
+                    yield Completion(prompt=i, sample=sample, ids=(), logprobs=(), status="too_long")
+                    continue
+                asked.append((i, sample))
+                params.append(self._sampling(sampling, key=row_key(sampling.seed, keys[i], sample), length=len(prompt)))
+        for (i, sample), answer in zip(asked, self._ask([prompts[i] for i, _ in asked], params), strict=True):
+            [output] = answer.outputs
+            ids = tuple(output.token_ids)
+            logprobs = tuple(float(places[token].logprob) for token, places in zip(ids, output.logprobs, strict=True))
+            status = STATUS[output.finish_reason]
+            yield Completion(prompt=i, sample=sample, ids=ids, logprobs=logprobs, status=status)
+
+    def stream(self, prompt: Prompt, *, sampling: Sampling) -> Iterator[int]:
+        [completion] = self.generate([prompt], sampling=sampling)
+        yield from completion.ids
+
+    def likelihoods(self, items: Sequence[tuple[Prompt, Sequence[Prompt]]]) -> list[list[float]]:
+        whole = [([*prompt, *more], len(more)) for prompt, many in items for more in many]
+        found = iter(self._surprisals([sequence for sequence, _ in whole]))
+        sums = iter([-sum(next(found)[-length:]) for _, length in whole])
+        return [[next(sums) for _ in many] for _, many in items]
+
+    def surprisals(self, sequences: Sequence[Prompt]) -> Iterator[list[float]]:
+        return iter(self._surprisals(sequences))
+
+    def _surprisals(self, sequences: Sequence[Prompt]) -> list[list[float]]:
+        params = self._params(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False)
+        found = []
+        for sequence, answer in zip(sequences, self._ask(sequences, [params] * len(sequences)), strict=True):
+            places = list(answer.prompt_logprobs)[1:]  # nothing is known of the first token
+            found.append([-float(place[token].logprob) for token, place in zip(sequence[1:], places, strict=True)])
+        return found
+
+    def _ask(self, prompts: Sequence[Prompt], params: Sequence[Any]) -> list[Any]:
+        if not prompts:
+            return []
+        answers: list[Any] = self._llm.generate(
+            [{"prompt_token_ids": list(prompt)} for prompt in prompts],
+            list(params),
+            use_tqdm=False,
+            lora_request=self._adapter,
+        )
+        return answers
+
+    def _sampling(self, sampling: Sampling, *, key: int, length: int) -> Any:
+        most = min(sampling.max_tokens, self.window - length)
+        return self._params(
+            n=1,
+            max_tokens=most,
+            min_tokens=min(sampling.min_tokens, most),
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            seed=key % 2**63,
+            # Only what was asked for ends an answer, and its tokens stay in.
+            ignore_eos=True,
+            stop_token_ids=sorted(sampling.stop_ids),
+            stop=list(sampling.stop_texts) or None,
+            include_stop_str_in_output=True,
+            skip_special_tokens=False,
+            logprobs=0,
+            allowed_token_ids=self._allowed,
+        )
+
+
+def imported() -> Any:
+    """The package, or how to get it."""
+    try:
+        import vllm
+    except ImportError:
+        raise EnvironmentLacks(
+            "--backend vllm needs vLLM, which is not installed: pip install vllm in an environment of its own (it "
+            "brings its own torch), or leave --backend out"
+        ) from None
+    return vllm
+
+
+def _request(adapter: Path) -> Any:
+    from vllm.lora.request import LoRARequest
+
+    return LoRARequest("adapter", 1, str(adapter))
