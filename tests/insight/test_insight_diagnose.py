@@ -16,7 +16,7 @@ STEP = {
     "host": {"forward": 0.02, "backward": 0.03, "optimizer": 0.01, "other": 0.04},
     "device": {"data": 0.0, "forward": 0.03, "backward": 0.06, "optimizer": 0.009, "other": 0.001},
     "micro": [{"rows": 16, "length": 1024, "tokens": 16384, "real": 16384.0}],
-    "losses": [3.0],
+    "loss": 3.0,
     "counts": {},
     "compile_s": 0.0,
     "lr": 3e-4,

@@ -244,7 +244,6 @@ def to_record(step: Mapping[str, Any], *, attempt: int, num_ranks: int = 1) -> S
     micro = step["micro"]
     padded = sum(m["tokens"] or 0 for m in micro)
     real = sum(int(m["real"] if m["real"] is not None else m["tokens"] or 0) for m in micro)
-    losses = [loss for loss in step["losses"] if loss is not None]
     phases = step["device"] or step["host"]
     return StepRecord(
         attempt=attempt,
@@ -253,7 +252,7 @@ def to_record(step: Mapping[str, Any], *, attempt: int, num_ranks: int = 1) -> S
         seconds=step["seconds"],
         tokens=real * num_ranks,
         padded_tokens=padded * num_ranks,
-        loss=sum(losses) / len(losses) if losses else None,
+        loss=step["loss"],
         spans=tuple(Span(phase=phase, seconds=seconds) for phase, seconds in phases.items() if seconds > 0),
         memory=step["memory"],
         extra={"stage": step["stage"], "lr": step["lr"], "micro_batches": len(micro)},

@@ -127,11 +127,11 @@ def seconds_per_token(run: Watched) -> float | None:
 
 
 def _loss_differences(before: Watched, after: Watched) -> list[float]:
-    losses = {step["step"]: step["losses"][0] for step in before.steps if step["losses"]}
+    losses = {step["step"]: step["loss"] for step in before.steps}
     return [
-        abs(step["losses"][0] - losses[step["step"]])
+        abs(step["loss"] - losses[step["step"]])
         for step in after.steps
-        if step["losses"] and step["losses"][0] is not None and losses.get(step["step"]) is not None
+        if step["loss"] is not None and losses.get(step["step"]) is not None
     ]
 
 

@@ -380,6 +380,23 @@ def read_later(value: Any) -> Any:
     return value.to("cpu", non_blocking=True)  # into pinned memory; whole once the step's last event has passed
 
 
+def scalings_of(loss: Any) -> list[float]:
+    """By how much a loss was scaled just before its backward pass: after the last operation, the last two, and so on.
+
+    Only constants on the host count: reading another would wait for the device.
+    """
+    found: list[float] = []
+    node = loss.grad_fn
+    while node is not None and len(found) < 4 and node.name() in ("DivBackward0", "MulBackward0"):
+        other = node._saved_other
+        if other is None or other.is_cuda or other.requires_grad or other.numel() != 1 or not float(other):
+            break
+        by = 1 / float(other) if node.name().startswith("Div") else float(other)
+        found.append(by * (found[-1] if found else 1.0))
+        node = node.next_functions[0][0]
+    return found
+
+
 def scalar_loss(torch: Any, out: Any) -> Any:
     """Something to call backward on: the loss where the model gives one, else the mean of what it puts out."""
     loss = getattr(out, "loss", None)
@@ -428,7 +445,10 @@ class Agent:
         self.micro: list[dict[str, Any]] = []
         self.last: tuple[Any, Any, Any] | None = None
         self.mixed: tuple[bool, Any] = (False, None)  # autocast, as it was around the forward pass
-        self.losses: list[Any] = []
+        self.losses: list[Any] = []  # one a micro-batch
+        self.scalings: list[list[float]] = []  # of those losses, while warming up
+        self.unscaled: tuple[Any, Any] = (None, None)  # what a GradScaler gave, and from what
+        self.in_parts = False  # losses of micro-batches are parts of their mean already, and add up to it
         self.waiting: list[dict[str, Any]] = []  # steps whose device times are not read yet
         self.forwards: Counter[tuple[str, int, int]] = Counter()
         self.recompile_reasons: Counter[str] = Counter()
@@ -513,7 +533,9 @@ class Agent:
             @functools.wraps(original)
             def scale(scaler: Any, outputs: Any) -> Any:
                 self.counts["scaled"] += bool(scaler.is_enabled())
-                return original(scaler, outputs)
+                scaled = original(scaler, outputs)
+                self.unscaled = (scaled, outputs)
+                return scaled
 
             return scale
 
@@ -612,8 +634,21 @@ class Agent:
     @quietly
     def note_loss(self, tensors: Any) -> None:
         first = tensors if hasattr(tensors, "detach") else next(iter(tensors), None)
+        scaled, plain_loss = self.unscaled
+        self.unscaled = (None, None)
+        if first is not None and first is scaled:
+            first = plain_loss
         if first is not None and first.numel() == 1 and self.is_ours() and len(self.losses) < 4096:
             self.losses.append(read_later(first.detach()))
+            if self.stage in ("waiting", "warm"):
+                self.scalings.append(scalings_of(first))
+
+    def note_parts(self) -> None:
+        """Losses divided by the number of micro-batches, as frameworks and most loops do; told while warming up."""
+        count = len(self.losses)
+        if count > 1 and len(self.scalings) == count:
+            self.in_parts |= all(any(abs(by * count - 1) < 1e-3 for by in found) for found in self.scalings)
+        self.scalings = []
 
     @quietly
     def note_loader(self, loader: Any) -> None:
@@ -711,6 +746,8 @@ class Agent:
         batch = Batch(torch, args, kwargs)
         if training:
             self.end_evaluation()
+            # The Trainer's way: the model divides its sum by the tokens of all micro-batches.
+            self.in_parts |= kwargs.get("num_items_in_batch") is not None
             self.note_micro(module, batch)
             Switches.forward(self, module, len(self.micro))
             if self.settings.stop:
@@ -852,6 +889,7 @@ class Agent:
         now = time.perf_counter()
         host, seams = self.timeline.cut()
         compiled = compile_seconds()
+        self.note_parts()
         line = {
             "step": self.num_steps,
             "stage": self.stage,
@@ -860,7 +898,7 @@ class Agent:
             "host": host,
             "seams": seams,
             "micro": self.micro,
-            "losses": self.losses,
+            "loss": self.losses,
             "memory": self.memory(),
             "compile_s": compiled - self.compile_seen,
             "counts": dict(self.counts),
@@ -961,8 +999,11 @@ class Agent:
     # -- writing
 
     def write_ready(self, wait: bool = False) -> None:
-        """Write the steps whose events the device has passed; on a CPU that is all of them."""
-        while self.waiting:
+        """Write the steps whose events the device has passed; on a CPU that is all of them.
+
+        The first waits for the second: its forwards were not heard of yet, which tell what its losses are.
+        """
+        while self.waiting and (wait or self.num_steps > 0):
             line = self.waiting[0]
             seams = line["seams"]
             if seams and not seams[-1][2].query():
@@ -977,7 +1018,8 @@ class Agent:
             del line["seams"]
             for micro in line["micro"]:
                 micro["real"] = number(micro["real"])
-            line["losses"] = [number(loss) for loss in line["losses"]]
+            known = [loss for loss in map(number, line["loss"]) if loss is not None]
+            line["loss"] = sum(known) / (1 if self.in_parts else len(known)) if known else None
             self.append(line)
 
     def append(self, line: dict[str, Any]) -> None:

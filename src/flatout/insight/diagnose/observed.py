@@ -180,9 +180,7 @@ class Observed:
     @cached_property
     def losses(self) -> list[float]:
         """One a step; the mean of its micro-batches."""
-        return [
-            sum(known) / len(known) for step in self.steps if (known := [x for x in step["losses"] if x is not None])
-        ]
+        return [step["loss"] for step in self.steps if step["loss"] is not None]
 
     def replay(self, name: str) -> tuple[float, float] | None:
         """Seconds of the last batch as it was, and with one thing changed."""
