@@ -30,6 +30,7 @@ PLANTED = {
     "trainer_saves_every_step.py": "checkpointing",
     "accelerate_slow_collate.py": "data-starvation",
     "ddp_syncs_every_micro_batch.py": "missing-no-sync",
+    "ddp_one_slow_rank.py": "data-starvation",
     "rl_without_cache.py": "no-kv-cache",
     "rl_one_prompt_at_a_time.py": "generation-batch",
     "rl_slow_reward.py": "reward-bound",
@@ -79,6 +80,7 @@ def test_the_planted_cause_comes_first(script: str, tmp_path: Path) -> None:
     assert first["fix"], "a finding without a change to make"
     assert first["status"] == "estimated"
     assert set(causes) <= set(CAUSES)
+    assert ("seen on rank 1, which the other ranks wait for" in " ".join(first["evidence"])) == ("slow_rank" in script)
 
 
 @pytest.mark.parametrize("script", TWO)

@@ -1,6 +1,7 @@
 """The rules on what an agent would have seen: GPU causes above all, which no CPU can plant."""
 
 import copy
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -8,6 +9,7 @@ import pytest
 from flatout.hardware import named
 from flatout.insight.diagnose import CAUSES, diagnose
 from flatout.insight.diagnose.observed import Observed
+from flatout.insight.diagnose.ranks import straggler
 from flatout.insight.prove import Proof, change_for, measured
 from flatout.record import Finding
 
@@ -135,6 +137,47 @@ def test_waiting_that_the_gpu_never_notices_is_no_starvation() -> None:
     assert diagnose(busy).findings == ()
     starved = {"data": 0.05, "forward": 0.02, "backward": 0.03}
     assert first(seen(step={"device": starved}, profile={"busy_s": 0.05})).cause == "data-starvation"
+
+
+def a_rank(data_s: float, forward_s: float = 0.03, tokens: int = 16384) -> list[dict[str, Any]]:
+    """Steps as long as every rank's: who is early waits in the sum of gradients."""
+    phases = {"data": data_s, "forward": forward_s, "backward": 0.099 - data_s - forward_s, "optimizer": 0.001}
+    micro = [{"rows": 16, "length": 1024, "tokens": tokens, "real": float(tokens)}]
+    return [{**copy.deepcopy(STEP), "step": i, "device": phases, "micro": micro} for i in range(10)]
+
+
+def among(ranks: dict[int, list[dict[str, Any]]], rank: int = 0) -> Observed:
+    return replace(seen(world=len(ranks)), steps=ranks[rank], ranks=ranks, straggler=straggler(ranks))
+
+
+def test_the_rank_that_others_wait_for_is_found() -> None:
+    found = straggler({0: a_rank(0.0), 1: a_rank(0.002), 2: a_rank(0.05), 3: a_rank(0.001)})
+    assert found is not None
+    assert found.rank == 2
+    assert straggler({0: a_rank(0.05), 1: a_rank(0.05)}) is None
+    assert straggler({0: a_rank(0.05)}) is None
+
+
+def test_ranks_that_do_not_wait_have_no_straggler() -> None:
+    """No sums of gradients: the slower one only ends later."""
+    slow = [{**step, "device": {**step["device"], "backward": 0.069, "data": 0.05}} for step in a_rank(0.0)]
+    assert straggler({0: a_rank(0.0), 1: slow}) is None
+
+
+def test_uneven_tokens_are_named_with_their_rank() -> None:
+    ranks = {0: a_rank(0.0, tokens=8192), 1: a_rank(0.0, tokens=16384)}
+    found = first(among(ranks))
+    assert found.cause == "data-starvation"
+    assert found.gain == pytest.approx(0.25 * 0.99 * 0.99, abs=0.01)
+    assert "rank 1 has most in 10 of 10 steps" in found.evidence[0]
+    assert diagnose(among(ranks)).limit["tokens_per_s"] == pytest.approx((8192 + 16384) / 0.1)
+
+
+def test_a_slower_gpu_is_named_with_its_rank() -> None:
+    found = first(among({0: a_rank(0.0), 1: a_rank(0.0, forward_s=0.045), 2: a_rank(0.0)}))
+    assert found.cause == "throttled"
+    assert "rank 1 takes 1.5 times as long" in found.sentence
+    assert diagnose(among({0: a_rank(0.0), 1: a_rank(0.0)})).findings == ()
 
 
 def test_recomputation_that_is_needed_is_no_finding() -> None:

@@ -119,7 +119,7 @@ def _proof(cause: str, plain: Sequence[Watched], changed: Sequence[Watched]) -> 
 
 def seconds_per_token(run: Watched) -> float | None:
     """Over the timed steps; a step without token ids counts as one."""
-    steps = [step for step in run.timed if step["seconds"]]
+    steps = run.timed
     if len(steps) < 2:
         return None
     tokens = sum(m["real"] if m["real"] is not None else m["tokens"] or 0 for s in steps for m in s["micro"])

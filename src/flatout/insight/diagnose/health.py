@@ -10,6 +10,7 @@ from typing import Any
 
 from flatout.insight.diagnose.host import _finding
 from flatout.insight.diagnose.observed import Observed
+from flatout.insight.diagnose.ranks import slower, uneven
 from flatout.record import Finding
 
 # A power cap alone is how a busy GPU runs; these mean that something is wrong with it.
@@ -110,7 +111,24 @@ def offload(seen: Observed) -> Finding | None:
 
 
 def throttled(seen: Observed) -> Finding | None:
-    return throttle_finding(seen.samples)
+    return throttle_finding(seen.samples) or _slower_device(seen)
+
+
+def _slower_device(seen: Observed) -> Finding | None:
+    """One GPU of several that takes longer for the same work; CPU ranks share their cores, so nothing follows there."""
+    found, work = slower(seen.ranks), uneven(seen.ranks)
+    if not seen.on_gpu or found is None or work is None or work.wasted > 0.02 or found[1] < 1.2:
+        return None
+    rank, times = found
+    waited = (1 - 1 / times) * seen.compute_share
+    return _finding(
+        "throttled",
+        f"The GPU of rank {rank} takes {times:.1f} times as long for the same tokens, and the others wait for it.",
+        waited,
+        waited,
+        [f"forward passes of rank {rank} against the others' (CUDA events)", work.sentence],
+        "look at that GPU's clocks, temperature and other processes (nvidia-smi), or leave it out",
+    )
 
 
 def throttle_finding(samples: Sequence[Mapping[str, Any]]) -> Finding | None:
