@@ -20,6 +20,7 @@ PLANTED = {
     "plain_collects_garbage.py": "empty-cache",
     "plain_recompiles.py": "recompiles",
     "plain_diverges.py": "unstable-loss",
+    "plain_learns_nothing.py": "slow-convergence",
     "plain_logs_everything.py": "logging",
     "plain_many_tensors.py": "slow-optimizer",
     "nanogpt_tokenizes_in_the_loop.py": "data-starvation",

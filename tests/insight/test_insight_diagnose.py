@@ -49,6 +49,7 @@ FACTS: dict[str, Any] = {
         "matmul_weights": 124_000_000,
         "dtypes": {"float32": 148},
         "config": {},
+        "vocabulary": 50304,
         "attention": None,
     },
     "variables": {},
@@ -209,6 +210,24 @@ def test_a_measured_gain_replaces_the_estimate_and_may_change_the_order() -> Non
         ("fp32-matmul", "measured"),
     ]
     assert proved.findings[0].gain == pytest.approx(0.31)
+
+
+def test_a_guess_at_a_rate_far_too_low_is_slow_convergence() -> None:
+    found = first(seen(step={"loss": 10.83, "lr": 3e-9}))
+    assert found.cause == "slow-convergence"
+    assert "uniform guess over 50304 ids" in found.sentence
+    assert "learning rate 3e-09 with AdamW" in found.evidence[1]
+
+
+@pytest.mark.parametrize("step", [{"loss": 10.83, "lr": 3e-4}, {"loss": 3.0, "lr": 3e-9}, {"loss": 10.83, "lr": None}])
+def test_an_early_loss_or_a_trained_model_is_no_slow_convergence(step: dict[str, Any]) -> None:
+    assert diagnose(seen(step=step)).findings == ()
+
+
+def test_a_warm_up_is_no_slow_convergence() -> None:
+    watched = seen()
+    rising = [{**step, "loss": 10.83, "lr": 1e-9 * (i + 1)} for i, step in enumerate(watched.steps)]
+    assert diagnose(replace(watched, steps=rising)).findings == ()
 
 
 def test_every_cause_a_rule_can_name_is_a_known_one() -> None:

@@ -796,7 +796,9 @@ class Agent:
         parameters = list(module.parameters())
         config = next((c for c in (getattr(m, "config", None) for m in module.modules()) if c is not None), None)
         linear = {id(m.weight): m.weight.numel() for m in module.modules() if is_linear(m)}
-        table = {id(m.weight) for m in module.modules() if isinstance(m, torch.nn.Embedding)}
+        tables = [m.weight for m in module.modules() if isinstance(m, torch.nn.Embedding)]
+        table = {id(weight) for weight in tables}
+        largest = max(tables, key=lambda weight: weight.numel(), default=None)
         wrapped = getattr(module, "_orig_mod", getattr(module, "module", module))
         self.facts["model"] = {
             "class": type(wrapped).__name__,
@@ -809,6 +811,7 @@ class Agent:
             "dtypes": dict(Counter(dtype_name(p.dtype) for p in parameters)),
             "devices": dict(Counter(p.device.type for p in parameters)),
             "config": config_of(config),
+            "vocabulary": None if largest is None else int(largest.shape[0]),
             "compiled": hasattr(module, "_orig_mod") or vars(module).get("_compiled_call_impl") is not None,
             "attention": getattr(config, "_attn_implementation", None),
             "modules": dict(Counter(type(m).__name__ for m in module.modules()).most_common(30)),
