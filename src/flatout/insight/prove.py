@@ -71,7 +71,7 @@ def prove(
         plain.append(_timed(command, timed))
         for cause, change in changes.items():
             say(f"proof {repeat + 1} of {repeats}: {cause}")
-            with_it = replace(timed, switch=change.switch, variables=change.variables)
+            with_it = replace(timed, switch=change.switch, variables={**timed.variables, **change.variables})
             changed[cause].append(_timed(command, with_it))
     return [_proof(cause, plain, runs) for cause, runs in changed.items()]
 
