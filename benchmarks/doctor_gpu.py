@@ -198,7 +198,8 @@ def findings_table(looked: Looked) -> str:
 
     found = looked.diagnosis
     lines = [found.verdict, "", limit_line(found.limit), ""]
-    lines += ["| cause | costs | a fix saves | evidence | change |", "|---|--:|--:|---|---|"]
+    if found.findings:
+        lines += ["| cause | costs | a fix saves | evidence | change |", "|---|--:|--:|---|---|"]
     for finding in found.findings:
         cells = (finding.cause, percent(finding.share), f"{percent(finding.gain)} ({finding.status})")
         lines.append(f"| {' | '.join(cells)} | {cell('; '.join(finding.evidence))} | {cell(finding.fix)} |")

@@ -102,7 +102,7 @@ def train(cause, steps=400, device="cuda"):
         run = torch.compile(model, backend="aot_eager")
     slow = {"fused": False, "foreach": False} if cause == "slow-optimizer" else {"fused": True}
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, **slow)
-    full = cause in ("fp32-matmul", "precision-inactive", "wrong-dtype")
+    full = device == "cpu" or cause in ("fp32-matmul", "precision-inactive", "wrong-dtype")
     if not full:
         torch.set_float32_matmul_precision("high")
     scaler = torch.amp.GradScaler(device) if cause == "precision-inactive" else None

@@ -12,11 +12,12 @@ import torch
 import yaml
 from recipes_processes import wait_for_step
 from tests.data.talks import question, tokenizer_folder, write_rows
+from tests.warm import Started
 
 from flatout.record import Run
 
 Call = Callable[..., subprocess.CompletedProcess[str]]
-Start = Callable[..., subprocess.Popen[str]]
+Start = Callable[..., Started]
 
 
 @pytest.fixture(scope="session")

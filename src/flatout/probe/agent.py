@@ -929,7 +929,7 @@ class Agent:
                 self.sampler.start()
         elif self.stage == "timed":
             over = now - self.began > asked.seconds * (0.7 if asked.look else 1.0)
-            over = over and self.num_steps >= asked.warm + FEWEST_TIMED
+            over = self.agreed(over and self.num_steps >= asked.warm + FEWEST_TIMED)
             if self.num_steps >= asked.steps - profiled or over:
                 self.sampler.stop()
                 self.stage = "profiled" if profiled else "done"
@@ -939,6 +939,21 @@ class Agent:
         elif self.stage == "profiled" and self.num_steps >= self.profile_until:
             self.end_profile()
             self.stage = "done"
+
+    def agreed(self, over: bool) -> bool:
+        """Ranks leave the window at the same step, or one would wait for ever: rank 0 says which, two steps ahead."""
+        if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+            return over
+        path = os.path.join(self.settings.out, "until")
+        told = os.path.exists(path)
+        if over and not told and self.rank() == 0:
+            with open(path + ".tmp", "w") as file:
+                file.write(str(self.num_steps + 2))
+            os.replace(path + ".tmp", path)
+        if not told:
+            return False
+        with open(path) as file:
+            return self.num_steps >= int(file.read())
 
     def memory(self) -> dict[str, float]:
         # Asking takes a tenth of a millisecond, which is not nothing in a short step.
