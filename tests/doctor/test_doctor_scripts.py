@@ -30,6 +30,7 @@ PLANTED = {
     "trainer_pads_to_the_maximum.py": "padding",
     "trainer_saves_every_step.py": "checkpointing",
     "accelerate_slow_collate.py": "data-starvation",
+    "lightning_slow_dataset.py": "data-starvation",
     "ddp_syncs_every_micro_batch.py": "missing-no-sync",
     "ddp_one_slow_rank.py": "data-starvation",
     "rl_without_cache.py": "no-kv-cache",
@@ -53,8 +54,9 @@ def command_of(script: str) -> list[str]:
 def needs(script: str) -> None:
     if script.startswith(("trainer", "rl", "healthy_trainer")):
         pytest.importorskip("transformers")
-    if script.startswith("accelerate"):
-        pytest.importorskip("accelerate")
+    for framework in ("accelerate", "lightning"):
+        if script.startswith(framework):
+            pytest.importorskip(framework)
 
 
 def causes_of(found: dict[str, Any]) -> list[str]:
@@ -107,12 +109,6 @@ def test_a_healthy_script_is_left_alone(script: str, tmp_path: Path) -> None:
 
 
 def test_every_script_is_in_one_list() -> None:
-    scripts = {path.name for path in SCRIPTS.glob("*.py")} - {"gpt.py", "lightning_slow_dataset.py"}
+    scripts = {path.name for path in SCRIPTS.glob("*.py")} - {"gpt.py"}
     assert scripts == {*PLANTED, *TWO, *HEALTHY}
     assert len(PLANTED) + len(TWO) >= 20
-
-
-def test_a_lightning_loop(tmp_path: Path) -> None:
-    pytest.importorskip("lightning")
-    found = diagnosis_of(tmp_path, sys.executable, "lightning_slow_dataset.py")
-    assert found["findings"][0]["cause"] == "data-starvation"

@@ -142,9 +142,18 @@ def observed(watched: Watched, *, hardware: Any) -> Observed | None:
         return None
     ranks = {rank: found.timed for rank, found in watched.ranks.items() if len(found.timed) >= FEWEST_STEPS}
     last = straggler(ranks)
+    every = watched.steps
     if last is not None:
-        steps, facts = ranks[last.rank], watched.ranks[last.rank].facts
-    return Observed(steps=steps, facts=facts, hardware=hardware, samples=watched.samples, ranks=ranks, straggler=last)
+        steps, every, facts = ranks[last.rank], watched.ranks[last.rank].steps, watched.ranks[last.rank].facts
+    return Observed(
+        steps=steps,
+        facts=facts,
+        hardware=hardware,
+        samples=watched.samples,
+        all_steps=every,
+        ranks=ranks,
+        straggler=last,
+    )
 
 
 def _nothing(watched: Watched) -> Diagnosis:

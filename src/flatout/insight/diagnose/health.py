@@ -23,8 +23,7 @@ _MANY_STEPS = 200
 
 def unstable_loss(seen: Observed) -> Finding | None:
     clipped = seen.counts("clip") > 0
-    rates = [step["lr"] for step in seen.steps if step.get("lr")]
-    return loss_finding(seen.losses, clipped=clipped, lr=rates[-1] if rates else None)
+    return loss_finding(seen.losses, clipped=clipped, lr=seen.rates[-1] if seen.rates else None)
 
 
 def loss_finding(losses: Sequence[float], *, clipped: bool | None, lr: float | None) -> Finding | None:
@@ -54,8 +53,7 @@ def loss_finding(losses: Sequence[float], *, clipped: bool | None, lr: float | N
 
 def slow_convergence(seen: Observed) -> Finding | None:
     """Still as wise as a coin, and nothing to hope for: a uniform guess, not falling, at a rate far below the usual."""
-    losses, vocab = seen.losses, seen.model.get("vocabulary")
-    rates = [step["lr"] for step in seen.steps if step.get("lr") is not None]
+    losses, rates, vocab = seen.losses, seen.rates, seen.model.get("vocabulary")
     if len(losses) < 6 or not rates or not vocab or not all(math.isfinite(x) for x in losses):
         return None
     third = len(losses) // 3

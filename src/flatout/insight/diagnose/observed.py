@@ -27,6 +27,7 @@ class Observed:
     facts: Mapping[str, Any]
     hardware: Hardware
     samples: Sequence[Mapping[str, Any]] = field(default=())  # of the machine
+    all_steps: Sequence[Mapping[str, Any]] = field(default=())  # those that are not timed, too
     ranks: Mapping[int, Sequence[Mapping[str, Any]]] = field(default_factory=dict)  # this one among them
     straggler: Straggler | None = None  # this rank, where the others wait for it
 
@@ -181,8 +182,13 @@ class Observed:
 
     @cached_property
     def losses(self) -> list[float]:
-        """One a step; the mean of its micro-batches."""
-        return [step["loss"] for step in self.steps if step["loss"] is not None]
+        """One for every step that was watched; the mean of its micro-batches."""
+        return [step["loss"] for step in self.all_steps or self.steps if step["loss"] is not None]
+
+    @cached_property
+    def rates(self) -> list[float]:
+        """The learning rates of those steps, where they are known."""
+        return [step["lr"] for step in self.all_steps or self.steps if step.get("lr") is not None]
 
     def replay(self, name: str) -> tuple[float, float] | None:
         """Seconds of the last batch as it was, and with one thing changed."""
