@@ -189,7 +189,7 @@ def written(name: str, command: Sequence[str], *, options: argparse.Namespace) -
     target = options.tables / f"{name}.md"
     target.parent.mkdir(parents=True, exist_ok=True)
     target.write_text(findings_table(looked))
-    return {"script": name, "table": str(target), "error": None, **asdict(looked.diagnosis)}
+    return {"script": name, "table": target.name, "error": None, **asdict(looked.diagnosis)}
 
 
 def findings_table(looked: Looked) -> str:
