@@ -27,6 +27,7 @@ bench-gpu: $(VENV)/.train
 	$(BIN)/python -m benchmarks.overhead
 	$(BIN)/python -m benchmarks.profile_step --fp8
 	$(BIN)/python -m benchmarks.doctor_gpu
+	$(BIN)/python -m benchmarks.doctor_overhead --device cuda
 
 check: $(VENV)/.dev
 	$(BIN)/ruff format --check src tests benchmarks

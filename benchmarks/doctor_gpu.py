@@ -1,135 +1,216 @@
 """The doctor on planted GPU causes: is the cause named first, and was its gain estimated before it was measured?
 
-    python -m benchmarks.doctor_gpu --to benchmarks/results/doctor-gpu.jsonl
+    python -m benchmarks.doctor_gpu --budget 280 --to benchmarks/results/doctor-gpu.jsonl
     python -m benchmarks.doctor_gpu --causes fp32-matmul,host-sync --repeats 2
+    python -m benchmarks.doctor_gpu --causes none --tables docs/doctor --script 'trainer=python train.py --lr 3e-4'
 
-Each cause is `benchmarks/doctor_job.py CAUSE` under `flatout doctor --prove`. One line a cause as it comes, a table at
-the end; lines are appended, so that a call that runs out of time has lost nothing.
+Each cause is `benchmarks/doctor_job.py CAUSE`, looked at once; its own fix, where it is a switch, is then proved by
+runs with and without it in turns. One line a cause as it comes, appended to `--to`, so that a call cut short keeps what
+it has; what can be proved comes first. `--script NAME=COMMAND` looks at any script as it is and writes the doctor's
+table to NAME.md in `--tables`; COMMAND may be `bash -c 'cd FOLDER && python train.py'`.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
-import subprocess
+import shlex
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from datetime import date
 from pathlib import Path
 from typing import Any
 
-from benchmarks.results import Call, git_commit
-from flatout.hardware import detect
+from benchmarks.results import Call, git_commit, hardware_name, versions
+from flatout.errors import FlatoutError
+from flatout.insight.attach import Asked
+from flatout.insight.doctor import Looked, limit_line, look
+from flatout.insight.prove import Proof, prove
 
-ROOT = Path(__file__).parents[1]
-# What is planted, and the cause the doctor must name for it; None is a healthy job.
+JOB = Path(__file__).with_name("doctor_job.py")
+# What is planted, and the cause the doctor must name for it; None is a healthy job. Switches first, compilation last.
 PLANTED: dict[str, str | None] = {
-    "healthy": None,
     "fp32-matmul": "fp32-matmul",
-    "precision-inactive": "precision-inactive",
-    "math-attention": "math-attention",
-    "written-out-attention": "math-attention",
-    "small-batch": "small-batch",
-    "host-sync": "host-sync",
-    "empty-cache": "empty-cache",
     "needless-recompute": "needless-recompute",
     "slow-optimizer": "slow-optimizer",
-    "launch-blocking": "launch-blocking",
-    "launch-bound": "launch-bound",
-    "wrong-dtype": "wrong-dtype",
-    "padding": "padding",
-    "recompiles": "recompiles",
     "data-starvation": "data-starvation",
+    "math-attention": "math-attention",
+    "small-batch": "small-batch",
+    "empty-cache": "empty-cache",
+    "launch-blocking": "launch-blocking",
     "anomaly-mode": "anomaly-mode",
+    "precision-inactive": "precision-inactive",
+    "wrong-dtype": "wrong-dtype",
+    "host-sync": "host-sync",
+    "healthy": None,
+    "padding": "padding",
+    "launch-bound": "launch-bound",
+    "written-out-attention": "math-attention",
     "checkpointing": "checkpointing",
+    "recompiles": "recompiles",
 }
 
 
-def main() -> None:
+class Budget:
+    """Seconds that may be spent; nothing is begun that would take longer than what is left."""
+
+    def __init__(self, seconds: float | None) -> None:
+        self.until = None if seconds is None else time.monotonic() + seconds
+
+    def allows(self, seconds: float) -> bool:
+        return self.until is None or time.monotonic() + seconds <= self.until
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    options = parsed(arguments)
+    call = Call(benchmark="doctor-gpu", commit=git_commit())
+    about = {"call": call.id, "hardware": hardware_name(), "versions": versions(), "commit": call.commit}
+    about |= {"command": call.command, "date": date.today().isoformat()}
+    budget = Budget(options.budget)
+    rows, left, longest_s = [], [], 15.0
+    for planted in options.causes:
+        if not budget.allows(longest_s):
+            left.append(planted)
+            continue
+        began = time.monotonic()
+        row = {**about, **examined(planted, options=options, budget=budget)}
+        row["seconds"] = round(time.monotonic() - began, 1)
+        longest_s = max(longest_s, row["look_s"] or 0.0)
+        rows.append(row)
+        keep(row, to=options.to)
+    for name, command in options.scripts:
+        if not budget.allows(longest_s):
+            left.append(name)
+            continue
+        row = {**about, **written(name, command, options=options)}
+        keep(row, to=options.to)
+    if rows:
+        print(table(rows))
+    if left:
+        print(f"no time was left for {', '.join(left)}")
+
+
+def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--causes", default=",".join(PLANTED))
-    parser.add_argument("--steps", type=int, default=24)
-    parser.add_argument("--seconds", type=float, default=20.0)
-    parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument("--causes", default=",".join(PLANTED), help="with commas between; none for scripts alone")
+    parser.add_argument("--script", action="append", default=[], metavar="NAME=COMMAND")
+    parser.add_argument("--tables", type=Path, default=Path(), help="folder for the scripts' tables")
+    parser.add_argument("--steps", type=int, default=16)
+    parser.add_argument("--seconds", type=float, default=12.0)
+    parser.add_argument("--repeats", type=int, default=1)
+    parser.add_argument("--budget", type=float, help="seconds in which all of it must be done")
+    parser.add_argument("--device", default="cuda")
     parser.add_argument("--no-prove", action="store_true")
     parser.add_argument("--to", type=Path)
-    options = parser.parse_args()
-    call = Call(benchmark="doctor-gpu", commit=git_commit())
-    rows = []
-    for planted in options.causes.split(","):
-        began = time.monotonic()
-        found = examine(planted, options=options)
-        row = {"call": call.id, "hardware": detect().gpu, "commit": call.commit, **judged(planted, found)}
-        row["seconds"] = round(time.monotonic() - began, 1)
-        rows.append(row)
-        line = json.dumps(row)
-        print(line, flush=True)
-        if options.to is not None:
-            with options.to.open("a") as file:
-                file.write(line + "\n")
-    print(table(rows))
+    options = parser.parse_args(arguments)
+    options.causes = [] if options.causes == "none" else options.causes.split(",")
+    options.scripts = [(name, shlex.split(command)) for name, _, command in (s.partition("=") for s in options.script)]
+    if unknown := [cause for cause in options.causes if cause not in PLANTED]:
+        parser.error(f"unknown causes {', '.join(unknown)}: {', '.join(PLANTED)} can be planted")
+    if bad := [name for name, command in options.scripts if not name or not command]:
+        parser.error(f"--script {bad[0]!r} is not NAME=COMMAND")
+    return options
 
 
-def examine(planted: str, *, options: argparse.Namespace) -> dict[str, Any]:
-    """What the doctor says of the job; its last words where it could not."""
+def keep(row: dict[str, Any], *, to: Path | None) -> None:
+    line = json.dumps(row)
+    print(line, flush=True)
+    if to is not None:
+        with to.open("a") as file:
+            file.write(line + "\n")
+
+
+def examined(planted: str, *, options: argparse.Namespace, budget: Budget) -> dict[str, Any]:
+    """One look at the job, and the proof of its own fix where there is time for it."""
+    command = [sys.executable, str(JOB), planted, "100000", options.device]
+    variables = {"CUDA_LAUNCH_BLOCKING": "1"} if planted == "launch-blocking" else {}
+    asked = Asked(steps=options.steps, seconds=options.seconds, variables=variables, quiet=True)
+    began = time.monotonic()
+    try:
+        looked = looked_at(command, asked)
+    except FlatoutError as error:
+        return judged(planted, None, proofs=[], look_s=None, error=str(error)[-2000:])
+    look_s = time.monotonic() - began
+    wanted = [finding for finding in looked.diagnosis.findings if finding.cause == PLANTED[planted]]
+    proofs: list[Proof] = []
+    # A proof is two runs without replays.
+    if wanted and looked.seen is not None and not options.no_prove and budget.allows(2 * options.repeats * look_s):
+        only = replace(looked.diagnosis, findings=tuple(wanted))
+        proofs = prove(command, only, seen=looked.seen, asked=asked, repeats=options.repeats)
+    return judged(planted, looked, proofs=proofs, look_s=look_s)
+
+
+def looked_at(command: Sequence[str], asked: Asked) -> Looked:
     with tempfile.TemporaryDirectory() as folder:
-        target = Path(folder) / "found.json"
-        environment = {
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join((str(ROOT / "src"), os.environ.get("PYTHONPATH", ""))),
-        }
-        if planted == "launch-blocking":
-            environment["CUDA_LAUNCH_BLOCKING"] = "1"
-        command = [sys.executable, "-m", "flatout", "doctor", "--steps", str(options.steps)]
-        command += ["--seconds", str(options.seconds), "--repeats", str(options.repeats), "--json", str(target)]
-        command += ["--run", f"{folder}/run", *([] if options.no_prove else ["--prove"])]
-        command += ["--", sys.executable, str(ROOT / "benchmarks" / "doctor_job.py"), planted]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-        if not target.exists():
-            return {"findings": [], "verdict": f"exit {done.returncode}", "error": done.stderr[-2000:]}
-        read: dict[str, Any] = json.loads(target.read_text())
-        if done.returncode:
-            read["error"] = done.stderr[-2000:]
-        return read
+        looked = look(command, asked=asked, folder=Path(folder) / "run")
+        looked.check()
+        return looked
 
 
-def judged(planted: str, found: dict[str, Any]) -> dict[str, Any]:
+def judged(
+    planted: str, looked: Looked | None, *, proofs: Sequence[Proof], look_s: float | None, error: str | None = None
+) -> dict[str, Any]:
     """Whether it was named first, and how the estimate compares with the proof."""
     wanted = PLANTED[planted]
-    causes = [finding["cause"] for finding in found["findings"]]
-    proof = next((p for p in found.get("proofs", []) if p["cause"] == wanted), None)
-    gains = proof["gains"] if proof else []
-    measured = sum(gains) / len(gains) if gains else None
-    estimated = estimated_gain(found, wanted)
+    findings = looked.diagnosis.findings if looked is not None else ()
+    gains = {finding.cause: finding.gain for finding in findings}
+    estimated = gains.get(wanted) if wanted is not None else None
+    proof = proofs[0] if proofs else None
+    measured = proof.gain if proof is not None else None
     near = None if measured is None or estimated is None else abs(estimated - measured) <= 0.25 * abs(measured)
-    worth = [finding["cause"] for finding in found["findings"] if (finding["gain"] or 0) > 0.05]
-    first = not worth if wanted is None else causes[:1] == [wanted]
+    healthy = looked is not None and not any((gain or 0.0) > 0.05 for gain in gains.values())
     return {
         "planted": planted,
-        "first": first,
-        "causes": {finding["cause"]: finding["gain"] for finding in found["findings"]},
+        "first": healthy if wanted is None else list(gains)[:1] == [wanted],
+        "causes": gains,
+        "evidence": list(findings[0].evidence) if findings else [],
         "estimated": estimated,
         "measured": measured,
-        "spread": [min(gains), max(gains)] if gains else None,
-        "loss_difference": proof["loss_difference"] if proof else None,
+        "spread": [min(proof.gains), max(proof.gains)] if proof is not None and proof.gains else None,
+        "loss_difference": proof.loss_difference if proof is not None else None,
         "within_a_quarter": near,
-        "limit": found.get("limit"),
-        "verdict": found["verdict"],
-        "error": found.get("error"),
+        "limit": looked.diagnosis.limit if looked is not None else None,
+        "verdict": looked.diagnosis.verdict if looked is not None else None,
+        "look_s": look_s,
+        "error": error or (proof.problem if proof is not None else None),
     }
 
 
-def estimated_gain(found: dict[str, Any], cause: str | None) -> float | None:
-    """What was estimated before the proof replaced it."""
-    before = found.get("estimates", {})
-    return before.get(cause) if cause else None
+def written(name: str, command: Sequence[str], *, options: argparse.Namespace) -> dict[str, Any]:
+    """Look at a script as it is, and write the doctor's table of it."""
+    asked = Asked(steps=options.steps, seconds=options.seconds, stdout_to_stderr=True)
+    try:
+        looked = looked_at(command, asked)
+    except FlatoutError as error:
+        return {"script": name, "error": str(error)[-2000:]}
+    target = options.tables / f"{name}.md"
+    target.parent.mkdir(parents=True, exist_ok=True)
+    target.write_text(findings_table(looked))
+    return {"script": name, "table": target.name, "error": None, **asdict(looked.diagnosis)}
 
 
-def table(rows: list[dict[str, Any]]) -> str:
-    def percent(value: float | None) -> str:
-        return "n/a" if value is None else f"{100 * value:.1f} %"
+def findings_table(looked: Looked) -> str:
+    def cell(text: str) -> str:
+        return " ".join(text.split()).replace("|", "\\|")
 
+    found = looked.diagnosis
+    lines = [found.verdict, "", limit_line(found.limit), ""]
+    if found.findings:
+        lines += ["| cause | costs | a fix saves | evidence | change |", "|---|--:|--:|---|---|"]
+    for finding in found.findings:
+        cells = (finding.cause, percent(finding.share), f"{percent(finding.gain)} ({finding.status})")
+        lines.append(f"| {' | '.join(cells)} | {cell('; '.join(finding.evidence))} | {cell(finding.fix)} |")
+    return "\n".join(lines) + "\n"
+
+
+def percent(value: float | None) -> str:
+    return "n/a" if value is None else f"{100 * value:.1f} %"
+
+
+def table(rows: Sequence[dict[str, Any]]) -> str:
     lines = [
         "| planted | named first | estimated | measured | within a quarter | others |",
         "|---|---|--:|--:|---|---|",
@@ -137,14 +218,18 @@ def table(rows: list[dict[str, Any]]) -> str:
     for row in rows:
         others = ", ".join(c for c in row["causes"] if c != PLANTED[row["planted"]])
         near = {True: "yes", False: "no", None: "n/a"}[row["within_a_quarter"]]
-        said = "yes" if row["first"] else f"no: {row['verdict'][:60]}"
+        said = "yes" if row["first"] else f"no: {(row['verdict'] or row['error'] or '').splitlines()[0][:60]}"
         lines.append(
             f"| {row['planted']} | {said} | {percent(row['estimated'])} | {percent(row['measured'])} | {near} "
             f"| {others} |"
         )
     first = sum(row["first"] for row in rows)
-    near = sum(row["within_a_quarter"] is True for row in rows)
-    lines.append(f"\nnamed first: {first} of {len(rows)}; estimated within a quarter of the measured gain: {near}")
+    near_ones = sum(row["within_a_quarter"] is True for row in rows)
+    proved = sum(row["measured"] is not None for row in rows)
+    lines += [
+        "",
+        f"named first: {first} of {len(rows)}; estimated within a quarter of the measured: {near_ones} of {proved}",
+    ]
     return "\n".join(lines)
 
 

@@ -1,6 +1,7 @@
-"""A GPT training loop on one GPU, healthy but for one planted cause: `python benchmarks/doctor_job.py CAUSE`.
+"""A GPT training loop, healthy but for one planted cause: `python benchmarks/doctor_job.py CAUSE [STEPS] [DEVICE]`.
 
-Read by `benchmarks.doctor_gpu`, run by the doctor. Random tokens; every plant is one that people do make.
+Read by `benchmarks.doctor_gpu`, run by the doctor. Random tokens; every plant is one that people do make. On a CPU the
+model is tiny: that only shows that a job runs.
 """
 
 import contextlib
@@ -17,36 +18,33 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, Dataset
 
-cause = sys.argv[1] if len(sys.argv) > 1 else "healthy"
-steps = int(sys.argv[2]) if len(sys.argv) > 2 else 400
-torch.manual_seed(0)
-vocab = 32_000
-width, layers, heads, rows, length = 768, 8, 12, 16, 1024
-if cause == "small-batch":
-    rows, length = 1, 256
-if cause == "launch-bound":
-    width, layers, heads, rows, length, vocab = 128, 32, 4, 8, 512, 2_000
-if cause == "wrong-dtype":
-    width, layers, rows, length, vocab = 384, 4, 4, 512, 4_000
-if cause == "slow-optimizer":
-    rows = 4
-if cause == "recompiles":
-    width, layers, length, rows = 384, 4, 512, 8
+# Where the cause needs another job than 8 layers of 768, 16 rows of 1,024 tokens and 32,000 ids.
+SIZES = {
+    "small-batch": {"rows": 1, "length": 256},
+    "launch-bound": {"width": 128, "layers": 32, "heads": 4, "rows": 8, "length": 512, "vocab": 2_000},
+    "wrong-dtype": {"width": 384, "layers": 4, "rows": 4, "length": 512, "vocab": 4_000},
+    "slow-optimizer": {"rows": 4},
+    "recompiles": {"width": 384, "layers": 2, "rows": 8, "length": 512},
+    "checkpointing": {"layers": 2, "vocab": 8_000},
+}
+TINY = {"width": 32, "layers": 2, "heads": 2, "rows": 2, "length": 32, "vocab": 64}
 
 
 class Block(nn.Module):
-    def __init__(self):
+    def __init__(self, width, heads, written_out):
         super().__init__()
+        self.heads, self.written_out = heads, written_out
         self.ln1, self.ln2 = nn.LayerNorm(width), nn.LayerNorm(width)
         self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
     def forward(self, x):
         b, t, w = x.shape
-        q, k, v = (y.view(b, t, heads, w // heads).transpose(1, 2) for y in self.qkv(self.ln1(x)).split(w, dim=2))
-        if cause == "written-out-attention":
+        q, k, v = (y.view(b, t, self.heads, -1).transpose(1, 2) for y in self.qkv(self.ln1(x)).split(w, dim=2))
+        if self.written_out:
             mask = torch.ones(t, t, dtype=torch.bool, device=x.device).tril()
-            y = ((q @ k.transpose(-2, -1)) * (w // heads) ** -0.5).masked_fill(~mask, float("-inf")).softmax(-1) @ v
+            scores = (q @ k.transpose(-2, -1)) * (w // self.heads) ** -0.5
+            y = scores.masked_fill(~mask, float("-inf")).softmax(-1) @ v
         else:
             y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.out(y.transpose(1, 2).reshape(b, t, w))
@@ -54,85 +52,107 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    def __init__(self):
+    def __init__(self, cause, width, layers, heads, length, vocab):
         super().__init__()
+        self.recompute = cause == "needless-recompute"
         self.wte, self.wpe = nn.Embedding(vocab, width), nn.Embedding(length, width)
-        self.blocks = nn.ModuleList(Block() for _ in range(layers))
+        self.blocks = nn.ModuleList(Block(width, heads, cause == "written-out-attention") for _ in range(layers))
         self.ln, self.head = nn.LayerNorm(width), nn.Linear(width, vocab, bias=False)
 
     def forward(self, ids):
         x = self.wte(ids) + self.wpe(torch.arange(ids.shape[1], device=ids.device))
         for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=False) if cause == "needless-recompute" else block(x)
+            x = checkpoint(block, x, use_reentrant=False) if self.recompute else block(x)
         return self.head(self.ln(x))
 
 
 class Rows(Dataset):
+    def __init__(self, cause, length, vocab):
+        self.cause, self.length, self.vocab = cause, length, vocab
+
     def __len__(self):
         return 1_000_000
 
     def __getitem__(self, i):
-        if cause == "data-starvation":
+        if self.cause == "data-starvation":
             time.sleep(0.006)  # reading and decoding a file
-        ids = torch.randint(1, vocab, (length + 1,), generator=torch.Generator().manual_seed(i))
-        if cause == "padding":
-            ids[length // 4 + i % 32 :] = 0
+        ids = torch.randint(1, self.vocab, (self.length + 1,), generator=torch.Generator().manual_seed(i))
+        if self.cause == "padding":
+            ids[self.length // 4 + i % 32 :] = 0
         return ids
 
 
-if cause == "math-attention":
-    for name in ("flash", "mem_efficient", "cudnn"):
-        getattr(torch.backends.cuda, f"enable_{name}_sdp", lambda _: None)(False)
-if cause == "anomaly-mode":
-    torch.autograd.set_detect_anomaly(True)
-if cause == "debug-flags":
-    torch.use_deterministic_algorithms(True, warn_only=True)
-
-device = torch.device("cuda")
-model = GPT().to(device)
-if cause == "wrong-dtype":
-    model = model.double()
-run = model
-if cause == "recompiles":
-    torch._dynamo.config.automatic_dynamic_shapes = False
-    torch._dynamo.config.cache_size_limit = 256
-    run = torch.compile(model, backend="aot_eager")
-slow = {"fused": False, "foreach": False} if cause == "slow-optimizer" else {"fused": True}
-optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, **slow)
-full = cause in ("fp32-matmul", "precision-inactive", "wrong-dtype")
-if not full:
-    torch.set_float32_matmul_precision("high")
-scaler = torch.amp.GradScaler("cuda") if cause == "precision-inactive" else None
-workers = 0 if cause == "data-starvation" else 6
-loader = DataLoader(Rows(), batch_size=rows, num_workers=workers, pin_memory=True, persistent_workers=workers > 0)
-lengths = random.Random(0).sample(range(length // 2, length), min(length // 2 - 1, 200))
-folder = tempfile.mkdtemp()
-
-for step, ids in enumerate(loader):
-    if step >= steps:
-        break
-    ids = ids.to(device, non_blocking=True)
+def train(cause, steps=400, device="cuda"):
+    torch.manual_seed(0)
+    size = {"width": 768, "layers": 8, "heads": 12, "rows": 16, "length": 1024, "vocab": 32_000}
+    size.update(SIZES.get(cause, {}) if device == "cuda" else TINY)
+    rows, length = size.pop("rows"), size["length"]
+    if cause == "math-attention":
+        for name in ("flash", "mem_efficient", "cudnn"):
+            getattr(torch.backends.cuda, f"enable_{name}_sdp", lambda _: None)(False)
+    if cause == "anomaly-mode":
+        torch.autograd.set_detect_anomaly(True)
+    model = GPT(cause, **size).to(device)
+    if cause == "wrong-dtype":
+        model = model.double()
+    run = model
     if cause == "recompiles":
-        ids = ids[:, : lengths[step % len(lengths)]]
-    mixed = contextlib.nullcontext() if full else torch.autocast("cuda", dtype=torch.bfloat16)
-    with mixed:
-        logits = run(ids[:, :-1])
-    loss = F.cross_entropy(logits.float().flatten(0, 1), ids[:, 1:].flatten(), ignore_index=0)
-    if cause == "precision-inactive":
-        with torch.autocast("cuda", dtype=torch.bfloat16):  # too late: the products are done
-            loss = loss * 1.0
-        scaler.scale(loss).backward()
-        scaler.step(optimizer)
-        scaler.update()
-    else:
-        loss.backward()
-        optimizer.step()
-    if cause == "host-sync":
-        norms = {name: p.grad.norm().item() for name, p in model.named_parameters()}
-        means = {name: p.grad.abs().mean().item() for name, p in model.named_parameters()}
-    optimizer.zero_grad(set_to_none=True)
-    if cause == "empty-cache":
-        gc.collect()
-        torch.cuda.empty_cache()
-    if cause == "checkpointing" and step % 3 == 0:
-        torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, os.path.join(folder, "last.pt"))
+        torch._dynamo.config.automatic_dynamic_shapes = False
+        torch._dynamo.config.cache_size_limit = 256
+        run = torch.compile(model, backend="aot_eager")
+    slow = {"fused": False, "foreach": False} if cause == "slow-optimizer" else {"fused": True}
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, **slow)
+    full = device == "cpu" or cause in ("fp32-matmul", "precision-inactive", "wrong-dtype")
+    if not full:
+        torch.set_float32_matmul_precision("high")
+    scaler = torch.amp.GradScaler(device) if cause == "precision-inactive" else None
+    workers = 0 if cause == "data-starvation" or device == "cpu" else 6
+    loader = DataLoader(
+        Rows(cause, length, size["vocab"]),
+        batch_size=rows,
+        num_workers=workers,
+        pin_memory=device == "cuda",
+        persistent_workers=workers > 0,
+    )
+    lengths = random.Random(0).sample(range(length // 2, length), min(length // 2 - 1, 200))
+    history = []
+    with tempfile.TemporaryDirectory() as folder:
+        for step, ids in enumerate(loader):
+            if step >= steps:
+                break
+            ids = ids.to(device, non_blocking=True)
+            if cause == "recompiles":
+                ids = ids[:, : lengths[step % len(lengths)]]
+            mixed = contextlib.nullcontext() if full else torch.autocast(device, dtype=torch.bfloat16)
+            with mixed:
+                logits = run(ids[:, :-1])
+            loss = F.cross_entropy(logits.float().flatten(0, 1), ids[:, 1:].flatten(), ignore_index=0)
+            if scaler is not None:
+                with torch.autocast(device, dtype=torch.bfloat16):  # too late: the products are done
+                    loss = loss * 1.0
+                scaler.scale(loss).backward()
+                scaler.step(optimizer)
+                scaler.update()
+            else:
+                loss.backward()
+                optimizer.step()
+            if cause == "host-sync":
+                norms = {name: p.grad.norm().item() for name, p in model.named_parameters()}
+                means = {name: p.grad.abs().mean().item() for name, p in model.named_parameters()}
+                history.append((norms, means))
+            optimizer.zero_grad(set_to_none=True)
+            if cause == "empty-cache":
+                gc.collect()
+                torch.cuda.empty_cache()
+            if cause == "checkpointing" and step % 3 == 0:
+                state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+                torch.save(state, os.path.join(folder, "last.pt"))
+    return loss.item()
+
+
+if __name__ == "__main__":
+    train(
+        sys.argv[1] if len(sys.argv) > 1 else "healthy",
+        steps=int(sys.argv[2]) if len(sys.argv) > 2 else 400,
+        device=sys.argv[3] if len(sys.argv) > 3 else "cuda",
+    )

@@ -1,14 +1,17 @@
 """What watching costs a script outside the profiled window: the same loop with and without the agent, in turns.
 
-    python -m benchmarks.doctor_overhead [--blocks 12] [--steps 150] [--device cuda]
+    python -m benchmarks.doctor_overhead [--device cuda] [--pairs 3] [--blocks 4] [--steps 40] [--budget 60]
 
-Each block is a process of its own, timed by itself from its 20th step on. The agent stays in its timed stage all along,
-stack samples included. Printed: the mean ratio of paired blocks and its upper 95 % bound.
+A pair is two processes, one of them watched, that run one block of steps each in turns; several pairs, so that one
+process's luck is not taken for the agent's cost. The agent stays in its timed stage all along, stack samples included.
+Printed: a line for each two blocks, then the mean ratio and its upper 95 % bound. On CUDA the loop forbids whatever
+waits for the device unasked, so that a wait of the agent's own would show as an error of it.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import math
 import os
@@ -16,65 +19,129 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from benchmarks.results import git_commit, hardware_name, versions
+
 ROOT = Path(__file__).parents[1]
+# A block for every line that comes in; the seconds a step took go out.
 LOOP = """
 import sys, time, torch
 from torch import nn
 steps, device = int(sys.argv[1]), sys.argv[2]
+width, layers, rows, length = (768, 8, 8, 513) if device == "cuda" else (256, 2, 8, 129)
 torch.manual_seed(0)
-layer = lambda: nn.TransformerEncoderLayer(256, 4, 1024, 0.0, batch_first=True, norm_first=True)
-model = nn.Sequential(nn.Embedding(512, 256), *(layer() for _ in range(2)), nn.Linear(256, 512)).to(device)
+layer = lambda: nn.TransformerEncoderLayer(width, 4, 4 * width, 0.0, batch_first=True, norm_first=True)
+model = nn.Sequential(nn.Embedding(512, width), *(layer() for _ in range(layers)), nn.Linear(width, 512)).to(device)
 optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True)
-for step in range(steps):
-    if step == 20:
-        if device == "cuda": torch.cuda.synchronize()
-        began = time.perf_counter()
-    ids = torch.randint(0, 512, (8, 129), device=device)
-    loss = nn.functional.cross_entropy(model(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten())
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-if device == "cuda": torch.cuda.synchronize()
-print((time.perf_counter() - began) / (steps - 20))
+def wait():
+    if device == "cuda": torch.cuda.synchronize()
+def block(steps):
+    wait()
+    began = time.perf_counter()
+    for _ in range(steps):
+        ids = torch.randint(0, 512, (rows, length), device=device)
+        loss = nn.functional.cross_entropy(model(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    wait()
+    return (time.perf_counter() - began) / steps
+block(10)
+if device == "cuda": torch.cuda.set_sync_debug_mode("error")
+print("ready", flush=True)
+for _ in sys.stdin:
+    print(block(steps), flush=True)
 """
-# Student's t, one-sided 95 %, by degrees of freedom; beyond the table the normal's.
-T95 = {9: 1.833, 10: 1.812, 11: 1.796, 12: 1.782, 14: 1.761, 15: 1.753, 19: 1.729, 24: 1.711, 29: 1.699}
+# Student's t, one-sided 95 %, by degrees of freedom.
+T95 = {1: 6.314, 2: 2.920, 3: 2.353, 4: 2.132, 5: 2.015, 6: 1.943, 7: 1.895, 8: 1.860, 9: 1.833, 10: 1.812, 11: 1.796}
+T95 |= {12: 1.782, 13: 1.771, 14: 1.761, 15: 1.753, 16: 1.746, 17: 1.740, 18: 1.734, 19: 1.729, 24: 1.711, 29: 1.699}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--blocks", type=int, default=12)
-    parser.add_argument("--steps", type=int, default=150)
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--pairs", type=int, default=3)
+    parser.add_argument("--blocks", type=int, default=4)
+    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--budget", type=float, help="seconds after which no further block is begun")
     options = parser.parse_args()
-    ratios = []
-    for block in range(options.blocks):
-        first = bool(block % 2)  # whoever is first in a pair changes, so that drift favours neither
-        taken = {on: step_seconds(options, watched=on) for on in (first, not first)}
-        ratios.append(taken[True] / taken[False])
-        print(json.dumps({"block": block, "on_s": taken[True], "off_s": taken[False], "ratio": ratios[-1]}), flush=True)
+    until = math.inf if options.budget is None else time.monotonic() + options.budget
+    ratios: list[float] = []
+    for pair in range(options.pairs):
+        if time.monotonic() > until:
+            break
+        with started(options, watched=True) as on, started(options, watched=False) as off:
+            for process in (on, off):
+                answer(process)
+            for block in range(options.blocks):
+                if time.monotonic() > until:
+                    break
+                # Whoever is first changes, so that drift favours neither.
+                order = (on, off) if block % 2 else (off, on)
+                taken = {process: float(ask(process)) for process in order}
+                ratios.append(taken[on] / taken[off])
+                line = {"pair": pair, "block": block, "on_s": taken[on], "off_s": taken[off], "ratio": ratios[-1]}
+                print(json.dumps(line), flush=True)
+    print(json.dumps({"hardware": hardware_name(), "versions": versions(), "commit": git_commit(), **bound(ratios)}))
+
+
+def bound(ratios: Sequence[float]) -> dict[str, float | int | None]:
+    """Mean overhead and its upper 95 % bound, as shares; None from fewer than two pairs of blocks."""
+    if len(ratios) < 2:
+        return {"overhead": None, "upper_95": None, "blocks": len(ratios)}
     mean, spread = statistics.fmean(ratios), statistics.stdev(ratios)
-    bound = mean + T95.get(len(ratios) - 1, 1.645) * spread / math.sqrt(len(ratios))
-    print(f"overhead {100 * (mean - 1):+.2f} %, upper 95 % bound {100 * (bound - 1):+.2f} %, {len(ratios)} pairs")
+    # Between two entries of the table the smaller number of degrees, which is the wider bound.
+    t = T95[max(degrees for degrees in T95 if degrees < len(ratios))]
+    return {
+        "overhead": mean - 1,
+        "upper_95": mean - 1 + t * spread / math.sqrt(len(ratios)),
+        "blocks": len(ratios),
+    }
 
 
-def step_seconds(options: argparse.Namespace, *, watched: bool) -> float:
+@contextlib.contextmanager
+def started(options: argparse.Namespace, *, watched: bool) -> Iterator[subprocess.Popen[str]]:
     with tempfile.TemporaryDirectory() as folder:
         environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
         if watched:
             environment["PYTHONPATH"] = str(ROOT / "src" / "flatout" / "probe" / "inject")
             told = {"out": folder, "steps": 10**9, "seconds": 10.0**9, "stop": False}
             environment["FLATOUT_AGENT"] = json.dumps(told)
-        done = subprocess.run(
-            [sys.executable, "-c", LOOP, str(options.steps), options.device],
-            env=environment,
-            capture_output=True,
-            text=True,
-            check=True,
-        )
-        return float(done.stdout)
+        command = [sys.executable, "-c", LOOP, str(options.steps), options.device]
+        with subprocess.Popen(
+            command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        ) as process:
+            yield process
+            assert process.stdin is not None
+            process.stdin.close()
+            process.wait()
+            if watched:
+                check(Path(folder))
+
+
+def check(folder: Path) -> None:
+    """The agent must have watched to the end, and without an error of its own."""
+    (found,) = (json.loads(path.read_text()) for path in folder.glob("facts-*.json"))
+    if found["errors"] or found["state"] != "ended":
+        raise SystemExit(f"the agent {found['state']} with errors {found['errors']}")
+
+
+def ask(process: subprocess.Popen[str]) -> str:
+    assert process.stdin is not None
+    process.stdin.write("\n")
+    process.stdin.flush()
+    return answer(process)
+
+
+def answer(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    line = process.stdout.readline()
+    if not line:
+        raise SystemExit(f"the loop ended by itself, with exit code {process.wait()}")
+    return line
 
 
 if __name__ == "__main__":

@@ -95,8 +95,9 @@ def _cell(result: Result | None) -> str:
 def command_line(arguments: Sequence[str]) -> str:
     """How to measure this again; where the results went is nobody's business."""
     kept = list(arguments[1:])
-    if "--to" in kept:
-        del kept[kept.index("--to") : kept.index("--to") + 2]
+    for where in ("--to", "--tables"):
+        if where in kept:
+            del kept[kept.index(where) : kept.index(where) + 2]
     return " ".join([f"python -m benchmarks.{Path(arguments[0]).stem}", *kept])
 
 

@@ -32,6 +32,11 @@ SHORT = (
 )
 
 
+@pytest.fixture(autouse=True)
+def _one_story(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(demo, "DRAWS", 1)
+
+
 @pytest.fixture
 def heard() -> io.StringIO:
     return io.StringIO()

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests import warm
 
 from flatout.cost import ModelShape
 from flatout.data.tokenizer import ByteTokenizer
@@ -31,6 +32,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def flatout(*arguments: object, stdin: str | None = None) -> subprocess.CompletedProcess[str]:
+    if stdin is None:
+        return warm.flatout(*arguments, cwd=Path.cwd())
     command = [sys.executable, "-m", "flatout", *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, check=False, input=stdin)
 

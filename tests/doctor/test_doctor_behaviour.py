@@ -1,5 +1,6 @@
 """A watched script stays the script it was: its output, its exit code, its signals; and its secrets stay its own."""
 
+import json
 import os
 import signal
 import subprocess
@@ -96,33 +97,26 @@ def test_a_command_that_never_trains_says_so(tmp_path: Path) -> None:
     assert b"no optimizer step was seen" in done.stderr
 
 
-def test_stopping_is_clean(tmp_path: Path) -> None:
-    """The script's own clean-up runs, and its end is no error."""
+def test_stopping_is_clean_and_json_on_stdout_alone_there(tmp_path: Path) -> None:
+    """The script's own clean-up runs, its end is no error, and what it prints goes to stderr."""
     name = script(
         tmp_path,
         """
 import atexit
 atexit.register(lambda: print("cleaned up", flush=True))
+print("chatter", flush=True)
 try:
     train(100000)
 finally:
     print("closed", flush=True)
 """,
     )
-    done = doctor("--steps", "10", "--seconds", "4", "--run", str(tmp_path / "run"), "--", sys.executable, name)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith(b"closed\ncleaned up\n")
-
-
-def test_json_on_stdout_is_alone_there(tmp_path: Path) -> None:
-    import json
-
-    name = script(tmp_path, "print('chatter', flush=True)\ntrain(100000)\n")
     arguments = ("--steps", "10", "--seconds", "4", "--run", str(tmp_path / "run"), "--json", "-")
     done = doctor(*arguments, "--", sys.executable, name)
+    assert done.returncode == 0, done.stderr
+    assert b"chatter\nclosed\ncleaned up\n" in done.stderr
     found = json.loads(done.stdout)
     assert {"verdict", "limit", "findings"} <= found.keys()
-    assert b"chatter" in done.stderr
 
 
 def test_a_sitecustomize_of_the_users_own_still_runs(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ PLANTED = {
     "plain_collects_garbage.py": "empty-cache",
     "plain_recompiles.py": "recompiles",
     "plain_diverges.py": "unstable-loss",
+    "plain_learns_nothing.py": "slow-convergence",
     "plain_logs_everything.py": "logging",
     "plain_many_tensors.py": "slow-optimizer",
     "nanogpt_tokenizes_in_the_loop.py": "data-starvation",
@@ -29,7 +30,9 @@ PLANTED = {
     "trainer_pads_to_the_maximum.py": "padding",
     "trainer_saves_every_step.py": "checkpointing",
     "accelerate_slow_collate.py": "data-starvation",
+    "lightning_slow_dataset.py": "data-starvation",
     "ddp_syncs_every_micro_batch.py": "missing-no-sync",
+    "ddp_one_slow_rank.py": "data-starvation",
     "rl_without_cache.py": "no-kv-cache",
     "rl_one_prompt_at_a_time.py": "generation-batch",
     "rl_slow_reward.py": "reward-bound",
@@ -51,8 +54,9 @@ def command_of(script: str) -> list[str]:
 def needs(script: str) -> None:
     if script.startswith(("trainer", "rl", "healthy_trainer")):
         pytest.importorskip("transformers")
-    if script.startswith("accelerate"):
-        pytest.importorskip("accelerate")
+    for framework in ("accelerate", "lightning"):
+        if script.startswith(framework):
+            pytest.importorskip(framework)
 
 
 def causes_of(found: dict[str, Any]) -> list[str]:
@@ -62,7 +66,9 @@ def causes_of(found: dict[str, Any]) -> list[str]:
 def undisturbed(folder: Path, script: str, right: Callable[[list[str]], bool]) -> tuple[dict[str, Any], Path]:
     """A diagnosis and its folder: a second look where other tests took the cores of the first."""
     for look in range(2):
-        found = diagnosis_of(folder / str(look), *command_of(script))
+        # The slow rank is watched until time is up, which both ranks must leave at the same step.
+        steps = 10_000 if "slow_rank" in script else 11
+        found = diagnosis_of(folder / str(look), *command_of(script), steps=steps)
         if right(causes_of(found)):
             break
     return found, folder / str(look)
@@ -79,6 +85,7 @@ def test_the_planted_cause_comes_first(script: str, tmp_path: Path) -> None:
     assert first["fix"], "a finding without a change to make"
     assert first["status"] == "estimated"
     assert set(causes) <= set(CAUSES)
+    assert ("seen on rank 1, which the other ranks wait for" in " ".join(first["evidence"])) == ("slow_rank" in script)
 
 
 @pytest.mark.parametrize("script", TWO)
@@ -96,18 +103,12 @@ def test_a_healthy_script_is_left_alone(script: str, tmp_path: Path) -> None:
     assert run.diagnosis is not None
     assert run.diagnosis.verdict == found["verdict"]
     records = list(run.latest_steps())
-    assert len(records) >= 8
+    assert len(records) >= 6, "as many as are watched however busy the machine is"
     assert all(record.tokens > 0 and record.loss for record in records)
     assert {"forward", "backward", "optimizer"} <= {span.phase for span in records[-3].spans}
 
 
 def test_every_script_is_in_one_list() -> None:
-    scripts = {path.name for path in SCRIPTS.glob("*.py")} - {"gpt.py", "lightning_slow_dataset.py"}
+    scripts = {path.name for path in SCRIPTS.glob("*.py")} - {"gpt.py"}
     assert scripts == {*PLANTED, *TWO, *HEALTHY}
     assert len(PLANTED) + len(TWO) >= 20
-
-
-def test_a_lightning_loop(tmp_path: Path) -> None:
-    pytest.importorskip("lightning")
-    found = diagnosis_of(tmp_path, sys.executable, "lightning_slow_dataset.py")
-    assert found["findings"][0]["cause"] == "data-starvation"

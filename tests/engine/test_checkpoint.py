@@ -1,17 +1,15 @@
 """A checkpoint is whole or not there, and a broken one is never loaded."""
 
 import json
-import os
 import random
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 import torch
+from tests.warm import Started
 from torch import nn
 
 from flatout.engine import checkpoint
@@ -169,14 +167,14 @@ def test_killed_at_any_moment_a_whole_checkpoint_stands(tmp_path: Path) -> None:
     rng = random.Random(1)
     reported = 0
     for _ in range(8):
-        process = subprocess.Popen([sys.executable, "-c", SAVER, str(tmp_path)], stdout=subprocess.PIPE, text=True)
-        assert process.stdout is not None
-        assert process.stdout.readline() == "ready\n"
+        process = Started(tmp_path, cwd=tmp_path, script=SAVER)
+        while "ready\n" not in process.so_far():
+            assert process.poll() is None
+            time.sleep(0.005)
         time.sleep(rng.uniform(0.02, 0.3))
-        os.kill(process.pid, signal.SIGKILL)
-        lines = process.stdout.read().split()
-        process.wait()
-        reported = max([reported, *map(int, lines)])
+        process.send_signal(signal.SIGKILL)
+        out, _ = process.communicate()
+        reported = max([reported, *map(int, out.split()[1:])])
         found, problems = Checkpoints(tmp_path, identity="run", keep=2).latest()
         assert problems == []
         if reported:
@@ -210,8 +208,8 @@ checkpoints.save(3, model=model, optimizer=None, state={})
 
 
 def test_no_room_leaves_the_last_one_whole_and_nothing_behind(tmp_path: Path) -> None:
-    done = subprocess.run([sys.executable, "-c", LIMITED, str(tmp_path)], capture_output=True, text=True, check=True)
-    assert done.stdout == "OSError\n"
+    out, err = Started(tmp_path, cwd=tmp_path, script=LIMITED).communicate()
+    assert (out, err) == ("OSError\n", "")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["latest", "step-00000001", "step-00000003"]
 
 

@@ -1,6 +1,7 @@
 """The rules on what an agent would have seen: GPU causes above all, which no CPU can plant."""
 
 import copy
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -8,6 +9,7 @@ import pytest
 from flatout.hardware import named
 from flatout.insight.diagnose import CAUSES, diagnose
 from flatout.insight.diagnose.observed import Observed
+from flatout.insight.diagnose.ranks import straggler
 from flatout.insight.prove import Proof, change_for, measured
 from flatout.record import Finding
 
@@ -16,7 +18,7 @@ STEP = {
     "host": {"forward": 0.02, "backward": 0.03, "optimizer": 0.01, "other": 0.04},
     "device": {"data": 0.0, "forward": 0.03, "backward": 0.06, "optimizer": 0.009, "other": 0.001},
     "micro": [{"rows": 16, "length": 1024, "tokens": 16384, "real": 16384.0}],
-    "losses": [3.0],
+    "loss": 3.0,
     "counts": {},
     "compile_s": 0.0,
     "lr": 3e-4,
@@ -47,6 +49,7 @@ FACTS: dict[str, Any] = {
         "matmul_weights": 124_000_000,
         "dtypes": {"float32": 148},
         "config": {},
+        "vocabulary": 50304,
         "attention": None,
     },
     "variables": {},
@@ -137,6 +140,47 @@ def test_waiting_that_the_gpu_never_notices_is_no_starvation() -> None:
     assert first(seen(step={"device": starved}, profile={"busy_s": 0.05})).cause == "data-starvation"
 
 
+def a_rank(data_s: float, forward_s: float = 0.03, tokens: int = 16384) -> list[dict[str, Any]]:
+    """Steps as long as every rank's: who is early waits in the sum of gradients."""
+    phases = {"data": data_s, "forward": forward_s, "backward": 0.099 - data_s - forward_s, "optimizer": 0.001}
+    micro = [{"rows": 16, "length": 1024, "tokens": tokens, "real": float(tokens)}]
+    return [{**copy.deepcopy(STEP), "step": i, "device": phases, "micro": micro} for i in range(10)]
+
+
+def among(ranks: dict[int, list[dict[str, Any]]], rank: int = 0) -> Observed:
+    return replace(seen(world=len(ranks)), steps=ranks[rank], ranks=ranks, straggler=straggler(ranks))
+
+
+def test_the_rank_that_others_wait_for_is_found() -> None:
+    found = straggler({0: a_rank(0.0), 1: a_rank(0.002), 2: a_rank(0.05), 3: a_rank(0.001)})
+    assert found is not None
+    assert found.rank == 2
+    assert straggler({0: a_rank(0.05), 1: a_rank(0.05)}) is None
+    assert straggler({0: a_rank(0.05)}) is None
+
+
+def test_ranks_that_do_not_wait_have_no_straggler() -> None:
+    """No sums of gradients: the slower one only ends later."""
+    slow = [{**step, "device": {**step["device"], "backward": 0.069, "data": 0.05}} for step in a_rank(0.0)]
+    assert straggler({0: a_rank(0.0), 1: slow}) is None
+
+
+def test_uneven_tokens_are_named_with_their_rank() -> None:
+    ranks = {0: a_rank(0.0, tokens=8192), 1: a_rank(0.0, tokens=16384)}
+    found = first(among(ranks))
+    assert found.cause == "data-starvation"
+    assert found.gain == pytest.approx(0.25 * 0.99 * 0.99, abs=0.01)
+    assert "rank 1 has most in 10 of 10 steps" in found.evidence[0]
+    assert diagnose(among(ranks)).limit["tokens_per_s"] == pytest.approx((8192 + 16384) / 0.1)
+
+
+def test_a_slower_gpu_is_named_with_its_rank() -> None:
+    found = first(among({0: a_rank(0.0), 1: a_rank(0.0, forward_s=0.045), 2: a_rank(0.0)}))
+    assert found.cause == "throttled"
+    assert "rank 1 takes 1.5 times as long" in found.sentence
+    assert diagnose(among({0: a_rank(0.0), 1: a_rank(0.0)})).findings == ()
+
+
 def test_recomputation_that_is_needed_is_no_finding() -> None:
     assert diagnose(seen(replays={"recompute": "out of memory"})).findings == ()
 
@@ -166,6 +210,24 @@ def test_a_measured_gain_replaces_the_estimate_and_may_change_the_order() -> Non
         ("fp32-matmul", "measured"),
     ]
     assert proved.findings[0].gain == pytest.approx(0.31)
+
+
+def test_a_guess_at_a_rate_far_too_low_is_slow_convergence() -> None:
+    found = first(seen(step={"loss": 10.83, "lr": 3e-9}))
+    assert found.cause == "slow-convergence"
+    assert "uniform guess over 50304 ids" in found.sentence
+    assert "learning rate 3e-09 with AdamW" in found.evidence[1]
+
+
+@pytest.mark.parametrize("step", [{"loss": 10.83, "lr": 3e-4}, {"loss": 3.0, "lr": 3e-9}, {"loss": 10.83, "lr": None}])
+def test_an_early_loss_or_a_trained_model_is_no_slow_convergence(step: dict[str, Any]) -> None:
+    assert diagnose(seen(step=step)).findings == ()
+
+
+def test_a_warm_up_is_no_slow_convergence() -> None:
+    watched = seen()
+    rising = [{**step, "loss": 10.83, "lr": 1e-9 * (i + 1)} for i, step in enumerate(watched.steps)]
+    assert diagnose(replace(watched, steps=rising)).findings == ()
 
 
 def test_every_cause_a_rule_can_name_is_a_known_one() -> None:

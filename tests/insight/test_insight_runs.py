@@ -22,12 +22,13 @@ def made(
     peak_gib: float = 60.0,
     padded: int = 1000,
     bad_from: int | None = None,
+    config: dict[str, object] | None = None,
 ) -> Run:
     plan = {
         "rates": RATES.to_json(),
         "decisions": {"workers": 2, "recompute": "none", "accumulation": 1, **(decisions or {})},
     }
-    run = Run.create(folder, config_text="a: 1\n", config={}, plan=plan, hardware={}, environment={})
+    run = Run.create(folder, config_text="a: 1\n", config=config or {}, plan=plan, hardware={}, environment={})
     with run.lock(), run.recorder() as recorder:
         for step in range(40):
             loss = math.nan if bad_from is not None and step >= bad_from else 4.0 - step / 40
@@ -75,6 +76,29 @@ def test_what_a_run_shows_is_named(tmp_path: Path, cause: str, given: dict) -> N
     found = runs.diagnose(made(tmp_path, **given))
     assert [finding.cause for finding in found.findings] == [cause]
     assert found.findings[0].evidence
+
+
+def falling(folder: Path, *, to: float, steps: int) -> Run:
+    """A validation loss that falls evenly to that value, in a run with a target of 3."""
+    config = {"target": {"val_loss": 3.0}, "train": {"lr": 1e-5, "warmup_steps": 0, "batch_tokens": 65536}}
+    run = made(folder, spans=HEALTHY, config=config)
+    with run.lock(), run.recorder() as recorder:
+        recorder.event("start", total_steps=steps)
+        for step in range(10, 41, 5):
+            recorder.event("eval", step=step, val_loss=to + (40 - step) * 0.01)
+    return run
+
+
+def test_a_target_out_of_reach_is_slow_convergence(tmp_path: Path) -> None:
+    found = runs.diagnose(falling(tmp_path / "late", to=3.5, steps=60))
+    assert [finding.cause for finding in found.findings] == ["slow-convergence"]
+    assert "needs 50 more" in found.findings[0].evidence[0]
+    assert "train.lr=1e-05" in found.findings[0].evidence[1]
+
+
+def test_a_target_within_reach_or_reached_is_none(tmp_path: Path) -> None:
+    assert runs.diagnose(falling(tmp_path / "longer", to=3.5, steps=100)).findings == ()
+    assert runs.diagnose(falling(tmp_path / "there", to=2.9, steps=60)).findings == ()
 
 
 def test_a_watched_script_keeps_what_was_said(tmp_path: Path) -> None:

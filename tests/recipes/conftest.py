@@ -1,14 +1,14 @@
 """Runs the real command in real processes, on a corpus small enough for two cores."""
 
-import os
 import subprocess
-import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 import yaml
+from tests import warm
 from tests.data.talks import tokenizer_folder, write_rows
 
 CONFIG = {
@@ -32,22 +32,12 @@ def config(tmp_path: Path) -> Path:
 def flatout(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
     """`flatout ARGUMENTS` in a process of its own, in a folder of its own."""
 
-    def call(*arguments: object, **options: object) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "flatout", *map(str, arguments)]
-        return subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, **options)  # type: ignore[call-overload, no-any-return]
-
-    return call
+    return partial(warm.flatout, cwd=tmp_path)
 
 
 @pytest.fixture
-def start(tmp_path: Path) -> Callable[..., subprocess.Popen[str]]:
-    def call(*arguments: object) -> subprocess.Popen[str]:
-        command = [sys.executable, "-m", "flatout", *map(str, arguments)]
-        return subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=tmp_path, env=dict(os.environ)
-        )
-
-    return call
+def start(tmp_path: Path) -> Callable[..., warm.Started]:
+    return partial(warm.Started, cwd=tmp_path)
 
 
 @pytest.fixture(scope="session")

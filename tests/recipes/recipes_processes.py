@@ -1,13 +1,14 @@
 """Helpers for tests that watch real processes."""
 
-import subprocess
 import time
 from pathlib import Path
+
+from tests.warm import Started
 
 from flatout.record import Run
 
 
-def wait_for_step(folder: Path, step: int, process: subprocess.Popen[str]) -> None:
+def wait_for_step(folder: Path, step: int, process: Started) -> None:
     """Returns once the run has recorded this step."""
     steps = folder / "steps.jsonl"
     while process.poll() is None:

@@ -13,11 +13,12 @@ from pathlib import Path
 import pytest
 import torch
 from recipes_processes import wait_for_step
+from tests.warm import Started
 
 from flatout.record import Run
 
 Call = Callable[..., subprocess.CompletedProcess[str]]
-Start = Callable[..., subprocess.Popen[str]]
+Start = Callable[..., Started]
 
 
 def trajectory(folder: Path) -> list[tuple[int, float | None, float, float]]:

@@ -11,11 +11,12 @@ import pytest
 import torch
 from recipes_processes import wait_for_step
 from tests.data.talks import question
+from tests.warm import Started
 
 from flatout.record import Run
 
 Call = Callable[..., subprocess.CompletedProcess[str]]
-Start = Callable[..., subprocess.Popen[str]]
+Start = Callable[..., Started]
 
 
 def trajectory(folder: Path) -> list[tuple[int, float | None, float, float]]:

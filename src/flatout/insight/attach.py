@@ -52,6 +52,19 @@ class Asked:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Rank:
+    """What the agent saw of one rank."""
+
+    facts: Mapping[str, Any]
+    steps: Sequence[Mapping[str, Any]]
+
+    @property
+    def timed(self) -> list[Mapping[str, Any]]:
+        """The steps that count: past warm-up, before the profiler."""
+        return [step for step in self.steps if step["stage"] == "timed" and step["seconds"]]
+
+
+@dataclass(frozen=True, kw_only=True)
 class Watched:
     """What became of a script, and what the agent saw of its rank 0."""
 
@@ -61,11 +74,12 @@ class Watched:
     steps: Sequence[Mapping[str, Any]]
     samples: Sequence[Mapping[str, Any]]  # of the machine
     crash: str | None  # its last words, secrets masked
+    ranks: Mapping[int, Rank] = field(default_factory=dict)  # rank 0 among them
 
     @property
     def timed(self) -> list[Mapping[str, Any]]:
-        """The steps that count: past warm-up, before the profiler."""
-        return [step for step in self.steps if step["stage"] == "timed"]
+        """The steps that count, of rank 0."""
+        return Rank(facts={}, steps=self.steps).timed
 
     @property
     def interrupted(self) -> bool:
@@ -105,7 +119,13 @@ def watch(command: Sequence[str], *, asked: Asked, run: Run | None = None) -> Wa
         crash = _crash(folder, returncode, tail)
         stopped = seen is not None and seen["state"] == "stopped"
         return Watched(
-            returncode=returncode, stopped=stopped, facts=seen, steps=books.steps, samples=samples, crash=crash
+            returncode=returncode,
+            stopped=stopped,
+            facts=seen,
+            steps=books.steps,
+            samples=samples,
+            crash=crash,
+            ranks=books.ranks(),
         )
     finally:
         shutil.rmtree(folder, ignore_errors=True)
@@ -195,7 +215,7 @@ def _wait(process: subprocess.Popen[bytes], books: _Books) -> int:
 
 
 class _Books:
-    """Reads the agent's files as they grow and records rank 0's steps."""
+    """Reads the agents' files: rank 0's as it grows, with its steps recorded, the others' at the end."""
 
     def __init__(self, folder: Path, recorder: Recorder | None) -> None:
         self.folder, self.recorder = folder, recorder
@@ -230,13 +250,25 @@ class _Books:
         read: dict[str, Any] = json.loads(path.read_text())
         return read
 
+    def ranks(self) -> dict[int, Rank]:
+        """Every rank that wrote both of its files."""
+        found: dict[int, Rank] = {}
+        for path in self._by_rank("facts-*.json"):
+            facts, steps = json.loads(path.read_text()), path.with_name(f"steps{path.stem[5:]}.jsonl")
+            if facts["rank"] not in found and steps.exists():
+                lines = steps.read_text().split("\n")[:-1]
+                found[facts["rank"]] = Rank(facts=facts, steps=[json.loads(line) for line in lines])
+        return found
+
     def is_over(self) -> bool:
         seen = self.facts()
         return seen is not None and seen["state"] == "stopped"
 
     def _first_rank(self, pattern: str) -> Path | None:
-        found = sorted(self.folder.glob(pattern), key=lambda path: (int(path.stem.split("-")[1]), path.stat().st_ctime))
-        return found[0] if found else None
+        return next(iter(self._by_rank(pattern)), None)
+
+    def _by_rank(self, pattern: str) -> list[Path]:
+        return sorted(self.folder.glob(pattern), key=lambda path: (int(path.stem.split("-")[1]), path.stat().st_ctime))
 
 
 def to_record(step: Mapping[str, Any], *, attempt: int, num_ranks: int = 1) -> StepRecord:
@@ -244,7 +276,6 @@ def to_record(step: Mapping[str, Any], *, attempt: int, num_ranks: int = 1) -> S
     micro = step["micro"]
     padded = sum(m["tokens"] or 0 for m in micro)
     real = sum(int(m["real"] if m["real"] is not None else m["tokens"] or 0) for m in micro)
-    losses = [loss for loss in step["losses"] if loss is not None]
     phases = step["device"] or step["host"]
     return StepRecord(
         attempt=attempt,
@@ -253,7 +284,7 @@ def to_record(step: Mapping[str, Any], *, attempt: int, num_ranks: int = 1) -> S
         seconds=step["seconds"],
         tokens=real * num_ranks,
         padded_tokens=padded * num_ranks,
-        loss=sum(losses) / len(losses) if losses else None,
+        loss=step["loss"],
         spans=tuple(Span(phase=phase, seconds=seconds) for phase, seconds in phases.items() if seconds > 0),
         memory=step["memory"],
         extra={"stage": step["stage"], "lr": step["lr"], "micro_batches": len(micro)},

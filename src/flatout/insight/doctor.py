@@ -18,6 +18,7 @@ from flatout.hardware import detect
 from flatout.insight.attach import Asked, Watched, new_run, watch
 from flatout.insight.diagnose import diagnose
 from flatout.insight.diagnose.observed import Observed
+from flatout.insight.diagnose.ranks import straggler
 from flatout.insight.prove import ALL_TOGETHER, Proof, measured, prove
 from flatout.record import Diagnosis, Run, redact, redacted
 from flatout.terminal import number, percent, table
@@ -135,18 +136,31 @@ def look(command: Sequence[str], *, asked: Asked, folder: Path) -> Looked:
 
 
 def observed(watched: Watched, *, hardware: Any) -> Observed | None:
-    """What the rules look at; None where too little was seen to say anything."""
-    steps = [step for step in watched.timed if step["seconds"]]
-    if watched.facts is None or len(steps) < FEWEST_STEPS:
+    """What the rules look at, rank 0 or the one the others wait for; None where too little was seen to say anything."""
+    steps, facts = watched.timed, watched.facts
+    if facts is None or len(steps) < FEWEST_STEPS:
         return None
-    return Observed(steps=steps, facts=watched.facts, hardware=hardware, samples=watched.samples)
+    ranks = {rank: found.timed for rank, found in watched.ranks.items() if len(found.timed) >= FEWEST_STEPS}
+    last = straggler(ranks)
+    every = watched.steps
+    if last is not None:
+        steps, every, facts = ranks[last.rank], watched.ranks[last.rank].steps, watched.ranks[last.rank].facts
+    return Observed(
+        steps=steps,
+        facts=facts,
+        hardware=hardware,
+        samples=watched.samples,
+        all_steps=every,
+        ranks=ranks,
+        straggler=last,
+    )
 
 
 def _nothing(watched: Watched) -> Diagnosis:
     if watched.facts is None:
         why = "no optimizer step was seen: the command ran no Python with torch from 2.4 on, or did not get to training"
     else:
-        timed = len([step for step in watched.timed if step["seconds"]])
+        timed = len(watched.timed)
         why = f"only {timed} steps after warm-up were seen, {FEWEST_STEPS} are needed: let the script take more"
     return Diagnosis(verdict=why, limit={}, findings=())
 

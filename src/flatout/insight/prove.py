@@ -71,7 +71,7 @@ def prove(
         plain.append(_timed(command, timed))
         for cause, change in changes.items():
             say(f"proof {repeat + 1} of {repeats}: {cause}")
-            with_it = replace(timed, switch=change.switch, variables=change.variables)
+            with_it = replace(timed, switch=change.switch, variables={**timed.variables, **change.variables})
             changed[cause].append(_timed(command, with_it))
     return [_proof(cause, plain, runs) for cause, runs in changed.items()]
 
@@ -119,7 +119,7 @@ def _proof(cause: str, plain: Sequence[Watched], changed: Sequence[Watched]) -> 
 
 def seconds_per_token(run: Watched) -> float | None:
     """Over the timed steps; a step without token ids counts as one."""
-    steps = [step for step in run.timed if step["seconds"]]
+    steps = run.timed
     if len(steps) < 2:
         return None
     tokens = sum(m["real"] if m["real"] is not None else m["tokens"] or 0 for s in steps for m in s["micro"])
@@ -127,11 +127,11 @@ def seconds_per_token(run: Watched) -> float | None:
 
 
 def _loss_differences(before: Watched, after: Watched) -> list[float]:
-    losses = {step["step"]: step["losses"][0] for step in before.steps if step["losses"]}
+    losses = {step["step"]: step["loss"] for step in before.steps}
     return [
-        abs(step["losses"][0] - losses[step["step"]])
+        abs(step["loss"] - losses[step["step"]])
         for step in after.steps
-        if step["losses"] and step["losses"][0] is not None and losses.get(step["step"]) is not None
+        if step["loss"] is not None and losses.get(step["step"]) is not None
     ]
 
 

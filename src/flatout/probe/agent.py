@@ -380,6 +380,23 @@ def read_later(value: Any) -> Any:
     return value.to("cpu", non_blocking=True)  # into pinned memory; whole once the step's last event has passed
 
 
+def scalings_of(loss: Any) -> list[float]:
+    """By how much a loss was scaled just before its backward pass: after the last operation, the last two, and so on.
+
+    Only constants on the host count: reading another would wait for the device.
+    """
+    found: list[float] = []
+    node = loss.grad_fn
+    while node is not None and len(found) < 4 and node.name() in ("DivBackward0", "MulBackward0"):
+        other = node._saved_other
+        if other is None or other.is_cuda or other.requires_grad or other.numel() != 1 or not float(other):
+            break
+        by = 1 / float(other) if node.name().startswith("Div") else float(other)
+        found.append(by * (found[-1] if found else 1.0))
+        node = node.next_functions[0][0]
+    return found
+
+
 def scalar_loss(torch: Any, out: Any) -> Any:
     """Something to call backward on: the loss where the model gives one, else the mean of what it puts out."""
     loss = getattr(out, "loss", None)
@@ -428,7 +445,10 @@ class Agent:
         self.micro: list[dict[str, Any]] = []
         self.last: tuple[Any, Any, Any] | None = None
         self.mixed: tuple[bool, Any] = (False, None)  # autocast, as it was around the forward pass
-        self.losses: list[Any] = []
+        self.losses: list[Any] = []  # one a micro-batch
+        self.scalings: list[list[float]] = []  # of those losses, while warming up
+        self.unscaled: tuple[Any, Any] = (None, None)  # what a GradScaler gave, and from what
+        self.in_parts = False  # losses of micro-batches are parts of their mean already, and add up to it
         self.waiting: list[dict[str, Any]] = []  # steps whose device times are not read yet
         self.forwards: Counter[tuple[str, int, int]] = Counter()
         self.recompile_reasons: Counter[str] = Counter()
@@ -513,7 +533,9 @@ class Agent:
             @functools.wraps(original)
             def scale(scaler: Any, outputs: Any) -> Any:
                 self.counts["scaled"] += bool(scaler.is_enabled())
-                return original(scaler, outputs)
+                scaled = original(scaler, outputs)
+                self.unscaled = (scaled, outputs)
+                return scaled
 
             return scale
 
@@ -612,8 +634,21 @@ class Agent:
     @quietly
     def note_loss(self, tensors: Any) -> None:
         first = tensors if hasattr(tensors, "detach") else next(iter(tensors), None)
+        scaled, plain_loss = self.unscaled
+        self.unscaled = (None, None)
+        if first is not None and first is scaled:
+            first = plain_loss
         if first is not None and first.numel() == 1 and self.is_ours() and len(self.losses) < 4096:
             self.losses.append(read_later(first.detach()))
+            if self.stage in ("waiting", "warm"):
+                self.scalings.append(scalings_of(first))
+
+    def note_parts(self) -> None:
+        """Losses divided by the number of micro-batches, as frameworks and most loops do; told while warming up."""
+        count = len(self.losses)
+        if count > 1 and len(self.scalings) == count:
+            self.in_parts |= all(any(abs(by * count - 1) < 1e-3 for by in found) for found in self.scalings)
+        self.scalings = []
 
     @quietly
     def note_loader(self, loader: Any) -> None:
@@ -711,6 +746,8 @@ class Agent:
         batch = Batch(torch, args, kwargs)
         if training:
             self.end_evaluation()
+            # The Trainer's way: the model divides its sum by the tokens of all micro-batches.
+            self.in_parts |= kwargs.get("num_items_in_batch") is not None
             self.note_micro(module, batch)
             Switches.forward(self, module, len(self.micro))
             if self.settings.stop:
@@ -759,7 +796,9 @@ class Agent:
         parameters = list(module.parameters())
         config = next((c for c in (getattr(m, "config", None) for m in module.modules()) if c is not None), None)
         linear = {id(m.weight): m.weight.numel() for m in module.modules() if is_linear(m)}
-        table = {id(m.weight) for m in module.modules() if isinstance(m, torch.nn.Embedding)}
+        tables = [m.weight for m in module.modules() if isinstance(m, torch.nn.Embedding)]
+        table = {id(weight) for weight in tables}
+        largest = max(tables, key=lambda weight: weight.numel(), default=None)
         wrapped = getattr(module, "_orig_mod", getattr(module, "module", module))
         self.facts["model"] = {
             "class": type(wrapped).__name__,
@@ -772,6 +811,7 @@ class Agent:
             "dtypes": dict(Counter(dtype_name(p.dtype) for p in parameters)),
             "devices": dict(Counter(p.device.type for p in parameters)),
             "config": config_of(config),
+            "vocabulary": None if largest is None else int(largest.shape[0]),
             "compiled": hasattr(module, "_orig_mod") or vars(module).get("_compiled_call_impl") is not None,
             "attention": getattr(config, "_attn_implementation", None),
             "modules": dict(Counter(type(m).__name__ for m in module.modules()).most_common(30)),
@@ -852,6 +892,7 @@ class Agent:
         now = time.perf_counter()
         host, seams = self.timeline.cut()
         compiled = compile_seconds()
+        self.note_parts()
         line = {
             "step": self.num_steps,
             "stage": self.stage,
@@ -860,7 +901,7 @@ class Agent:
             "host": host,
             "seams": seams,
             "micro": self.micro,
-            "losses": self.losses,
+            "loss": self.losses,
             "memory": self.memory(),
             "compile_s": compiled - self.compile_seen,
             "counts": dict(self.counts),
@@ -888,7 +929,7 @@ class Agent:
                 self.sampler.start()
         elif self.stage == "timed":
             over = now - self.began > asked.seconds * (0.7 if asked.look else 1.0)
-            over = over and self.num_steps >= asked.warm + FEWEST_TIMED
+            over = self.agreed(over and self.num_steps >= asked.warm + FEWEST_TIMED)
             if self.num_steps >= asked.steps - profiled or over:
                 self.sampler.stop()
                 self.stage = "profiled" if profiled else "done"
@@ -898,6 +939,21 @@ class Agent:
         elif self.stage == "profiled" and self.num_steps >= self.profile_until:
             self.end_profile()
             self.stage = "done"
+
+    def agreed(self, over: bool) -> bool:
+        """Ranks leave the window at the same step, or one would wait for ever: rank 0 says which, two steps ahead."""
+        if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+            return over
+        path = os.path.join(self.settings.out, "until")
+        told = os.path.exists(path)
+        if over and not told and self.rank() == 0:
+            with open(path + ".tmp", "w") as file:
+                file.write(str(self.num_steps + 2))
+            os.replace(path + ".tmp", path)
+        if not told:
+            return False
+        with open(path) as file:
+            return self.num_steps >= int(file.read())
 
     def memory(self) -> dict[str, float]:
         # Asking takes a tenth of a millisecond, which is not nothing in a short step.
@@ -961,8 +1017,11 @@ class Agent:
     # -- writing
 
     def write_ready(self, wait: bool = False) -> None:
-        """Write the steps whose events the device has passed; on a CPU that is all of them."""
-        while self.waiting:
+        """Write the steps whose events the device has passed; on a CPU that is all of them.
+
+        The first waits for the second: its forwards were not heard of yet, which tell what its losses are.
+        """
+        while self.waiting and (wait or self.num_steps > 0):
             line = self.waiting[0]
             seams = line["seams"]
             if seams and not seams[-1][2].query():
@@ -977,7 +1036,8 @@ class Agent:
             del line["seams"]
             for micro in line["micro"]:
                 micro["real"] = number(micro["real"])
-            line["losses"] = [number(loss) for loss in line["losses"]]
+            known = [loss for loss in map(number, line["loss"]) if loss is not None]
+            line["loss"] = sum(known) / (1 if self.in_parts else len(known)) if known else None
             self.append(line)
 
     def append(self, line: dict[str, Any]) -> None:

@@ -7,6 +7,7 @@ step time; a gain is what the fix alone would save, so gains of several fixes do
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from flatout.insight.diagnose import device, health, host
@@ -50,7 +51,10 @@ _RULES = (*host.ALL, *device.ALL, *health.ALL)
 
 
 def diagnose(seen: Observed) -> Diagnosis:
-    findings = ranked(finding for rule in _RULES if (finding := rule(seen)) is not None)
+    found = [finding for rule in _RULES if (finding := rule(seen)) is not None]
+    if seen.straggler is not None:
+        found = [replace(finding, evidence=(*finding.evidence, seen.straggler.sentence)) for finding in found]
+    findings = ranked(found)
     limit = limit_of(seen)
     return Diagnosis(verdict=verdict_of(findings, limit), limit=limit, findings=findings)
 

@@ -10,16 +10,20 @@ from typing import Any
 
 from flatout.insight.diagnose.host import _finding
 from flatout.insight.diagnose.observed import Observed
+from flatout.insight.diagnose.ranks import slower, uneven
 from flatout.record import Finding
 
 # A power cap alone is how a busy GPU runs; these mean that something is wrong with it.
 _SLOWED = ("hw_slowdown", "hw_thermal", "hw_power_brake", "sw_thermal")
+# The low end of what models are trained from scratch with.
+_USUAL_ADAM_RATE, _USUAL_SGD_RATE = 1e-4, 1e-2
+# After so many steps a loss that has not moved says something at any rate.
+_MANY_STEPS = 200
 
 
 def unstable_loss(seen: Observed) -> Finding | None:
     clipped = seen.counts("clip") > 0
-    rates = [step["lr"] for step in seen.steps if step.get("lr")]
-    return loss_finding(seen.losses, clipped=clipped, lr=rates[-1] if rates else None)
+    return loss_finding(seen.losses, clipped=clipped, lr=seen.rates[-1] if seen.rates else None)
 
 
 def loss_finding(losses: Sequence[float], *, clipped: bool | None, lr: float | None) -> Finding | None:
@@ -48,25 +52,30 @@ def loss_finding(losses: Sequence[float], *, clipped: bool | None, lr: float | N
 
 
 def slow_convergence(seen: Observed) -> Finding | None:
-    """Still as wise as a coin: the loss of a uniform guess, and not falling."""
-    losses, vocab = seen.losses, (seen.model.get("config") or {}).get("vocab_size")
-    if len(losses) < 8 or not all(math.isfinite(x) for x in losses):
+    """Still as wise as a coin, and nothing to hope for: a uniform guess, not falling, at a rate far below the usual."""
+    losses, rates, vocab = seen.losses, seen.rates, seen.model.get("vocabulary")
+    if len(losses) < 6 or not rates or not vocab or not all(math.isfinite(x) for x in losses):
         return None
     third = len(losses) // 3
     first, last = fmean(losses[:third]), fmean(losses[-third:])
-    guess = math.log(vocab) if isinstance(vocab, int) and vocab > 1 else None
-    untrained = guess is not None and last > 0.97 * guess
-    if first - last > 0.002 * abs(first) or not untrained:
+    if last < 0.97 * math.log(vocab) or first - last > 0.002 * abs(first):
         return None
-    rates = [step["lr"] for step in seen.steps if step.get("lr") is not None]
-    rate = rates[-1] if rates else None
+    # A rate that still rises is a warm-up, and at a usual rate so few steps say nothing.
+    usual = _USUAL_SGD_RATE if "SGD" in str(seen.optimizer.get("class")) else _USUAL_ADAM_RATE
+    if rates[-1] > rates[0] or (rates[-1] > usual / 100 and len(losses) < _MANY_STEPS):
+        return None
+    batch = (seen.rows or 0) * seen.accumulation * seen.world
     return _finding(
         "slow-convergence",
         f"The loss stands at {last:.4g}, which is a uniform guess over {vocab} ids, and does not fall.",
         None,
         None,
-        [f"{first:.4g} in the first third of {len(losses)} steps, {last:.4g} in the last", f"learning rate {rate}"],
-        "as advice: check the learning rate (1e-4 to 1e-3 for AdamW from scratch), a shorter warm-up, a smaller batch",
+        [
+            f"{first:.4g} in the first third of {len(losses)} steps, {last:.4g} in the last",
+            f"learning rate {rates[-1]:.3g} with {seen.optimizer.get('class')}, from scratch mostly {usual:g} or more",
+            f"effective batch {batch:.0f} rows",
+        ],
+        f"as advice: a learning rate of {usual:g} to {10 * usual:g} after a short warm-up, or a smaller batch",
     )
 
 
@@ -110,7 +119,24 @@ def offload(seen: Observed) -> Finding | None:
 
 
 def throttled(seen: Observed) -> Finding | None:
-    return throttle_finding(seen.samples)
+    return throttle_finding(seen.samples) or _slower_device(seen)
+
+
+def _slower_device(seen: Observed) -> Finding | None:
+    """One GPU of several that takes longer for the same work; CPU ranks share their cores, so nothing follows there."""
+    found, work = slower(seen.ranks), uneven(seen.ranks)
+    if not seen.on_gpu or found is None or work is None or work.wasted > 0.02 or found[1] < 1.2:
+        return None
+    rank, times = found
+    waited = (1 - 1 / times) * seen.compute_share
+    return _finding(
+        "throttled",
+        f"The GPU of rank {rank} takes {times:.1f} times as long for the same tokens, and the others wait for it.",
+        waited,
+        waited,
+        [f"forward passes of rank {rank} against the others' (CUDA events)", work.sentence],
+        "look at that GPU's clocks, temperature and other processes (nvidia-smi), or leave it out",
+    )
 
 
 def throttle_finding(samples: Sequence[Mapping[str, Any]]) -> Finding | None:

@@ -7,6 +7,7 @@ from typing import Any
 
 from flatout.insight.diagnose import fixes
 from flatout.insight.diagnose.observed import Observed, short
+from flatout.insight.diagnose.ranks import uneven
 from flatout.record import Finding
 
 # Below these shares of step time a cause is not worth a change.
@@ -16,12 +17,12 @@ RARER = 5
 
 
 def data_starvation(seen: Observed) -> Finding | None:
-    """Time in which training waits for its next batch, and why."""
+    """Time in which training waits for its next batch, and why; or for the rank whose batch is larger."""
     # On a GPU, what looks like work between the steps may be the wait after somebody read a value.
     between = max(0.0, seen.activities.get("", 0.0) - (waits(seen, "sync") if seen.on_gpu else 0.0))
     share = seen.activities.get("data", 0.0) + between
     if share < 0.08:
-        return None
+        return _uneven_data(seen)
     cores = max(1, int(seen.facts["cores"] or 1) // max(1, seen.world))
     workers = min(8, max(2, cores))
     # With workers the batch is made while the step runs: the longer of the two is what remains.
@@ -46,6 +47,21 @@ def data_starvation(seen: Observed) -> Finding | None:
         pageable = float(seen.profile.get("copies_pageable_s") or 0.0) / seen.step_s
         evidence.append(f"memory is not pinned: {pageable:.1%} of step time in copies from pageable memory (profiler)")
     return _finding("data-starvation", sentence, share, gain, evidence, fix)
+
+
+def _uneven_data(seen: Observed) -> Finding | None:
+    found = uneven(seen.ranks)
+    gain = 0.0 if found is None else found.wasted * seen.compute_share
+    if found is None or gain < WORTH:
+        return None
+    return _finding(
+        "data-starvation",
+        "A step's tokens are shared out unevenly, and every rank waits for the one that has most.",
+        gain,
+        gain,
+        [found.sentence, f"forward and backward are {seen.compute_share:.0%} of step time"],
+        "give every rank as many tokens a step: pack rows, or draw batches of like length for all ranks together",
+    )
 
 
 def logging(seen: Observed) -> Finding | None:

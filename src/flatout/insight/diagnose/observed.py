@@ -11,6 +11,7 @@ from pathlib import PurePath
 from typing import Any
 
 from flatout.hardware import Hardware
+from flatout.insight.diagnose.ranks import Straggler
 
 # In these phases the training thread's stack says what it was at; the other phases speak for themselves.
 _OPEN = ("other", "eval", "reference")
@@ -20,12 +21,15 @@ _FEWEST_SAMPLES = 5
 
 @dataclass(frozen=True, kw_only=True)
 class Observed:
-    """One watched job: the timed steps, and the agent's facts."""
+    """One watched job: the timed steps and the agent's facts of one rank, and the steps of all."""
 
     steps: Sequence[Mapping[str, Any]]
     facts: Mapping[str, Any]
     hardware: Hardware
     samples: Sequence[Mapping[str, Any]] = field(default=())  # of the machine
+    all_steps: Sequence[Mapping[str, Any]] = field(default=())  # those that are not timed, too
+    ranks: Mapping[int, Sequence[Mapping[str, Any]]] = field(default_factory=dict)  # this one among them
+    straggler: Straggler | None = None  # this rank, where the others wait for it
 
     # -- time
 
@@ -126,15 +130,14 @@ class Observed:
 
     @property
     def real_tokens(self) -> float | None:
-        if self.tokens is None:
-            return None
-        counted = [m for m in self.micro if m["tokens"] is not None]
-        return float(sum(m["tokens"] if m["real"] is None else m["real"] for m in counted))
+        return None if self.tokens is None else _real_tokens(self.steps)
 
     @property
     def tokens_per_s(self) -> float | None:
-        real = self.real_tokens
-        return None if not real or not self.seconds else real * self.world / self.seconds
+        """Of all ranks; those that were not seen are taken to have had as many tokens as the others."""
+        ranks = list(self.ranks.values()) or [self.steps]
+        a_step = sum(_real_tokens(steps) / len(steps) for steps in ranks) * self.world / len(ranks)
+        return a_step / self.step_s if a_step and self.seconds else None
 
     @property
     def length(self) -> float | None:
@@ -179,10 +182,13 @@ class Observed:
 
     @cached_property
     def losses(self) -> list[float]:
-        """One a step; the mean of its micro-batches."""
-        return [
-            sum(known) / len(known) for step in self.steps if (known := [x for x in step["losses"] if x is not None])
-        ]
+        """One for every step that was watched; the mean of its micro-batches."""
+        return [step["loss"] for step in self.all_steps or self.steps if step["loss"] is not None]
+
+    @cached_property
+    def rates(self) -> list[float]:
+        """The learning rates of those steps, where they are known."""
+        return [step["lr"] for step in self.all_steps or self.steps if step.get("lr") is not None]
 
     def replay(self, name: str) -> tuple[float, float] | None:
         """Seconds of the last batch as it was, and with one thing changed."""
@@ -204,6 +210,11 @@ class Observed:
 
     def counts(self, name: str) -> int:
         return int(self.facts.get("totals", {}).get(name, 0))
+
+
+def _real_tokens(steps: Sequence[Mapping[str, Any]]) -> float:
+    counted = [micro for step in steps for micro in step["micro"] if micro["tokens"] is not None]
+    return float(sum(micro["tokens"] if micro["real"] is None else micro["real"] for micro in counted))
 
 
 def short(site: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -157,6 +158,7 @@ def _findings(run: Run, seen: _Seen, parts: list[Rollup], events: list[Event]) -
         )
     else:
         yield from _maybe(loss_finding(losses, clipped=None, lr=None))
+    yield from _maybe(_late(run, events))
     yield from _maybe(throttle_finding(list(run.samples())))
     recompiled = [part.extra["recompiles"] * part.num_steps for part in parts if part.extra.get("recompiles")]
     if sum(recompiled) > 2:
@@ -177,6 +179,36 @@ def _findings(run: Run, seen: _Seen, parts: list[Rollup], events: list[Event]) -
             [f"step {event.step}: {event.data['micro_batch']} to {event.data['now']}" for event in ooms[:3]],
             f"plan.micro_batch={ooms[-1].data['now']} from the start",
         )
+
+
+def _late(run: Run, events: list[Event]) -> Finding | None:
+    """The target is out of reach even if the loss went on falling as it lately did, which losses do not."""
+    target = (run.config.get("target") or {}).get("val_loss")
+    total = next((event.data["total_steps"] for event in reversed(events) if event.kind == "start"), None)
+    seen = {event.step: float(event.data["val_loss"]) for event in events if event.kind == "eval" and event.step}
+    steps = sorted(seen)
+    if target is None or total is None or len(steps) < 4 or min(seen.values()) <= target:
+        return None
+    then, now = steps[len(steps) // 2 - 1], steps[-1]
+    fall = (seen[then] - seen[now]) / (now - then)
+    needed = math.inf if fall <= 0 else (seen[now] - target) / fall
+    if needed <= total - now:
+        return None
+    train = run.config.get("train") or {}
+    speed = "it does not fall any more" if fall <= 0 else f"at the speed since step {then} it needs {needed:,.0f} more"
+    return _finding(
+        "slow-convergence",
+        f"The validation loss will not reach its target of {target:g} in this run.",
+        None,
+        None,
+        [
+            f"{seen[now]:.4g} at step {now:,} of {total:,}, {seen[then]:.4g} at step {then:,}; {speed}",
+            ", ".join(
+                f"train.{name}={train[name]}" for name in ("lr", "warmup_steps", "batch_tokens") if name in train
+            ),
+        ],
+        "as advice: a larger train.lr after some hundred train.warmup_steps, a smaller train.batch_tokens, more steps",
+    )
 
 
 def _by_memory(seen: _Seen, decided: Any) -> Iterable[Finding]:

@@ -1,0 +1,89 @@
+"""What of the doctor's GPU benchmarks can be held to without a GPU: the jobs run, and the judging is right."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from benchmarks.doctor_gpu import PLANTED, Budget, findings_table, judged, parsed, table
+from benchmarks.doctor_overhead import bound
+
+from flatout.insight.attach import Watched
+from flatout.insight.diagnose import CAUSES
+from flatout.insight.doctor import Looked
+from flatout.insight.prove import Proof
+from flatout.record import Diagnosis, Finding, Run
+
+
+def finding(cause: str, gain: float | None) -> Finding:
+    return Finding(
+        cause=cause, sentence="It is.", share=gain, gain=gain, status="estimated", evidence=("a | b",), fix="do it"
+    )
+
+
+def looked(folder: Path, *findings: Finding) -> Looked:
+    run = Run.create(folder, config_text="a: 1\n", config={}, plan={"foreign": True}, hardware={}, environment={})
+    watched = Watched(returncode=0, stopped=True, facts=None, steps=[], samples=[], crash=None)
+    return Looked(
+        run=run, watched=watched, seen=None, diagnosis=Diagnosis(verdict="so it is", limit={}, findings=findings)
+    )
+
+
+def test_every_job_runs_on_a_cpu() -> None:
+    """In one process, all but the one whose compiler takes longer to start than the others to run."""
+    code = (
+        "import math; from benchmarks.doctor_gpu import PLANTED; from benchmarks.doctor_job import train\n"
+        "for cause in PLANTED:\n"
+        "    if cause != 'recompiles': print(cause, math.isfinite(train(cause, steps=2, device='cpu')))"
+    )
+    root = Path(__file__).parents[1]
+    done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines() == [f"{cause} True" for cause in PLANTED if cause != "recompiles"]
+
+
+def test_what_is_planted_is_a_cause_the_doctor_can_name() -> None:
+    assert {cause for cause in PLANTED.values() if cause is not None} <= set(CAUSES)
+    assert len(PLANTED) > 10
+
+
+def test_an_estimate_is_held_to_what_was_measured(tmp_path: Path) -> None:
+    found = looked(tmp_path, finding("fp32-matmul", 0.5), finding("padding", 0.2))
+    proof = Proof(cause="fp32-matmul", gains=(0.6, 0.64), loss_difference=0.01)
+    row = judged("fp32-matmul", found, proofs=[proof], look_s=1.0)
+    assert (row["first"], row["estimated"], row["within_a_quarter"]) == (True, 0.5, True)
+    assert row["measured"] == pytest.approx(0.62)
+    far = judged(
+        "fp32-matmul", found, proofs=[Proof(cause="fp32-matmul", gains=(0.9,), loss_difference=None)], look_s=1
+    )
+    assert far["within_a_quarter"] is False
+    assert judged("padding", found, proofs=[], look_s=1.0)["first"] is False
+    assert "named first: 1 of 1; estimated within a quarter of the measured: 1 of 1" in table([row])
+    assert "a \\| b" in findings_table(found)
+
+
+def test_a_healthy_job_and_a_failed_one(tmp_path: Path) -> None:
+    assert judged("healthy", looked(tmp_path / "a"), proofs=[], look_s=1.0)["first"] is True
+    assert judged("healthy", looked(tmp_path / "b", finding("padding", 0.2)), proofs=[], look_s=1.0)["first"] is False
+    failed = judged("healthy", None, proofs=[], look_s=None, error="no device\nat all")
+    assert failed["first"] is False
+    assert "no: no device |" in table([failed])
+
+
+def test_a_budget_allows_what_fits() -> None:
+    assert Budget(None).allows(1e9)
+    assert Budget(100.0).allows(50.0)
+    assert not Budget(100.0).allows(200.0)
+
+
+@pytest.mark.parametrize("wrong", [["--causes", "gremlins"], ["--script", "trainer"]])
+def test_wrong_usage_is_refused(wrong: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parsed(wrong)
+    assert wrong[1] in capsys.readouterr().err
+
+
+def test_the_bound_of_an_overhead() -> None:
+    found = bound([1.01, 1.03, 1.02, 1.02])
+    assert found["overhead"] == pytest.approx(0.02)
+    assert found["upper_95"] == pytest.approx(0.02 + 2.353 * 0.0081650 / 2, abs=1e-5)
+    assert bound([1.0])["upper_95"] is None

@@ -1,0 +1,87 @@
+"""`flatout ARGUMENTS`, or a script, in a process of its own that need not import torch: it is forked from one that has.
+
+Everything a process has is real: its exit code, its signals, its end. The server it comes from imports and never
+computes, so that no thread is lost in the fork.
+"""
+
+import atexit
+import multiprocessing
+import os
+import runpy
+import signal
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+_CONTEXT = multiprocessing.get_context("forkserver")
+_CONTEXT.set_forkserver_preload(
+    ["torch", "torch._dynamo", "flatout.cli", "flatout.recipes.pretrain", "flatout.recipes.sft", "flatout.judge"]
+)
+
+
+class Started:
+    """As much of `subprocess.Popen` as the tests use; what it prints goes to files."""
+
+    def __init__(self, *arguments: object, cwd: Path, script: str | None = None) -> None:
+        self._folder = tempfile.TemporaryDirectory()
+        self._out, self._err, code = (Path(self._folder.name) / name for name in ("out", "err", "script.py"))
+        if script is not None:
+            code.write_text(script)
+        argv = ["flatout" if script is None else str(code), *map(str, arguments)]
+        self._process = _CONTEXT.Process(
+            target=_command, args=(argv, str(cwd), dict(os.environ), [str(self._out), str(self._err)])
+        )
+        self._process.start()
+        assert self._process.pid is not None
+        self.pid: int = self._process.pid
+
+    @property
+    def returncode(self) -> int | None:
+        return self._process.exitcode
+
+    def poll(self) -> int | None:
+        return self._process.exitcode
+
+    def send_signal(self, number: int) -> None:
+        os.kill(self.pid, number)
+
+    def wait(self, timeout: float | None = None) -> int:
+        self._process.join(timeout)
+        if self._process.exitcode is None:
+            self.send_signal(signal.SIGKILL)
+            raise subprocess.TimeoutExpired("flatout", timeout or 0.0)
+        return self._process.exitcode
+
+    def communicate(self, timeout: float | None = None) -> tuple[str, str]:
+        self.wait(timeout)
+        return self.so_far(), self._err.read_text()
+
+    def so_far(self) -> str:
+        """What it has printed."""
+        return self._out.read_text() if self._out.exists() else ""
+
+
+def flatout(*arguments: object, cwd: Path) -> subprocess.CompletedProcess[str]:
+    started = Started(*arguments, cwd=cwd)
+    out, err = started.communicate(timeout=300)
+    return subprocess.CompletedProcess(list(arguments), started.wait(), out, err)
+
+
+def _command(argv: list[str], cwd: str, environment: dict[str, str], files: list[str]) -> None:
+    for number, path in enumerate(files, start=1):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT, 0o600), number)
+    os.chdir(cwd)
+    os.environ.clear()
+    os.environ.update(environment)
+    sys.argv = argv
+    try:
+        if argv[0] == "flatout":
+            runpy.run_module("flatout", run_name="__main__", alter_sys=True)
+        else:
+            runpy.run_path(argv[0], run_name="__main__")
+    finally:
+        # A forked process ends without these.
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
