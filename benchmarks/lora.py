@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks import peers
 from benchmarks.results import FOLDER, Call, git_commit, table, write
 from flatout.record import Run
 
@@ -93,19 +94,12 @@ def ours(file: Path, overrides: list[str], *, folder: Path) -> Done:
 
 
 def peer(script: Path, variant: str, *, seconds: float) -> dict[str, float] | None:
-    """One run of a rival; None, with its last words printed, when it did not finish."""
-    try:
-        done = subprocess.run([sys.executable, str(script), variant], capture_output=True, text=True, timeout=seconds)
-    except subprocess.TimeoutExpired:
-        print(f"{variant}: not finished in {seconds:.0f} s", flush=True)
+    found = peers.measured(script, variant, figure="samples_s", seconds=seconds)
+    if found is None:
         return None
-    for line in done.stdout.splitlines():
-        if line.startswith("{") and "samples_s" in (found := json.loads(line)):
-            real = (SHORTEST + LONGEST) / 2
-            speed = found["samples_s"]
-            return {"samples_per_s": speed, "tokens_per_s": speed * real, "peak_gib": found["mem_gib"]}
-    print(f"{variant}: {(done.stdout + done.stderr)[-300:]}", flush=True)
-    return None
+    speed = found["samples_s"]
+    real = (SHORTEST + LONGEST) / 2
+    return {"samples_per_s": speed, "tokens_per_s": speed * real, "peak_gib": found["mem_gib"]}
 
 
 def fit(scratch: Path, rows: Path, *, steps: int) -> None:

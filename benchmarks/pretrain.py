@@ -10,7 +10,6 @@ and `mem_gib`; each variant of each repeat is a process of its own.
 from __future__ import annotations
 
 import argparse
-import json
 import subprocess
 import sys
 import tempfile
@@ -18,6 +17,7 @@ import time
 from collections import defaultdict
 from pathlib import Path
 
+from benchmarks import peers
 from benchmarks.results import FOLDER, Call, git_commit, table, write
 from flatout.record import Run
 
@@ -42,18 +42,8 @@ def ours(example: str, overrides: list[str], *, folder: Path) -> dict[str, float
 
 
 def peer(script: Path, variant: str, *, seconds: float) -> dict[str, float] | None:
-    """One run of a rival; None, with its last words printed, when it did not finish."""
-    command = [sys.executable, str(script), variant]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=seconds)
-    except subprocess.TimeoutExpired:
-        print(f"{variant}: not finished in {seconds:.0f} s", flush=True)
-        return None
-    for line in done.stdout.splitlines():
-        if line.startswith("{") and "tok_s" in (found := json.loads(line)):
-            return {"tokens_per_s": found["tok_s"], "mfu": found["mfu"] / 100, "peak_gib": found["mem_gib"]}
-    print(f"{variant}: {(done.stdout + done.stderr)[-300:]}", flush=True)
-    return None
+    found = peers.measured(script, variant, figure="tok_s", seconds=seconds)
+    return found and {"tokens_per_s": found["tok_s"], "mfu": found["mfu"] / 100, "peak_gib": found["mem_gib"]}
 
 
 def main() -> None:

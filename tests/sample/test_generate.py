@@ -186,6 +186,16 @@ def test_no_prompt_is_lost_or_doubled(lengths: list[int], rows: int, samples: in
     assert found.keys() == {(i, s) for i in range(len(lengths)) for s in range(samples)}
 
 
+def test_a_thousand_prompts_with_random_ends() -> None:
+    chance = random.Random(7)
+    prompts = prompts_of([chance.randrange(1, 30) for _ in range(1000)], seed=3)
+    sampling = Sampling(max_tokens=12, temperature=1.0, stop_ids=frozenset(range(0, 256, 9)))
+    found = by_place(Generator(made(layers=1), TOKENIZER, rows=64).generate(prompts, sampling=sampling))
+    assert found.keys() == {(i, 0) for i in range(1000)}
+    assert len({len(c.ids) for c in found.values()}) == 12
+    assert {c.status for c in found.values()} == {"stopped", "length"}
+
+
 def test_streaming_is_generating() -> None:
     model, [prompt] = made(), prompts_of([10])
     sampling = Sampling(max_tokens=16, temperature=0.8, seed=2)

@@ -169,6 +169,20 @@ def _trials(device: torch.device) -> Iterator[_Trial]:
             tolerance=limit,
         )
         yield _Trial(
+            path="kernel: decode attention over shared prompts",
+            against="each row by itself",
+            fast=_decode(shape, dtype, device, kernel=True),
+            plain=_decode(shape, dtype, device, kernel=False),
+            tolerance=limit,
+        )
+        yield _Trial(
+            path="kernel: draw a token",
+            against="softmax and search",
+            fast=_draw(shape, dtype, device, kernel=True),
+            plain=_draw(shape, dtype, device, kernel=False),
+            tolerance=limit,
+        )
+        yield _Trial(
             path="8-bit matmuls: one block",
             against="kernels in 16 bits",
             fast=_block(shape, batch, length, dtype, device, kernels=("fused_qkv", "fused_mlp", "fp8")),
@@ -203,6 +217,72 @@ def _attention(
             return [out, *torch.autograd.grad(out.float().square().mean(), inputs)]
 
     return work
+
+
+def _decode(shape: ModelShape, dtype: torch.dtype, device: torch.device, *, kernel: bool) -> Work:
+    """One token of each of 256 rows, 16 to a prompt of 128 tokens, each with 64 tokens of its own."""
+    rows, together, prompt, own = 256, 16, 128, 64
+    groups, width = shape.heads // shape.kv_heads, shape.head_dim
+    k, v = (
+        _random((shape.kv_heads, rows * own + rows // together * prompt, width), seed=i, dtype=dtype, device=device)
+        for i in range(2)
+    )
+    q = _random((rows, shape.heads, width), seed=2, dtype=dtype, device=device)
+    index = torch.arange(rows, device=device)
+    starts = rows * own + torch.arange(rows // together, device=device) * prompt
+
+    def fast() -> Sequence[Tensor]:
+        from flatout.kernels.decode import Partial, Tiles, read
+
+        def full(like: Tensor, value: int) -> Tensor:
+            return torch.full_like(like, value, dtype=torch.int32)
+
+        shared, alone = index.view(-1, together).int(), index.view(-1, 1).int()
+        ranges = [
+            Tiles(queries_TQ=shared, seen_TQ=full(shared, prompt), starts_T=starts),
+            Tiles(queries_TQ=alone, seen_TQ=full(alone, own), starts_T=index * own),
+        ]
+        partial = Partial.make(queries=rows, heads=shape.heads, head_dim=width, device=device)
+        return [read(q, k, v, ranges, partial=partial)]
+
+    def plain() -> Sequence[Tensor]:
+        places = torch.cat(
+            (
+                starts[index // together, None] + torch.arange(prompt, device=device),
+                index[:, None] * own + torch.arange(own, device=device),
+            ),
+            dim=1,
+        )
+        keys, values = (x[:, places].transpose(0, 1).repeat_interleave(groups, dim=1) for x in (k, v))
+        return [F.scaled_dot_product_attention(q[:, :, None], keys, values)[:, :, 0]]
+
+    return fast if kernel else plain
+
+
+def _draw(shape: ModelShape, dtype: torch.dtype, device: torch.device, *, kernel: bool) -> Work:
+    """The log-probability of one token of each of 256 rows, drawn by a given chance."""
+    rows = 256
+    logits = 3 * _random((rows, shape.vocab), seed=0, dtype=dtype, device=device)
+    chance = torch.linspace(0.0, 0.99, rows, device=device)
+    index = torch.arange(rows, device=device)
+
+    def fast() -> Sequence[Tensor]:
+        from flatout.kernels.draw import draw_
+
+        token, position, count, alive, limit = (torch.full_like(index, n) for n in (0, 0, 0, 1, 2))
+        ids, logprobs = torch.zeros(rows, 1, dtype=torch.long, device=device), torch.zeros(rows, 1, device=device)
+        state = (token, position, count, alive, limit, ids, logprobs)
+        nothing = torch.full_like(index[:1], -1)
+        asked = {"temperature": 0.7, "top_p": 1.0, "top_k": 0, "min_tokens": 0}
+        draw_(logits, chance, index, nothing, state, known=shape.vocab, **asked)  # type: ignore[arg-type]
+        return [logprobs[:, 0]]
+
+    def plain() -> Sequence[Tensor]:
+        until = (logits.float() / 0.7).softmax(-1).double().cumsum(-1)
+        found = torch.searchsorted(until, chance[:, None].double() * until[:, -1:], right=True)
+        return [logits.float().log_softmax(-1).gather(-1, found.clamp(max=shape.vocab - 1))[:, 0]]
+
+    return fast if kernel else plain
 
 
 @contextmanager

@@ -1,0 +1,23 @@
+"""A rival's script: it takes a variant's name and prints one JSON line."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+
+def measured(script: Path, variant: str, *, figure: str, seconds: float) -> dict[str, Any] | None:
+    """The line that has this figure; None, with the last words printed, when there is none in time."""
+    try:
+        done = subprocess.run([sys.executable, str(script), variant], capture_output=True, text=True, timeout=seconds)
+    except subprocess.TimeoutExpired:
+        print(f"{variant}: not finished in {seconds:.0f} s", flush=True)
+        return None
+    for line in done.stdout.splitlines():
+        if line.startswith("{") and figure in (found := json.loads(line)):
+            return dict(found)
+    print(f"{variant}: {(done.stdout + done.stderr)[-300:]}", flush=True)
+    return None
