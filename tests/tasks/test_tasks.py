@@ -158,7 +158,7 @@ def test_jsonl_graders(tmp_path: Path) -> None:
         ("unit", "did you mean units?"),
         ("sudoku", "known are units, gsm8k"),
         ("units:test", "train, valid or endless"),
-        ("units?shots=2", "it takes none"),
+        ("units?shots=2", "it takes prompt"),
         ("gsm8k", "gsm8k:PATH"),
         ("gsm8k:nowhere.jsonl", "there is no file nowhere.jsonl"),
         ("jsonl:{good}?grader=eval", "one of auto, exact, number, math"),

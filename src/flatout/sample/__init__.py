@@ -3,7 +3,7 @@
 from flatout.sample.generate import Generator
 from flatout.sample.plain import Plain, logits_of
 from flatout.sample.request import Completion, Sampler, Sampling
-from flatout.sample.text import complete, pieces, prompt_ids, stop_texts, text_of
+from flatout.sample.text import complete, pieces, plain_prompt, prompt_ids, stop_texts, text_of
 
 __all__ = [
     "Completion",
@@ -14,6 +14,7 @@ __all__ = [
     "complete",
     "logits_of",
     "pieces",
+    "plain_prompt",
     "prompt_ids",
     "stop_texts",
     "text_of",
