@@ -217,8 +217,7 @@ class Work:
             identity = identity_of(
                 model=name,
                 step=model.step,
-                sampling=asdict(replace(sampling, stop_ids=frozenset())),
-                stop_ids=sorted(sampling.stop_ids),
+                sampling=asdict(sampling) | {"stop_ids": sorted(sampling.stop_ids)},
                 prompts=[list(map(dict, task.prompt(i))) for i in self.asked.questions],
                 before=[asdict(one) for many in before.values() for one in many],
                 how=[rft.oversample, rft.adaptive, rft.first, rft.keep, rft.chunk],

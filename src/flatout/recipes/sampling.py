@@ -155,7 +155,9 @@ class Graders:
     def _graded(self, i: int, text: str) -> Graded:
         grader = self._free.get()
         try:
-            return grader.grade(i, text)
+            graded = grader.grade(i, text)
+            # A busy machine may have been the reason: what is kept must not depend on that.
+            return graded if graded.status == "graded" else grader.grade(i, text)
         finally:
             self._free.put(grader)
 
@@ -257,7 +259,7 @@ class Sampled:
             for i in left:
                 tried[i].sort(key=lambda one: one.done.sample)
                 kept[i] = chosen(i, tried[i], before.get(i, ()), most=self.rft.keep)
-            progress.settled(sum(len(kept[i]) >= self.rft.keep for i in questions), sum(map(len, kept.values())))
+            progress.looked(kept, keep=self.rft.keep)
         return Chunk(
             identity=self.identity,
             questions=tuple(questions),
@@ -354,7 +356,8 @@ class _Progress:
     def __init__(self, of: Sampled, questions: int) -> None:
         self.of, self.questions = of, questions
         self.total = Counts()  # of the chunks that stand
-        self.samples = self.tokens = self.fresh = self.done = self.kept = 0
+        self.chunk = Counts()  # of the one in the making, as of the last look
+        self.settled = self.fresh = self.samples = self.tokens = 0
         self.began = self.told = time.monotonic()
 
     def sample(self, done: Completion) -> None:
@@ -363,28 +366,29 @@ class _Progress:
         if time.monotonic() - self.told >= PROGRESS_S:
             self.tell()
 
-    def settled(self, done: int, kept: int) -> None:
-        """So many questions of the chunk in the making are settled."""
-        self.done, self.kept = done, kept
+    def looked(self, kept: Mapping[int, Sequence[Kept]], *, keep: int) -> None:
+        self.settled = sum(len(many) >= keep for many in kept.values())
+        solved, rows = sum(bool(many) for many in kept.values()), sum(map(len, kept.values()))
+        self.chunk = Counts(questions=len(kept), solved=solved, kept=rows)
 
     def finished(self, chunk: Chunk) -> None:
         self.total += chunk.counts
         if self.samples:  # not read from file
             self.fresh += len(chunk.questions)
-        self.done = self.kept = self.samples = 0
+        self.chunk, self.settled, self.samples = Counts(), 0, 0
         self.tell()
 
     def tell(self) -> None:
         self.told = time.monotonic()
-        took, done = self.told - self.began, self.total.questions + self.done
-        here = self.fresh + self.done
+        took, done, here = self.told - self.began, self.total.questions + self.settled, self.fresh + self.settled
+        sofar = self.total + self.chunk
         self.of.tell(
             "sampling",
             questions=done,
             of=self.questions,
             samples=self.total.samples + self.samples,
-            kept=self.total.kept + self.kept,
-            success_rate=(self.total.solved + self.done) / done if done else None,
+            kept=sofar.kept,
+            success_rate=sofar.success_rate,
             tokens_per_s=self.tokens / took if took and self.tokens else None,
             left_s=took / here * (self.questions - done) if here else None,
             rows=self.of.fitting.rows,
