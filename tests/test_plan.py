@@ -381,7 +381,7 @@ def test_every_decision_is_made_and_has_a_reason(machine: str) -> None:
 def test_the_json_of_a_plan() -> None:
     plan = decide(job(num_ranks=8, steps=100))
     values = json.loads(json.dumps(plan.to_json()))
-    assert list(values) == ["decisions", "reasons", "predicted", "job", "rates"]
+    assert list(values) == ["decisions", "reasons", "predicted", "job", "rows", "rates"]
     assert values["decisions"] == asdict(plan.decisions)
     assert set(values["reasons"]) == set(values["decisions"])
     assert sum(values["predicted"]["memory_gib"].values()) == pytest.approx(values["predicted"]["peak_gib"])

@@ -36,9 +36,9 @@ def config(folder: Path) -> dict[str, Any]:
         "model": {"layers": 2, "hidden": 32, "heads": 2},
         "data": {"tokenizer": "byte", "sequence_length": 48, "cache": str(folder / "cache")},
         "rft": {
-            "warm_up": questions(folder / "shown.jsonl", range(100, 140)),
-            "warm_up_steps": 80,
-            "warm_up_lr": 6e-3,
+            "teach": questions(folder / "shown.jsonl", range(100, 140)),
+            "teach_steps": 80,
+            "teach_lr": 6e-3,
             "task": questions(folder / "train.jsonl", range(200, 248)),
             "valid": questions(folder / "valid.jsonl", range(300, 340)),
             "prompt": "bare",
@@ -113,7 +113,7 @@ def sampling(trained: tuple[Path, str], tmp_path: Path) -> Path:
     values["model"] = {"name": str(trained[0] / "run" / "student")}
     values["data"].pop("tokenizer")
     values["rft"] |= {"task": questions(tmp_path / "many.jsonl", range(400, 464)), "chunk": 4, "adaptive": False}
-    for name in ("warm_up", "warm_up_steps", "warm_up_lr"):
+    for name in ("teach", "teach_steps", "teach_lr"):
         del values["rft"][name]
     return write(tmp_path / "sample.yaml", values)
 
@@ -171,7 +171,7 @@ def test_adapters_on_a_run_of_our_own_in_two_rounds(trained: tuple[Path, str], t
     values = config(tmp_path)
     values["model"] = {"name": str(trained[0] / "run")}
     values["data"].pop("tokenizer")
-    for name in ("warm_up", "warm_up_steps", "warm_up_lr"):
+    for name in ("teach", "teach_steps", "teach_lr"):
         del values["rft"][name]
     values["rft"] |= {"rounds": 2, "keep": 2, "generator": str(trained[0] / "run" / "student")}
     values["lora"] = {"rank": 4, "alpha": 16}
@@ -196,7 +196,7 @@ def test_nothing_solved_ends_the_run_with_the_figures(trained: tuple[Path, str],
     values["data"].pop("tokenizer")
     (tmp_path / "never.jsonl").write_text('{"question": "1?", "answer": "#### 123456789"}\n')
     values["rft"] |= {"task": f"gsm8k:{tmp_path}/never.jsonl"}
-    for name in ("warm_up", "warm_up_steps", "warm_up_lr"):
+    for name in ("teach", "teach_steps", "teach_lr"):
         del values["rft"][name]
     settings = from_mapping(values)
     with pytest.raises(RunFailed, match="none of 1 questions was solved in 6 samples"):
@@ -213,16 +213,18 @@ def test_nothing_solved_ends_the_run_with_the_figures(trained: tuple[Path, str],
     ("changes", "message"),
     [
         ({"task": "arc-challenge:{}/choice.jsonl"}, "answers are written"),
-        ({"task": "perplexity:{}/valid.jsonl"}, "asks nothing"),
+        ({"task": "perplexity:{}/text.txt"}, "asks nothing"),
         ({"task": "gsm8k:{}/nowhere.jsonl"}, "there is no file"),
         ({"prompt": "{}/nowhere.yaml"}, "there is no file"),
         ({"valid": "unitz"}, "did you mean units"),
+        ({"teach": "units:train"}, "units:train has no worked solutions"),
     ],
 )
 def test_mistakes_are_told_before_anything_is_made(tmp_path: Path, changes: dict[str, str], message: str) -> None:
     values = config(tmp_path)
     row = {"question": "Which?", "choices": ["no", "yes"], "answer": 1}
     (tmp_path / "choice.jsonl").write_text(json.dumps(row) + "\n")
+    (tmp_path / "text.txt").write_text("Once upon a time.")
     values["rft"] |= {key: value.format(tmp_path) for key, value in changes.items()}
     settings = from_mapping(values)
     with pytest.raises(UsageError, match=message):

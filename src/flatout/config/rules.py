@@ -204,10 +204,10 @@ def _sampled(settings: Settings) -> Iterator[Breach]:
     if settings.model.name is not None and data.tokenizer != DataSettings().tokenizer:
         text = f"{data.tokenizer} beside model.name, which has its own; leave one out"
         yield Breach(keys=("data.tokenizer", "model.name"), text=text)
-    if settings.model.name is None and rft.warm_up is None:
+    if settings.model.name is None and rft.teach is None:
         yield Breach(
-            keys=("model.name", "rft.warm_up"),
-            text="missing; random weights solve nothing: give model.name, or rft.warm_up to teach them first",
+            keys=("model.name", "rft.teach"),
+            text="missing; random weights solve nothing: give model.name, or rft.teach to teach them first",
         )
     if sample.min_tokens > sample.max_tokens:
         yield Breach(

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import Any
 
 import torch
 
+from flatout import hub
 from flatout.config import dump, to_mapping
 from flatout.config.rules import held_out
 from flatout.config.settings import (
@@ -75,6 +75,10 @@ class Asked:
             questions = chosen(task.size, limit=limit, name=task.name)
             if not questions or task.choices(questions[0]) is not None:
                 raise UsageError(f"{spec} has options to choose from; recipe rft takes tasks whose answers are written")
+        if rft.teach is not None and not isinstance(open_task(rft.teach), Worked):
+            raise UsageError(f"rft.teach: {rft.teach} has no worked solutions; sums:shown and gsm8k:FILE have")
+        if rft.teach is not None and settings.model.name is not None and Run.is_at(settings.model.name):
+            raise UsageError(f"rft.teach and {settings.model.name}, a run that was taught already: leave one out")
         sampled = written(made[0])
         return cls(
             sampled=made[0],
@@ -163,15 +167,15 @@ class Work:
         """Its name or folder, which recipe sft can train."""
         settings, run = self.settings, self.session.run
         name, to = settings.model.name, run.stage_dir("student").absolute()
-        if settings.rft.warm_up is not None and name is not None and Run.is_at(name):
-            raise UsageError(f"rft.warm_up teaches a model first, and {name} is a run of its own: leave one out")
-        if settings.rft.warm_up is not None and not to.is_dir():
-            outcome = self._warm_up(run.stage_dir("warm-up"))
+        if settings.rft.teach is not None and not to.is_dir():
+            outcome = self._teach(run.stage_dir("taught"))
             if outcome.stopped_by.startswith("SIG"):
                 raise Stopped(outcome.stopped_by)
-            as_folder(Run.open(run.stage_dir("warm-up")), to)
+            as_folder(Run.open(run.stage_dir("taught")), to)
         elif name is not None and Run.is_at(name) and not to.is_dir():
             as_folder(Run.open(name), to)
+        elif name is not None and settings.model.revision is not None and settings.rft.teach is None:
+            return str(hub.folder(name, weights=True, revision=settings.model.revision))
         return str(to) if to.is_dir() else str(name)
 
     def score(self, name: str, *, number: int) -> Score:
@@ -179,20 +183,20 @@ class Work:
         rft, path = self.settings.rft, self.session.run.samples_dir / f"score-{number}.json"
         if path.is_file():
             return score_of(json.loads(path.read_text()))
-        with opened(name) as model:
-            sampling = Sampling(max_tokens=self.settings.sample.max_tokens, stop_ids=model.stop_ids)
+        model = opened(name)
+        sampling = Sampling(max_tokens=self.settings.sample.max_tokens, stop_ids=model.stop_ids)
 
-            def measure(sampler: Sampler) -> Score:
-                [score] = evaluate(
-                    [self.asked.measured],
-                    sampler=sampler,
-                    tokenizer=model.tokenizer,
-                    sampling=sampling,
-                    limit=rft.valid_questions,
-                )
-                return score
+        def measure(sampler: Sampler) -> Score:
+            [score] = evaluate(
+                [self.asked.measured],
+                sampler=sampler,
+                tokenizer=model.tokenizer,
+                sampling=sampling,
+                limit=rft.valid_questions,
+            )
+            return score
 
-            score = self._fitting(model).run(measure)
+        score = self._fitting(model).run(measure)
         path.parent.mkdir(exist_ok=True)
         write_atomic(path, json.dumps(score.to_json()).encode())
         brief = {key: value for key, value in score.to_json().items() if key not in ("indices", "rewards")}
@@ -203,51 +207,51 @@ class Work:
     def samples(self, name: str, *, number: int, before: Mapping[int, Sequence[Kept]]) -> list[Chunk]:
         settings, session = self.settings, self.session
         rft, task = settings.rft, written(self.asked.sampled)
-        with opened(name) as model:
-            sampling = Sampling(
-                max_tokens=settings.sample.max_tokens,
-                min_tokens=settings.sample.min_tokens,
-                temperature=settings.sample.temperature,
-                top_p=settings.sample.top_p,
-                top_k=settings.sample.top_k,
-                stop_ids=model.stop_ids,
-                stop_texts=stop_texts(model.tokenizer),
-                seed=settings.seed + number - 1,
-            )
-            identity = identity_of(
-                model=name,
-                step=model.step,
-                sampling=asdict(sampling) | {"stop_ids": sorted(sampling.stop_ids)},
-                prompts=[list(map(dict, task.prompt(i))) for i in self.asked.questions],
-                before=[asdict(one) for many in before.values() for one in many],
-                how=[rft.oversample, rft.adaptive, rft.first, rft.keep, rft.chunk],
-            )
-            fitting = self._fitting(model)
-            session.recorder.event(
-                "sample",
-                round=number,
-                task=self.asked.sampled,
-                questions=len(self.asked.questions),
-                oversample=rft.oversample,
-                adaptive=rft.adaptive,
-                temperature=sampling.temperature,
-                model=name,
-                on=model.where,
-                rows=fitting.rows,
-            )
-            device = model.model.embedding.device
-            return Sampled(
-                task=task,
-                spec=self.asked.sampled,
-                tokenizer=model.tokenizer,
-                sampling=sampling,
-                rft=rft,
-                fitting=fitting,
-                identity=identity,
-                tell=session.recorder.event,
-                memory=partial(device_memory, device, session.monitor),
-                stop=lambda: bool(session.stop),
-            ).collect(self.asked.questions, folder=session.run.samples_dir / f"round-{number}", before=before)
+        model = opened(name)
+        sampling = Sampling(
+            max_tokens=settings.sample.max_tokens,
+            min_tokens=settings.sample.min_tokens,
+            temperature=settings.sample.temperature,
+            top_p=settings.sample.top_p,
+            top_k=settings.sample.top_k,
+            stop_ids=model.stop_ids,
+            stop_texts=stop_texts(model.tokenizer),
+            seed=settings.seed + number - 1,
+        )
+        identity = identity_of(
+            model=name,
+            step=model.step,
+            sampling=asdict(sampling) | {"stop_ids": sorted(sampling.stop_ids)},
+            prompts=[list(map(dict, task.prompt(i))) for i in self.asked.questions],
+            before=[asdict(one) for many in before.values() for one in many],
+            how=[rft.oversample, rft.adaptive, rft.first, rft.keep, rft.chunk],
+        )
+        fitting = self._fitting(model)
+        session.recorder.event(
+            "sample",
+            round=number,
+            task=self.asked.sampled,
+            questions=len(self.asked.questions),
+            oversample=rft.oversample,
+            adaptive=rft.adaptive,
+            temperature=sampling.temperature,
+            model=name,
+            on=model.where,
+            rows=fitting.rows,
+        )
+        device = model.model.embedding.device
+        return Sampled(
+            task=task,
+            spec=self.asked.sampled,
+            tokenizer=model.tokenizer,
+            sampling=sampling,
+            rft=rft,
+            fitting=fitting,
+            identity=identity,
+            tell=session.recorder.event,
+            memory=partial(device_memory, device, session.monitor),
+            stop=lambda: bool(session.stop),
+        ).collect(self.asked.questions, folder=session.run.samples_dir / f"round-{number}", before=before)
 
     def dataset(self, chunks: Sequence[Chunk], *, number: int, student: str) -> Path:
         """All that was kept, in the order of the questions, as recipe sft reads it."""
@@ -303,27 +307,28 @@ class Work:
             seconds=seconds,
         )
 
-    def _warm_up(self, folder: Path) -> Outcome:
+    def _teach(self, folder: Path) -> Outcome:
         """Teaches the task's own worked solutions, all weights."""
         settings, rft, run = self.settings, self.settings.rft, self.session.run
-        assert rft.warm_up is not None
-        task, asked = open_task(rft.warm_up), written(asking(rft.warm_up, rft.student_prompt or rft.prompt))
-        if not isinstance(task, Worked):
-            raise UsageError(f"rft.warm_up: {rft.warm_up} has no worked solutions; sums:shown and gsm8k:FILE have")
+        assert rft.teach is not None
+        task, asked = open_task(rft.teach), written(asking(rft.teach, rft.student_prompt or rft.prompt))
+        assert isinstance(task, Worked)
         tokenizer = load_tokenizer(sft.tokenizer_of(settings), documents=None, cache=Path())
-        path = run.samples_dir / "warm-up.jsonl"
+        path = run.samples_dir / "solutions.jsonl"
         solved = (row(tokenizer, asked.prompt(i), task.solution(i)) for i in chosen(asked.size, limit=None))
         path.parent.mkdir(exist_ok=True)
         write_atomic(path, "".join(json.dumps(one) + "\n" for one in solved).encode())
         train = replace(
             settings.train,
-            steps=rft.warm_up_steps,
+            steps=rft.teach_steps,
             epochs=None,
             tokens=None,
-            lr=rft.warm_up_lr or settings.train.lr,
-            warmup_steps=min(settings.train.warmup_steps, rft.warm_up_steps // 2),
+            lr=rft.teach_lr or settings.train.lr,
+            warmup_steps=min(settings.train.warmup_steps, rft.teach_steps // 2),
         )
-        self.session.recorder.event("notice", text=f"warm-up on {rft.warm_up}: {train.steps} steps in {folder}")
+        self.session.recorder.event(
+            "notice", text=f"taught the solutions of {rft.teach}: {train.steps} steps in {folder}"
+        )
         alike = as_sft(settings, student=None, rows=path)
         return self._stage(replace(alike, train=train, lora=LoraSettings()), folder)
 
@@ -367,7 +372,9 @@ class Work:
 
 
 def as_planned(settings: Settings) -> Settings:
-    """Where the student is one of our runs, its shape is that run's."""
+    """Where the student is one of our runs, its shape is that run's; a generator that is one, is taken to be alike."""
+    if settings.rft.generator is not None and Run.is_at(settings.rft.generator):
+        settings = replace(settings, rft=replace(settings.rft, generator=None))
     if settings.model.name is None or not Run.is_at(settings.model.name):
         return settings
     run = Run.open(settings.model.name)
@@ -380,10 +387,7 @@ def as_planned(settings: Settings) -> Settings:
 
 def as_sft(settings: Settings, *, student: str | None, rows: Path) -> Settings:
     """The same run as recipe sft on what was sampled. None: the model as it is configured, weights or none."""
-    model = settings.model
-    if student is not None:
-        named = student == model.name
-        model = ModelSettings(name=student, revision=model.revision if named else None)
+    model = settings.model if student is None else ModelSettings(name=student)
     # What a model wrote may spell out a control token: such a row is left out and counted, and stops nothing.
     data = replace(settings.data, source="jsonl", path=str(rows), on_bad_row="skip", max_bad_share=1.0)
     return replace(settings, recipe="sft", model=model, data=data)
@@ -407,15 +411,10 @@ def alone() -> Ranks:
     return ranks
 
 
-@contextmanager
-def opened(name: str) -> Iterator[Opened]:
-    """A model for as long as it is asked; its memory is free afterwards."""
-    model = open_model(name)
-    try:
-        yield model
-    finally:
-        del model
-        free_memory()
+def opened(name: str) -> Opened:
+    """A model to be asked, in the memory that the one before has left."""
+    free_memory()
+    return open_model(name)
 
 
 def as_folder(run: Run, to: Path) -> None:
