@@ -14,7 +14,7 @@ import torch
 
 from flatout.config.settings import RftSettings
 from flatout.data.tokenizer import ByteTokenizer
-from flatout.errors import RunFailed, UsageError
+from flatout.errors import EnvironmentLacks, RunFailed, UsageError
 from flatout.recipes import sampling
 from flatout.recipes.sampling import Chunk, Fitting, Sampled, Stopped, looks
 from flatout.sample import Completion, Sampling
@@ -187,6 +187,21 @@ def test_chunks_of_other_settings_are_refused(tmp_path: Path) -> None:
     (tmp_path / "00000.json").write_text('{"identity": ')
     with pytest.raises(UsageError, match="no chunk of samples"):
         sampled(sampler).collect(range(3), folder=tmp_path)
+
+
+def test_a_full_disk_is_told_and_what_stands_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = sampling.write_atomic
+
+    def full(path: Path, data: bytes) -> None:
+        if path.name == "00001.json":
+            raise OSError(28, "No space left on device")
+        whole(path, data)
+
+    monkeypatch.setattr(sampling, "write_atomic", full)
+    work = sampled(Scripted(lambda question, sample: right(question)))
+    with pytest.raises(EnvironmentLacks, match=r"00001.json cannot be written: No space left on device. Make room"):
+        work.collect(range(6), folder=tmp_path)
+    assert Chunk.read(tmp_path / "00000.json", identity="one").questions == (0, 1, 2)
 
 
 HOSTILE = [

@@ -41,11 +41,10 @@ from flatout.model import Decoder, lora
 from flatout.model.loading import export_model
 from flatout.plan import Plan
 from flatout.recipes import pretrain, sft
-from flatout.recipes.sampling import Chunk, Counts, Fitting, Kept, Sampled, Stopped, free_memory
+from flatout.recipes.sampling import Chunk, Counts, Fitting, Kept, Sampled, Stopped, free_memory, write_whole
 from flatout.recipes.session import Session, device_memory, identity_of, open_session
 from flatout.recipes.verdict import Outcome, Speed
 from flatout.record import Run, Sink
-from flatout.record.lines import write_atomic
 from flatout.sample import Generator, Sampler, Sampling, plain_prompt, stop_texts
 from flatout.tasks import Messages, Task, Texts, Worked, asking, open_task
 
@@ -146,7 +145,7 @@ def run(
                 # How good it is now; in the next round it is sampled itself.
                 sampled = str(work.folder_of(number))
                 scores.append(work.score(sampled, number=number))
-            work.verdict(scores, counts=total(chunks), seconds=time.monotonic() - began)
+            work.verdict(scores, counts=total(chunks), seconds=None if resume else time.monotonic() - began)
             return outcome
         except Stopped as stopped:
             asked_by = session.stop.signal
@@ -197,8 +196,7 @@ class Work:
             return score
 
         score = self._fitting(model).run(measure)
-        path.parent.mkdir(exist_ok=True)
-        write_atomic(path, json.dumps(score.to_json()).encode())
+        write_whole(path, json.dumps(score.to_json()))
         brief = {key: value for key, value in score.to_json().items() if key not in ("indices", "rewards")}
         self.session.recorder.event("score", round=number, **brief)
         self._leave_if_asked()
@@ -262,7 +260,7 @@ class Work:
             row(tokenizer, task.prompt(one.question), one.text) | {"index": one.question, "sample": one.sample}
             for one in kept
         )
-        write_atomic(path, "".join(json.dumps(one) + "\n" for one in rows).encode())
+        write_whole(path, "".join(json.dumps(one) + "\n" for one in rows))
         self.session.recorder.event("dataset", round=number, path=str(path), **counts.to_json())
         if not kept:
             raise RunFailed(
@@ -291,7 +289,7 @@ class Work:
         run = self.session.run
         return run.path if number == self.settings.rft.rounds else run.stage_dir(f"round-{number}")
 
-    def verdict(self, scores: Sequence[Score], *, counts: Counts, seconds: float) -> None:
+    def verdict(self, scores: Sequence[Score], *, counts: Counts, seconds: float | None) -> None:
         """The last word: what the student could before and can now, on the same questions."""
         before, after = scores[0], scores[-1]
         difference = compare(before, after)
@@ -316,8 +314,7 @@ class Work:
         tokenizer = load_tokenizer(sft.tokenizer_of(settings), documents=None, cache=Path())
         path = run.samples_dir / "solutions.jsonl"
         solved = (row(tokenizer, asked.prompt(i), task.solution(i)) for i in chosen(asked.size, limit=None))
-        path.parent.mkdir(exist_ok=True)
-        write_atomic(path, "".join(json.dumps(one) + "\n" for one in solved).encode())
+        write_whole(path, "".join(json.dumps(one) + "\n" for one in solved))
         train = replace(
             settings.train,
             steps=rft.teach_steps,

@@ -23,7 +23,7 @@ import torch
 from flatout.config.settings import RftSettings
 from flatout.data.tokenizer import Tokenizer
 from flatout.engine.faults import is_out_of_memory
-from flatout.errors import RunFailed, UsageError
+from flatout.errors import EnvironmentLacks, RunFailed, UsageError
 from flatout.record.lines import write_atomic
 from flatout.sample import Completion, Sampler, Sampling, prompt_ids, text_of
 from flatout.tasks import Graded, Grader, Task
@@ -45,6 +45,17 @@ def _untold(kind: str, **data: Any) -> None:
 
 class Stopped(Exception):
     """Asked to stop: the chunk in the making is given up, those before it stand."""
+
+
+def write_whole(path: Path, text: str) -> None:
+    """After a kill the file is there as it should be, or not; a full disk is told, and what stands is kept."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(path, text.encode())
+    except OSError as error:
+        raise EnvironmentLacks(
+            f"{path} cannot be written: {error.strerror}. Make room and go on with --resume; what stands is kept"
+        ) from None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,7 +113,7 @@ class Chunk:
     counts: Counts
 
     def write(self, path: Path) -> None:
-        write_atomic(path, json.dumps(asdict(self)).encode())
+        write_whole(path, json.dumps(asdict(self)))
 
     @classmethod
     def read(cls, path: Path, *, identity: str) -> Chunk:
@@ -224,7 +235,6 @@ class Sampled:
         self, questions: Sequence[int], *, folder: Path, before: Mapping[int, Sequence[Kept]] | None = None
     ) -> list[Chunk]:
         """All chunks, those on file as they are. `before`: what earlier rounds kept of each question."""
-        folder.mkdir(parents=True, exist_ok=True)
         size = self.rft.chunk
         progress = _Progress(self, len(questions))
         chunks = []
