@@ -14,11 +14,16 @@ from typing import Any
 
 import pytest
 import yaml
+from tests.data.talks import tokenizer_folder
 
 from flatout.config import dump, from_mapping, to_mapping
+from flatout.config.settings import DataSettings
+from flatout.data.examples import Encoder
+from flatout.data.tokenizer import ByteTokenizer, load_tokenizer
 from flatout.errors import RunFailed, UsageError
 from flatout.recipes import rft
 from flatout.record import Run
+from flatout.sample import prompt_ids
 
 COMMAND = [sys.executable, "-m", "flatout"]
 
@@ -73,6 +78,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     return folder, done.stdout
 
 
+@pytest.mark.slow
 def test_a_run_measures_samples_trains_and_measures_again(trained: tuple[Path, str]) -> None:
     folder, said = trained
     run = Run.open(folder / "run")
@@ -134,6 +140,7 @@ def wait_for_chunks(run: Path, count: int, process: subprocess.Popen[str]) -> No
     raise AssertionError(f"ended before chunk {count}: {process.communicate()}")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_sampling_killed_and_stopped_goes_on_to_the_same_dataset(sampling: Path, tmp_path: Path, device: str) -> None:
     whole, broken = tmp_path / "whole", tmp_path / "broken"
@@ -172,6 +179,7 @@ def test_sampling_killed_and_stopped_goes_on_to_the_same_dataset(sampling: Path,
     assert asked == list(range(64))
 
 
+@pytest.mark.slow
 def test_adapters_on_a_run_of_our_own_in_two_rounds(trained: tuple[Path, str], tmp_path: Path) -> None:
     values = config(tmp_path)
     values["model"] = {"name": str(trained[0] / "run")}
@@ -237,6 +245,24 @@ def test_mistakes_are_told_before_anything_is_made(tmp_path: Path, changes: dict
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize("template", [True, False])
+def test_a_row_is_learnt_after_the_very_prompt_it_was_sampled_with(tmp_path: Path, template: bool) -> None:
+    tokenizer = (
+        ByteTokenizer()
+        if not template
+        else load_tokenizer(str(tokenizer_folder(tmp_path)), documents=None, cache=Path())
+    )
+    task = rft.written("units:train")
+    encoder = Encoder(DataSettings(source="jsonl", path="x"), tokenizer)
+    row = rft.row(tokenizer, task.prompt(0), "It is <answer>3</answer>")
+    [(ids, trained)] = encoder.encode([encoder.draft(json.loads(json.dumps(row)))])
+    prompt = prompt_ids(tokenizer, task.prompt(0))
+    assert ids.tolist()[: len(prompt)] == prompt
+    assert trained.tolist() == [False] * len(prompt) + [True] * (len(ids) - len(prompt))
+    answer = tokenizer.decode(ids[len(prompt) :].tolist())
+    assert answer in (" It is <answer>3</answer><|endoftext|>", "It is <answer>3</answer><|im_end|>\n")
+
+
 def test_several_ranks_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", "0")
@@ -255,3 +281,11 @@ def test_other_settings_than_those_begun_with_are_refused(sampling: Path, tmp_pa
     warmer = replace(settings, sample=replace(settings.sample, temperature=0.9))
     with pytest.raises(UsageError, match="another task, model or settings"):
         rft.run(warmer, resume=True, **how)  # type: ignore[arg-type]
+
+
+def test_only_recipe_rft_samples(tmp_path: Path) -> None:
+    file = write(tmp_path / "p.yaml", {"model": {"layers": 1, "hidden": 8, "heads": 2}, "train": {"steps": 1}})
+    done = subprocess.run([*COMMAND, "sample", file], capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 2
+    assert "is of recipe pretrain, which samples nothing" in done.stderr
+    assert "Traceback" not in done.stderr
