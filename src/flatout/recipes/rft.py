@@ -180,8 +180,8 @@ class Work:
     def score(self, name: str, *, number: int) -> Score:
         """Accuracy on the held-out questions, greedily; after round `number`, 0 being before the first."""
         rft, path = self.settings.rft, self.session.run.samples_dir / f"score-{number}.json"
-        if path.is_file():
-            return score_of(json.loads(path.read_text()))
+        if path.is_file() and (known := score_of(json.loads(path.read_text()))).spec == self.asked.measured:
+            return known
         model = opened(name)
         sampling = Sampling(max_tokens=self.settings.sample.max_tokens, stop_ids=model.stop_ids)
 
