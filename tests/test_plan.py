@@ -381,7 +381,7 @@ def test_every_decision_is_made_and_has_a_reason(machine: str) -> None:
 def test_the_json_of_a_plan() -> None:
     plan = decide(job(num_ranks=8, steps=100))
     values = json.loads(json.dumps(plan.to_json()))
-    assert list(values) == ["decisions", "reasons", "predicted", "job", "rates"]
+    assert list(values) == ["decisions", "reasons", "predicted", "job", "rows", "rates"]
     assert values["decisions"] == asdict(plan.decisions)
     assert set(values["reasons"]) == set(values["decisions"])
     assert sum(values["predicted"]["memory_gib"].values()) == pytest.approx(values["predicted"]["peak_gib"])
@@ -636,3 +636,35 @@ def test_a_smaller_share_of_the_memory_is_a_smaller_device() -> None:
     assert four.decisions.fused_qkv is False
     assert "4-bit" in four.reasons["fused_qkv"]
     assert "16-bit matmuls" in whole.reasons["fp8"] or "SM 8.9" in whole.reasons["fp8"]
+
+
+# Sampling
+
+
+@pytest.mark.parametrize(("machine", "rows"), [("A100-80GB", 512), ("A100-40GB", 256), ("V100-32GB", 128), ("CPU", 32)])
+def test_completions_at_once_are_those_of_the_guides_matrix(machine: str, rows: int) -> None:
+    """For its generator, SmolLM2-1.7B, with sequences of 512; the guide found its figures by hand."""
+    generator = ModelShape(
+        layers=24,
+        hidden=2048,
+        heads=32,
+        kv_heads=32,
+        head_dim=64,
+        intermediate=8192,
+        vocab=49152,
+        positions=512,
+        tied=True,
+    )
+    hardware = named(machine) if machine != "CPU" else replace(named(machine), ram_gib=64.0)
+    plan = decide(job(hardware=hardware, length=512, generator=generator))
+    assert plan.rows == plan.to_json()["rows"] == rows
+    assert plan.but(precision="fp32").rows == (rows // 2 if machine != "CPU" else 32)
+    assert decide(job(hardware=hardware, length=512, generator=generator, rows=7)).rows == 7
+    assert decide(job(hardware=hardware, length=512)).rows is None
+
+
+def test_a_generator_that_does_not_fit_is_refused_with_the_figures() -> None:
+    huge = ModelShape(
+        layers=80, hidden=8192, heads=64, kv_heads=8, head_dim=128, intermediate=28672, vocab=128256, positions=4096
+    )
+    assert "sampling needs 131." in refusal(job(hardware="A100-40GB", length=512, generator=huge))

@@ -7,6 +7,7 @@ import os
 import shlex
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -18,6 +19,7 @@ from flatout import __version__
 from flatout.errors import INTERRUPTED_EXIT, PREEMPTED_EXIT, EnvironmentLacks, FlatoutError, RunFailed, UsageError
 
 if TYPE_CHECKING:
+    from flatout.config.settings import Settings
     from flatout.hardware import Hardware
     from flatout.recipes.verdict import Outcome
     from flatout.record import Run
@@ -36,6 +38,7 @@ app.add_typer(config_app, name="config")
 
 Config = Annotated[Path, typer.Argument(help="YAML file of the run")]
 Overrides = Annotated[list[str] | None, typer.Argument(help="dotted overrides, such as train.lr=3e-4")]
+RunFolder = Annotated[Path | None, typer.Option("--run", help="run folder (default: runs/CONFIG-TIME)")]
 AsJson = Annotated[bool, typer.Option("--json", help="machine-readable output")]
 Backend = Annotated[str, typer.Option(help="who samples: flatout, hf, vllm, or auto: flatout where it can, else hf")]
 
@@ -185,46 +188,87 @@ def plan(
 def train(
     config: Config,
     overrides: Overrides = None,
-    run: Annotated[Path | None, typer.Option(help="run folder (default: runs/CONFIG-TIME)")] = None,
+    run: RunFolder = None,
     resume: Annotated[bool, typer.Option("--resume", help="go on from the newest whole checkpoint in --run")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="plan and check, then stop")] = False,
 ) -> None:
     """Train. One configuration file to a measured, resumable run."""
     _require_torch()
-    from flatout.config import dump, load, to_mapping
+    from flatout.config import load
 
     loaded = load(config, overrides=overrides or [])
-    run = run or (Path(loaded.settings.run) if loaded.settings.run else None)
-    if run == Path():
-        raise UsageError("--run is empty or the current folder: a run needs a folder of its own")
-    if resume and run is None:
-        raise UsageError("--resume needs --run FOLDER: the folder of the run to go on with")
+    folder = _run_folder(loaded.settings, run, config=config, resume=resume)
     # Only now: torch takes seconds to import, and the user's mistakes are told before.
-    from flatout.engine.ranks import from_environment
-    from flatout.recipes import pretrain, sft
-    from flatout.terminal import View, plan_tables
+    from flatout.recipes import pretrain, rft, sft
+    from flatout.terminal import plan_tables
 
     if dry_run:
         out.print(*plan_tables(pretrain.dry_run(loaded.settings).to_json()), sep="\n\n")
         return
-    folder = run or _new_folder(config.stem)
-    sinks = [View(out, every=loaded.settings.log.every)] if from_environment().first else []
-    recipe = {"pretrain": pretrain.run, "sft": sft.run}[loaded.settings.recipe]
+    recipes: dict[str, Callable[..., Outcome]] = {"pretrain": pretrain.run, "sft": sft.run, "rft": rft.run}
+    recipe = recipes[loaded.settings.recipe]
+    _leave(_carry_out(recipe, loaded.settings, folder=folder, resume=resume), folder)
+
+
+@app.command()
+def sample(
+    config: Config,
+    overrides: Overrides = None,
+    run: RunFolder = None,
+    resume: Annotated[bool, typer.Option("--resume", help="go on with the first unfinished chunk in --run")] = False,
+) -> None:
+    """Sample a task's questions and keep what is right: the first half of recipe rft, without the training."""
+    _require_torch()
+    from flatout.config import load
+
+    loaded = load(config, overrides=overrides or [])
+    if loaded.settings.recipe != "rft":
+        raise UsageError(f"{config} is of recipe {loaded.settings.recipe}, which samples nothing: give one of rft")
+    folder = _run_folder(loaded.settings, run, config=config, resume=resume)
+    from functools import partial
+
+    from flatout.recipes import rft
+    from flatout.record import Run
+
+    outcome = _carry_out(partial(rft.run, train=False), loaded.settings, folder=folder, resume=resume)
+    _leave(outcome, folder, verb="sample")
+    hint = json.dumps({"source": "jsonl", "path": str(Run.open(folder).samples_dir / "round-1.jsonl")})
+    out.print(f"train on it by recipe sft with data: {hint}, or on all of it by\n  ", end="", highlight=False)
+    out.print(_resuming("train", folder), highlight=False, markup=False, soft_wrap=True)
+
+
+def _run_folder(settings: Settings, run: Path | None, *, config: Path, resume: bool) -> Path:
+    run = run or (Path(settings.run) if settings.run else None)
+    if run == Path():
+        raise UsageError("--run is empty or the current folder: a run needs a folder of its own")
+    if resume and run is None:
+        raise UsageError("--resume needs --run FOLDER: the folder of the run to go on with")
+    return run or _new_folder(config.stem)
+
+
+def _carry_out(recipe: Callable[..., Outcome], settings: Settings, *, folder: Path, resume: bool) -> Outcome:
+    from flatout.config import dump, to_mapping
+    from flatout.engine.ranks import from_environment
+    from flatout.terminal import View
+
     try:
-        outcome = recipe(
-            loaded.settings,
+        return recipe(
+            settings,
             folder=folder,
-            config_text=dump(loaded.settings),
-            config=to_mapping(loaded.settings),
+            config_text=dump(settings),
+            config=to_mapping(settings),
             resume=resume,
-            sinks=sinks,
+            sinks=[View(out, every=settings.log.every)] if from_environment().first else [],
         )
     except KeyboardInterrupt:
         raise typer.Exit(INTERRUPTED_EXIT) from None
-    _leave(outcome, folder)
 
 
-def _leave(outcome: Outcome, folder: Path) -> None:
+def _resuming(verb: str, folder: Path) -> str:
+    return f"flatout {verb} {shlex.quote(f'{folder}/config.yaml')} --run {shlex.quote(str(folder))} --resume"
+
+
+def _leave(outcome: Outcome, folder: Path, *, verb: str = "train") -> None:
     """How a run that was asked to stop ends: whether its state is safe, how to go on, and the exit code."""
     if not outcome.stopped_by.startswith("SIG"):
         return
@@ -237,7 +281,7 @@ def _leave(outcome: Outcome, folder: Path) -> None:
             begin = f"torchrun --nproc-per-node {ranks.world} -m flatout"
             command = f"{begin} train {shlex.quote(f'{folder}/config.yaml')} {shlex.quote(f'run={folder}')} --resume"
         else:
-            command = f"flatout train {shlex.quote(f'{folder}/config.yaml')} --run {shlex.quote(str(folder))} --resume"
+            command = _resuming(verb, folder)
         err.print(f"{outcome.stopped_by}: {safe}. Resume with\n  {_escaped(command)}", highlight=False, soft_wrap=True)
     raise typer.Exit(INTERRUPTED_EXIT if outcome.stopped_by == "SIGINT" else PREEMPTED_EXIT)
 
@@ -326,8 +370,8 @@ def evaluate(
     tasks: Annotated[
         list[str],
         typer.Option(
-            help="units[:train], gsm8k:FILE, mmlu-stem:FOLDER, arc-challenge:FOLDER, choice:FILE, jsonl:FILE, "
-            "perplexity:FILE; several by commas"
+            help="units[:train], sums[:train], gsm8k:FILE, mmlu-stem:FOLDER, arc-challenge:FOLDER, choice:FILE, "
+            "jsonl:FILE, perplexity:FILE; several by commas"
         ),
     ],
     limit: Annotated[int | None, typer.Option(help="at most so many questions of each task", min=1)] = None,

@@ -16,6 +16,7 @@ from typing import Any
 from flatout import hub
 from flatout.config.settings import DataSettings, Decisions, LoraSettings, ModelSettings, PlanSettings, Settings
 from flatout.cost import (
+    BYTES,
     GIB,
     TARGETS,
     Adapters,
@@ -26,6 +27,7 @@ from flatout.cost import (
     Rates,
     checkpoint_bytes,
     flops_per_token,
+    kv_cache_bytes_per_token,
     step_seconds,
     training_memory,
 )
@@ -41,6 +43,8 @@ THIN_TOKENS = 2048
 # Seconds the first step takes longer with nothing compiled yet, as seen on an H200's host.
 COMPILE_S = 40.0
 LOSS_ROWS = {"gpu": 8192, "cpu": 2048}
+# More completions at once than this gain nothing: by then the weights are no longer what a step reads most.
+MOST_ROWS = {"gpu": 2048, "cpu": 32}
 # Why a model of another architecture has no fast paths.
 ADAPTED = "the model runs as transformers builds it"
 # Narrower layers gain nothing by 8-bit matmuls.
@@ -67,6 +71,9 @@ class Job:
     # What is trained instead of the weights, and the model those come from.
     adapters: Adapters | None = None
     base: str | None = None
+    # Recipe rft: the model that writes completions, and how many at once where that is pinned.
+    generator: ModelShape | None = None
+    rows: int | None = None
 
     @property
     def device(self) -> str:
@@ -119,6 +126,7 @@ class Plan:
     decisions: Decisions
     reasons: Mapping[str, str]
     predicted: Prediction
+    rows: int | None = None  # completions written at once, where the recipe samples; its reason is among the others
 
     def but(self, **changes: Any) -> Plan:
         """The same job with some decisions pinned to other values, everything else decided anew."""
@@ -154,6 +162,7 @@ class Plan:
                 "adapters": None if self.job.adapters is None else asdict(self.job.adapters),
                 "base": self.job.base,
             },
+            "rows": self.rows,
             "rates": self.rates.to_json(),
         }
 
@@ -261,7 +270,32 @@ def decide(job: Job) -> Plan:
 
     decisions = Decisions(**chosen)
     memory = _memory(job, micro_batch=micro_batch, recompute=recompute, precision=precision, path=path)
-    return Plan(job=job, decisions=decisions, reasons=reasons, predicted=_predict(job, decisions, memory))
+    rows = None
+    if job.generator is not None:
+        rows, reasons["rows"] = _rows(job, job.generator, precision=precision)
+    return Plan(job=job, decisions=decisions, reasons=reasons, predicted=_predict(job, decisions, memory), rows=rows)
+
+
+def _rows(job: Job, shape: ModelShape, *, precision: str) -> tuple[int | None, str]:
+    """A power of two of completions, each with a cache as long as a training sequence, beside the weights."""
+    most = MOST_ROWS[job.device]
+    if job.rows is not None:
+        return job.rows, "pinned in the configuration"
+    total_gib = job.hardware.memory_gib if job.device == "gpu" else job.hardware.ram_gib
+    if total_gib is None:
+        return None, "memory unknown: left to the sampler"
+    row_bytes = job.sequence_length * kv_cache_bytes_per_token(shape, precision=precision)
+    weights_bytes = shape.num_parameters * BYTES[precision]
+    free_bytes = MEMORY_BUDGET[job.pins.preset] * total_gib * GIB - weights_bytes
+    if free_bytes < row_bytes:
+        raise UsageError(
+            f"sampling needs {(weights_bytes + row_bytes) / GIB:.1f} GiB for the weights and one completion, and the "
+            f"{job.pins.preset} preset may use {MEMORY_BUDGET[job.pins.preset] * total_gib:.1f} of {total_gib:.1f} "
+            "GiB: a smaller rft.generator or a shorter data.sequence_length would fit"
+        )
+    rows = min(most, 1 << int(math.log2(free_bytes / row_bytes)))
+    size = f"{weights_bytes / GIB:.1f} GiB of weights and {rows} x {row_bytes / 2**20:.0f} MiB of cache"
+    return rows, f"{size} in {total_gib:.1f} GiB" + ("; more gain nothing" if rows == most else "")
 
 
 def _refuse_for_adapter(job: Job) -> None:
@@ -621,21 +655,27 @@ def job_of(
     train = settings.train
     if total_steps is None:
         total_steps = train.steps or (math.ceil(train.tokens / train.batch_tokens) if train.tokens else None)
+    shape, generator = shape_of(settings), None
+    if settings.recipe == "rft":
+        name = settings.rft.generator
+        generator = shape if name is None else named_shape(ModelSettings(name=name))
     return Job(
-        shape=shape_of(settings),
+        shape=shape,
         hardware=hardware,
         sequence_length=settings.data.sequence_length,
         batch_tokens=train.batch_tokens,
         num_ranks=num_ranks,
         steps=total_steps,
-        # Rows of recipe sft are packed by document, whatever the setting for running text says.
-        packing="documents" if settings.recipe == "sft" else settings.data.packing,
+        # Rows of recipes sft and rft are packed by document, whatever the setting for running text says.
+        packing="documents" if settings.recipe in ("sft", "rft") else settings.data.packing,
         mean_context=mean_context,
         weights_only=settings.save.weights_only,
         cpu_bf16_ratio=cpu_bf16_ratio,
         pins=settings.plan,
         adapters=adapters_of(settings.lora),
         base=settings.model.name if settings.model.weights == "load" else None,
+        generator=generator,
+        rows=settings.sample.rows,
     )
 
 

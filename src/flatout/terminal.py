@@ -62,6 +62,8 @@ def plan_tables(plan: Mapping[str, Any]) -> list[Table]:
         value = plan["decisions"][field.name]
         shown = ("yes" if value else "no") if isinstance(value, bool) else str(value)
         decisions.add_row(field.name, f"[bold]{escape(shown)}[/]", escape(plan["reasons"][field.name]))
+    if plan.get("rows") is not None:
+        decisions.add_row("rows", f"[bold]{plan['rows']}[/]", f"completions at once: {escape(plan['reasons']['rows'])}")
     predicted = plan["predicted"]
     forecast = table("Predicted", "what", "value", "how")
     parts = ", ".join(
@@ -174,6 +176,15 @@ class View:
                 self._say(f"step {event.step}: validation loss {self.val_loss:.4f}{change}")
             case "tasks":
                 self._say(f"step {event.step}: {task_words(data)}")
+            case "sampling":
+                self._sampling(sampling_line(data))
+            case "sample" | "dataset" | "score" | "stage":
+                self._stop()
+                self._say(notice(event) or "")
+            case "rft":
+                self._stop()
+                self.console.print("", rft_table(data))
+                self._say(notice(event) or "", style="bold")
             case "save":
                 self._say(f"step {event.step}: saved {data['checkpoint']}")
             case "target":
@@ -199,6 +210,15 @@ class View:
         if self.live is not None:
             self.live.stop()
             self.live = None
+
+    def _sampling(self, line: str) -> None:
+        if not self.console.is_terminal:
+            self._say(line)
+            return
+        if self.live is None:
+            self.live = Live(console=self.console, refresh_per_second=4, transient=True)
+            self.live.start()
+        self.live.update(Text(line, overflow="fold"))
 
     def _text(self, record: StepRecord) -> str:
         seconds = sum(r.seconds for r in self.recent)
@@ -281,6 +301,35 @@ def interval_text(metric: str, low: float | None, high: float | None, *, bracket
     return f" ({span})" if brackets else span
 
 
+def sampling_line(data: Mapping[str, Any]) -> str:
+    """How far sampling has come."""
+    memory = data["memory"]
+    used, total = memory.get("peak_gib", memory.get("allocated_gib")), memory.get("total_gib")
+    parts = [
+        f"questions {data['questions']:,}/{data['of']:,}",
+        f"samples {data['samples']:,}",
+        f"kept {data['kept']:,}",
+        f"success {percent(data['success_rate'])}",
+        f"{number(data['tokens_per_s'])} tok/s",
+        f"{data['rows']} rows",
+        f"mem {number(used)}/{number(total)} GiB" + (f" ({percent(used / total)})" if used and total else ""),
+        f"ETA {duration(data['left_s'])}",
+    ]
+    return "  ".join(parts)
+
+
+def rft_table(data: Mapping[str, Any]) -> Table:
+    """The student on the same held-out questions, before and after each round."""
+    rows = table(f"On {data['n']:,} held-out questions of {data['task']}", "", "accuracy", "95 % interval", "answered")
+    for at, (accuracy, (low, high), answered) in enumerate(
+        zip(data["accuracy"], data["intervals"], data["answered"], strict=True)
+    ):
+        when = "before" if at == 0 else "after" if len(data["accuracy"]) == 2 else f"after round {at}"
+        within = "n/a" if low is None else f"{percent(low)} to {percent(high)}"
+        rows.add_row(when, f"[bold]{percent(accuracy)}[/]", within, percent(answered))
+    return rows
+
+
 def notice(event: Event) -> str | None:
     """An event in one sentence; None for those that need none."""
     data = event.data
@@ -308,6 +357,25 @@ def notice(event: Event) -> str | None:
                 f"step {event.step}: out of memory with micro-batch {data['micro_batch']}; the same step is taken "
                 f"again, and all after it, with {data['now']} and more accumulation"
             )
+        case "stage":
+            ended = f"loss {number(data['loss'])}, validation loss {number(data['val_loss'])}"
+            return f"{data['folder']}: {data['steps']} steps in {duration(data['seconds'])}, {ended}"
+        case "sample":
+            how = "at most" if data["adaptive"] else "always"
+            return (
+                f"round {data['round']}: {data['questions']:,} questions of {data['task']}, {how} {data['oversample']} "
+                f"samples each at temperature {data['temperature']:g}, by {data['model']} ({data['on']})"
+            )
+        case "dataset":
+            return dataset_sentence(data)
+        case "score":
+            when = f"after round {data['round']}" if data["round"] else "before"
+            answered = percent(data["details"]["answered"])
+            return f"{when}: {percent(data['value'])} of {data['n']:,} questions right, {answered} answered"
+        case "rows":
+            return f"out of memory with {data['rows']} completions at once; the same are drawn again with {data['now']}"
+        case "rft":
+            return gain_sentence(data)
         case "workers":
             return f"step {event.step}: {percent(data['data_share'])} waiting for data, now {data['workers']} workers"
         case "sink_failed":
@@ -316,6 +384,35 @@ def notice(event: Event) -> str | None:
             return str(data["text"])
         case _:
             return None
+
+
+def dataset_sentence(data: Mapping[str, Any]) -> str:
+    said = [
+        f"round {data['round']}: {data['solved']:,} of {data['questions']:,} questions solved "
+        f"({percent(data['success_rate'])}), {data['kept']:,} rows kept of {data['correct']:,} correct among "
+        f"{data['samples']:,} samples ({percent(data['correct_share'])}; {percent(data['answered_share'])} answered), "
+        f"{data['tokens']:,} tokens in {duration(data['seconds'])}, {number(data['tokens_per_s'])} tokens/s",
+    ]
+    left_out = {
+        "duplicates": "said before",
+        "unfinished": "correct but cut off",
+        "cut_short": "cut short",
+        "too_long": "longer than the window",
+        "killed": "graders killed",
+    }
+    said += [f"{data[name]:,} {words}" for name, words in left_out.items() if data[name]]
+    return f"{', '.join(said)}; {data['path']}"
+
+
+def gain_sentence(data: Mapping[str, Any]) -> str:
+    found, took = data["difference"], duration(data["seconds"])
+    if found is None:
+        return f"too few questions to say whether accuracy changed; {took} in all"
+    words = "rose" if found["low"] > 0 else "fell" if found["high"] < 0 else "did not change for certain"
+    return (
+        f"accuracy {words}: {100 * found['value']:+.1f} points (95 % interval {100 * found['low']:+.1f} to "
+        f"{100 * found['high']:+.1f}, McNemar p {number(found['p'], digits=2)}), {took} in all"
+    )
 
 
 def _ends(values: list[float], *, best: Callable[[list[float]], float] = min) -> list[float]:

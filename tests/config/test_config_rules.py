@@ -200,7 +200,7 @@ def test_every_setting_of_the_guide_is_shown_with_its_source(tmp_path: Path, at:
         ({"data": {"source": "text", "path": "x"}}, "text has no rows; recipe sft takes jsonl, parquet or hf"),
         ({"data": {"source": "hf", "name": "x/y", "valid_path": "z"}}, "z is for files, not for data.source hf"),
         ({"save": {"best": True}}, "save.best: needs evaluations during the run; give eval.every"),
-        ({"recipe": "pretrain", "lora": {"rank": 4}}, "lora.rank: adapters go with recipe sft, not pretrain"),
+        ({"recipe": "pretrain", "lora": {"rank": 4}}, "lora.rank: adapters go with recipe sft or rft, not pretrain"),
         ({"recipe": "pretrain", "data": {"source": "jsonl", "path": "x", "as_chat": True}}, "goes with recipe sft"),
     ],
 )
@@ -213,3 +213,40 @@ def test_settings_of_fine_tuning_go_together(sections: dict[str, object], words:
 def test_tasks_alone_can_be_what_a_run_goes_by() -> None:
     asked = {"tasks": ["units"], "tasks_every": 5, "criterion": "tasks", "patience": 2}
     assert from_mapping(_sft(eval=asked, save={"best": True})).eval.tasks == ("units",)
+
+
+def _rft(**sections: object) -> dict[str, object]:
+    return {"recipe": "rft", "model": {"name": "m"}, "rft": {"task": "units:train"}, "train": {"epochs": 1}, **sections}
+
+
+def test_sampling_presets_are_the_guides_and_adapters_are_trained_unless_refused(tmp_path: Path) -> None:
+    file = tmp_path / "rft.yaml"
+    file.write_text(yaml.safe_dump(_rft()))
+    for preset, expected in {"quality": (50, 0.5), "balanced": (30, 0.7), "speed": (20, 0.9)}.items():
+        loaded = load(file, overrides=[f"sample.preset={preset}"], environ={})
+        assert (loaded.settings.rft.oversample, loaded.settings.sample.temperature) == expected
+        assert loaded.sources["rft.oversample"] == "preset"
+    given = load(file, overrides=["sample.preset=speed"], environ={"FLATOUT__RFT__OVERSAMPLE": "12"})
+    assert (given.settings.rft.oversample, given.sources["rft.oversample"]) == (12, "environment")
+    assert (given.settings.lora.rank, given.settings.lora.alpha) == (16, 64.0)
+    whole = load(file, overrides=["lora.rank=null"], environ={}).settings.lora
+    assert (whole.rank, whole.alpha) == (None, None)
+
+
+@pytest.mark.parametrize(
+    ("sections", "words"),
+    [
+        ({"rft": {}}, "rft.task: missing; name a task"),
+        ({"rft": {"task": "gsm8k:x"}}, "rft.valid: missing; gsm8k:x has no held-out split"),
+        ({"data": {"source": "jsonl", "path": "x"}}, "data.path: x goes with other recipes"),
+        ({"data": {"tokenizer": "bpe:300"}}, "bpe:300 beside model.name, which has its own"),
+        ({"model": {"layers": 2, "hidden": 64, "heads": 4}}, "random weights solve nothing: give model.name"),
+        ({"sample": {"temperature": 0}}, "at 0 all 30 samples of a question are the same"),
+        ({"sample": {"min_tokens": 200}}, "sample.min_tokens: 200 must be at most sample.max_tokens (120)"),
+        ({"recipe": "pretrain", "rft": {"keep": 4}}, "rft.keep: 4 goes with recipe rft"),
+    ],
+)
+def test_settings_of_sampling_go_together(sections: dict[str, object], words: str) -> None:
+    with pytest.raises(UsageError) as refused:
+        from_mapping(_rft(**sections))
+    assert words in str(refused.value)

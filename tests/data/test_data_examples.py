@@ -82,6 +82,11 @@ def test_prompt_and_completion_in_every_form(folder: Path) -> None:
     assert text.startswith("<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHi<|im_end|>")
     lists = {"prompt": TALK[:1], "completion": TALK[1:2]}
     assert encoded(chat, lists) == encoded(chat, {"messages": TALK[:2]})
+    # What the assistant says in a prompt is an example, not an answer.
+    ids, trained = encoded(chat, {"prompt": TALK[:3], "completion": TALK[3:]})
+    assert ids == encoded(chat, {"messages": TALK})[0]
+    learnt = tokenizer.decode([i for i, t in zip(ids, trained, strict=True) if t])
+    assert learnt == "3000\n\nThat is it.<|im_end|>\n"
 
     everything = Encoder(DataSettings(source="jsonl", path="x", train_on="all"), tokenizer)
     assert all(encoded(everything, {"messages": TALK})[1])

@@ -11,8 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flatout.errors import UsageError
-from flatout.tasks import Texts, open_task
+from flatout.tasks import Texts, Worked, asking, open_task
 from flatout.tasks.files import Gsm8k, MultipleChoice
+from flatout.tasks.sums import SIZES, Sums
 from flatout.tasks.units import QUANTITIES, Units
 
 
@@ -66,6 +67,61 @@ def test_endless_questions_never_end_and_are_never_held_out() -> None:
     assert len(asked) > 100
     texts = {valid.question(i).text for i in range(1000)}
     assert not any(endless.question(i).text in texts for i in range(300))
+
+
+# Sums
+
+
+def test_no_sum_is_in_two_splits_and_every_worked_solution_is_right() -> None:
+    splits = {name: Sums(split=name) for name in SIZES}
+    asked = {name: {tuple(sorted(task.numbers(i))) for i in range(task.size)} for name, task in splits.items()}
+    assert sum(map(len, asked.values())) == len(set().union(*asked.values())) == sum(SIZES.values())
+    shown = splits["shown"]
+    assert isinstance(shown, Worked)
+    assert all(shown.reward(i, shown.solution(i)) == 1.0 for i in range(shown.size))
+    assert shown.reward(0, shown.solution(1)) == 0.0
+    a, b = shown.numbers(0)
+    assert shown.reward(0, f"{a + b}") == 0.0  # not in tags
+    assert Sums(split="valid").prompt(0)[-1]["content"].endswith("= ?")
+
+
+# Prompts
+
+
+def test_a_prompt_of_ones_own_replaces_words_and_examples(tmp_path: Path) -> None:
+    file = tmp_path / "prompt one.yaml"
+    file.write_text("system: Be brief.\nquestion: 'Q: {question}'\nexamples: [{question: one, answer: two}]\n")
+    spec = asking("units:train", str(file))
+    task, plain = open_task(spec), open_task("units:train")
+    assert not isinstance(task, Texts)
+    assert not isinstance(plain, Texts)
+    question = plain.prompt(3)[-1]["content"]
+    said = [(message["role"], message["content"]) for message in task.prompt(3)]
+    assert said == [("system", "Be brief."), ("user", "Q: one"), ("assistant", "two"), ("user", f"Q: {question}")]
+    bare = open_task(asking("units:train", "bare"))
+    assert not isinstance(bare, Texts)
+    assert bare.prompt(3) == [{"role": "user", "content": question}]
+    right = f"<answer>{Units(split='train').question(3).answer:.6g}</answer>"
+    assert (task.reward(3, right), task.reward(4, right), task.size, task.name) == (1.0, 0.0, 1000, "units")
+    assert asking("jsonl:x?grader=math", "a b.yaml") == "jsonl:x?grader=math&prompt=a%20b.yaml"
+    assert asking("units", None) == "units"
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("system: [", "not valid YAML"),
+        ("shots: 3", "some of system, examples and question"),
+        ("- one", "some of system, examples and question"),
+        ("system: 3", "system must be a text"),
+        ("examples: [{question: one}]", "each with question and answer"),
+        ("question: What?", "must hold {question}"),
+    ],
+)
+def test_a_broken_prompt_is_told(tmp_path: Path, text: str, says: str) -> None:
+    (tmp_path / "p.yaml").write_text(text)
+    with pytest.raises(UsageError, match=re.escape(says)):
+        open_task(asking("units", str(tmp_path / "p.yaml")))
 
 
 # GSM8K
@@ -156,9 +212,9 @@ def test_jsonl_graders(tmp_path: Path) -> None:
     ("spec", "says"),
     [
         ("unit", "did you mean units?"),
-        ("sudoku", "known are units, gsm8k"),
+        ("sudoku", "known are units, sums, gsm8k"),
         ("units:test", "train, valid or endless"),
-        ("units?shots=2", "it takes none"),
+        ("units?shots=2", "it takes prompt"),
         ("gsm8k", "gsm8k:PATH"),
         ("gsm8k:nowhere.jsonl", "there is no file nowhere.jsonl"),
         ("jsonl:{good}?grader=eval", "one of auto, exact, number, math"),

@@ -1,7 +1,8 @@
-"""What a preset sets beside the plan's own decisions, when it is named in a configuration of recipe sft.
+"""What a preset sets beside the plan's own decisions, when it is named in a configuration of recipe sft or rft.
 
 `safe` is the conservative configuration of the fine-tuning guide this recipe replaces, `max` its full one; docs/sft.md
-maps every setting of it. Values that depend on the device stay with the plan. Anything given wins over a preset.
+maps every setting of it. `sample.preset` names the three ways of generating of the guide that recipe rft replaces
+(docs/rft.md). Values that depend on the device stay with the plan. Anything given wins over a preset.
 """
 
 from __future__ import annotations
@@ -19,11 +20,25 @@ SFT: dict[str, dict[str, Any]] = {
 }
 
 
+# Recipe rft trains adapters, as its guide does, unless `lora.rank: null` says otherwise.
+RFT: dict[str, Any] = {"lora.rank": 16, "lora.alpha": 64.0}
+SAMPLE: dict[str, dict[str, Any]] = {
+    "quality": {"rft.oversample": 50, "sample.temperature": 0.5},
+    "balanced": {"rft.oversample": 30, "sample.temperature": 0.7},
+    "speed": {"rft.oversample": 20, "sample.temperature": 0.9},
+}
+
+
 def implied(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings a named preset stands for, as far as nothing else was said of them."""
-    if given.get("recipe") != "sft" or given.get("plan.preset") not in SFT:
-        return {}
-    values = {key: value for key, value in SFT[given["plan.preset"]].items() if key not in given}
+    """The settings a recipe and a named preset stand for, as far as nothing else was said of them."""
+    recipe = given.get("recipe")
+    values: dict[str, Any] = {}
+    if recipe in ("sft", "rft"):
+        values |= SFT.get(given.get("plan.preset", ""), {})
+    if recipe == "rft":
+        values |= SAMPLE.get(given.get("sample.preset", ""), {})
+        values |= {} if "lora.rank" in given else RFT
+    values = {key: value for key, value in values.items() if key not in given}
     steps, warmup = given.get("train.steps"), values.get("train.warmup_steps")
     if warmup is not None and isinstance(steps, int) and steps <= warmup:
         del values["train.warmup_steps"]  # a run shorter than its warm-up would never arrive

@@ -5,7 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 
-from flatout.config.settings import DataSettings, EvalSettings, LoraSettings, ModelSettings, Settings
+from flatout.config.settings import (
+    DataSettings,
+    EvalSettings,
+    LoraSettings,
+    ModelSettings,
+    RftSettings,
+    SampleSettings,
+    Settings,
+)
 
 # What may stand beside `model.name`; everything else of the section is a shape.
 OF_NAME = ("name", "weights", "revision", "trust_remote_code")
@@ -29,6 +37,7 @@ def breaches(settings: Settings) -> Iterator[Breach]:
     yield from _tasks(settings)
     yield from _lora(settings)
     yield from _conversations(settings)
+    yield from _sampled(settings)
 
 
 def _length(settings: Settings) -> Iterator[Breach]:
@@ -176,8 +185,8 @@ def _lora(settings: Settings) -> Iterator[Breach]:
                     keys=(f"lora.{field.name}", "lora.rank"),
                     text=f"{getattr(lora, field.name)} without adapters; give lora.rank, such as 16",
                 )
-    elif settings.recipe != "sft":
-        yield Breach(keys=("lora.rank", "recipe"), text=f"adapters go with recipe sft, not {settings.recipe}")
+    elif settings.recipe == "pretrain":
+        yield Breach(keys=("lora.rank", "recipe"), text="adapters go with recipe sft or rft, not pretrain")
 
 
 def _conversations(settings: Settings) -> Iterator[Breach]:
@@ -197,6 +206,51 @@ def _conversations(settings: Settings) -> Iterator[Breach]:
     for name in ("as_chat", "system", "train_on", "too_long", "prompt_field", "completion_field", "messages_field"):
         if getattr(data, name) != getattr(default, name):
             yield Breach(keys=(f"data.{name}", "recipe"), text=f"{getattr(data, name)} goes with recipe sft")
+
+
+def _sampled(settings: Settings) -> Iterator[Breach]:
+    """Recipe rft writes its own data; no other recipe samples."""
+    rft, sample, data = settings.rft, settings.sample, settings.data
+    if settings.recipe != "rft":
+        for name, section, default in (("rft", rft, RftSettings()), ("sample", sample, SampleSettings())):
+            for field in fields(section):
+                if (value := getattr(section, field.name)) != getattr(default, field.name):
+                    yield Breach(keys=(f"{name}.{field.name}", "recipe"), text=f"{value} goes with recipe rft")
+        return
+    if rft.task is None:
+        yield Breach(keys=("rft.task", "recipe"), text="missing; name a task, such as units:train or jsonl:FILE")
+    elif rft.valid is None and held_out(rft.task) is None:
+        text = f"missing; {rft.task} has no held-out split of its own: name the task that is measured"
+        yield Breach(keys=("rft.valid", "rft.task"), text=text)
+    for name in ("path", "name", "valid_path"):
+        if getattr(data, name) is not None:
+            text = f"{getattr(data, name)} goes with other recipes; rft learns from what it samples (rft.task)"
+            yield Breach(keys=(f"data.{name}", "recipe"), text=text)
+    if settings.model.name is not None and data.tokenizer != DataSettings().tokenizer:
+        text = f"{data.tokenizer} beside model.name, which has its own; leave one out"
+        yield Breach(keys=("data.tokenizer", "model.name"), text=text)
+    if settings.model.name is None and rft.teach is None:
+        yield Breach(
+            keys=("model.name", "rft.teach"),
+            text="missing; random weights solve nothing: give model.name, or rft.teach to teach them first",
+        )
+    if sample.min_tokens > sample.max_tokens:
+        yield Breach(
+            keys=("sample.min_tokens", "sample.max_tokens"),
+            text=f"{sample.min_tokens} must be at most sample.max_tokens ({sample.max_tokens})",
+        )
+    if sample.temperature == 0 and rft.oversample > 1:
+        yield Breach(
+            keys=("sample.temperature", "rft.oversample"),
+            text=f"at 0 all {rft.oversample} samples of a question are the same; raise it, or set rft.oversample: 1",
+        )
+
+
+def held_out(task: str) -> str | None:
+    """The held-out questions that belong to a task of the package's own; None for files."""
+    name, _, rest = task.partition(":")
+    split, mark, options = rest.partition("?")
+    return f"{name}{mark}{options}" if name in ("units", "sums") and split == "train" else None
 
 
 def _multiples(value: int, *, of: int) -> str:

@@ -121,6 +121,43 @@ class LoraSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
+class SampleSettings:
+    preset: Literal["quality", "balanced", "speed"] = setting(
+        "balanced", "rft.oversample and sample.temperature at once: 50 and 0.5, 30 and 0.7, 20 and 0.9"
+    )
+    temperature: float = setting(0.7, "0 takes the likeliest token; above it, how freely tokens are drawn", ge=0)
+    top_p: float = setting(1.0, "draw from the likeliest tokens that reach this share", gt=0, le=1)
+    top_k: int = setting(0, "draw from so many of the likeliest tokens; 0: all", ge=0)
+    min_tokens: int = setting(0, "nothing ends a completion before this length", ge=0)
+    max_tokens: int = setting(120, "longest completion", gt=0)
+    rows: int | None = setting(None, "completions written at once (default: the plan's, by memory)", gt=0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RftSettings:
+    task: str | None = setting(
+        None, "task whose questions are sampled, as in `flatout eval`: units:train, jsonl:FILE …"
+    )
+    valid: str | None = setting(None, "task that is measured before and after (default: the held-out split of `task`)")
+    questions: int | None = setting(None, "at most so many questions of the task (default: all)", gt=0)
+    valid_questions: int | None = setting(None, "at most so many measured questions (default: all)", gt=0)
+    prompt: str | None = setting(None, "prompt to sample with: a YAML file, or bare (default: the task's own examples)")
+    student_prompt: str | None = setting(
+        None, "prompt to train and measure with: a YAML file, or bare (default: the one to sample with)"
+    )
+    generator: str | None = setting(None, "model that is sampled in the first round (default: the student itself)")
+    oversample: int = setting(30, "samples of a question, at most", gt=0)
+    adaptive: bool = setting(True, "stop early on solved questions; false: draw all samples of every question")
+    first: int = setting(4, "adaptive: samples of each question before the first look; later looks double them", gt=0)
+    keep: int = setting(1, "correct completions kept of a question: the first, or so many that differ", gt=0)
+    chunk: int = setting(512, "questions sampled together, and written before the next ones begin", gt=0)
+    rounds: int = setting(1, "rounds of sampling and training; later ones sample the student of the round before", gt=0)
+    teach: str | None = setting(None, "task whose worked solutions the model is taught first: sums:shown, gsm8k:FILE")
+    teach_steps: int = setting(300, "steps it is taught for", gt=0)
+    teach_lr: float | None = setting(None, "peak learning rate while it is taught (default: train.lr)", gt=0)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Decisions:
     """What a plan decides. In a configuration every field may be pinned; in a `Plan` every field is filled."""
 
@@ -207,13 +244,15 @@ class ProfileSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    recipe: Literal["pretrain", "sft"] = setting("pretrain", "what kind of training")
+    recipe: Literal["pretrain", "sft", "rft"] = setting("pretrain", "what kind of training")
     run: str | None = setting(None, "run folder, as --run (default: runs/CONFIG-TIME)")
     seed: int = setting(0, "seed of weights, data order and everything random", ge=0)
     model: ModelSettings = section(ModelSettings, "the decoder")
     data: DataSettings = section(DataSettings, "what it learns from")
     train: TrainSettings = section(TrainSettings, "how it learns")
     lora: LoraSettings = section(LoraSettings, "adapters instead of all weights")
+    rft: RftSettings = section(RftSettings, "rejection-sampling fine-tuning: what is asked, and what is kept")
+    sample: SampleSettings = section(SampleSettings, "how completions are drawn")
     plan: PlanSettings = section(PlanSettings, "how it runs: any decision can be pinned")
     eval: EvalSettings = section(EvalSettings, "validation")
     save: SaveSettings = section(SaveSettings, "checkpoints")

@@ -30,7 +30,7 @@ from flatout.data.tokenizer import Tokenizer, load_tokenizer
 from flatout.errors import UsageError
 from flatout.record.lines import write_atomic
 
-FORMAT = 1
+FORMAT = 2
 ENCODED_ROWS = 1024
 PARTS: tuple[Which, ...] = ("train", "valid")
 
@@ -300,7 +300,7 @@ class Encoder:
             raise BadRow(f"missing field {missing[0]!r}")
         prompt, completion = row[data.prompt_field], row[data.completion_field]
         if isinstance(prompt, list) and isinstance(completion, list):
-            return self._chat([*prompt, *completion])
+            return self._chat([*prompt, *completion], given=len(prompt))
         if not (isinstance(prompt, str) and isinstance(completion, str)):
             raise BadRow("prompt and completion are neither two texts nor two lists of messages")
         if not completion.strip():
@@ -310,12 +310,13 @@ class Encoder:
         _require_unicode(prompt, completion)
         return prompt, completion
 
-    def _chat(self, messages: Any) -> Spoken:
+    def _chat(self, messages: Any, *, given: int = 0) -> Spoken:
+        """`given` messages at the beginning are a prompt: what the assistant says in them is not learnt."""
         if not isinstance(messages, list) or not messages or not all(isinstance(m, dict) for m in messages):
             raise BadRow("messages are no list of objects")
         if self.data.system is not None and messages[0].get("role") != "system":
-            messages = [{"role": "system", "content": self.data.system}, *messages]
-        talk = self.template.spoken(messages)
+            messages, given = [{"role": "system", "content": self.data.system}, *messages], given and given + 1
+        talk = self.template.spoken(messages, given=given)
         _require_unicode(talk.text)
         return talk
 

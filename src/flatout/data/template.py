@@ -67,12 +67,13 @@ class Template:
         except jinja2.TemplateError as error:
             raise BadRow(f"the chat template refuses it: {str(error).splitlines()[0][:100]}") from None
 
-    def spoken(self, messages: Sequence[Message]) -> Spoken:
-        """A conversation's text, and where the assistant speaks in it."""
+    def spoken(self, messages: Sequence[Message], *, given: int = 0) -> Spoken:
+        """A conversation's text, and where the assistant speaks in it after the first `given` messages."""
         for message in messages:
             self._check(message)
         text = self.render(messages)
-        spans = [self._span(messages, i, text) for i, m in enumerate(messages) if m["role"] == "assistant"]
+        answers = [i for i, m in enumerate(messages) if m["role"] == "assistant" and i >= given]
+        spans = [self._span(messages, i, text) for i in answers]
         if not spans:
             raise BadRow("no message of the assistant")
         return Spoken(text=text, spans=spans)

@@ -57,8 +57,12 @@ def run(
     resume: bool = False,
     sinks: Sequence[Sink] = (),
     open_data: OpenData | None = None,
+    session: Session | None = None,
 ) -> Outcome:
-    """`open_data` is for recipes that learn from something else in the same way; running text by default."""
+    """`open_data` is for recipes that learn from something else in the same way; running text by default.
+
+    A recipe that did something else before in the same run gives the `session` it has open.
+    """
     check_tasks(settings)
     with ExitStack() as stack:
         # Where it runs.
@@ -87,18 +91,21 @@ def run(
         )
         count = settings.save.keep + settings.save.best + 1
         require_space(folder, needed_bytes=count * checkpoint_size, what="checkpoints")
-        session = stack.enter_context(
-            open_session(
-                settings,
-                config_text=config_text,
-                config=config,
-                plan=plan,
-                ranks=ranks,
-                folder=folder,
-                resume=resume,
-                sinks=sinks,
+        if session is None:
+            session = stack.enter_context(
+                open_session(
+                    settings,
+                    config_text=config_text,
+                    config=config,
+                    plan=plan,
+                    ranks=ranks,
+                    folder=folder,
+                    resume=resume,
+                    sinks=sinks,
+                )
             )
-        )
+        elif not resume:
+            session.run.replan(plan.to_json())
         stack.enter_context(explained(plan.predicted.memory_gib))
         active = resolve(plan, local_rank=ranks.local_rank, deterministic=settings.train.deterministic)
         phases = Phases(device=active.device.type)

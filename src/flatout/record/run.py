@@ -294,6 +294,14 @@ class Run:
         return self.path / "tokenizer"
 
     @property
+    def samples_dir(self) -> Path:
+        return self.path / "samples"
+
+    def stage_dir(self, name: str) -> Path:
+        """A run of its own that this one needed on its way."""
+        return self.path / name
+
+    @property
     def profile_dir(self) -> Path:
         return self.path / "profile"
 

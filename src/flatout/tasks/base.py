@@ -38,6 +38,13 @@ class Task(Protocol):
 
 
 @runtime_checkable
+class Worked(Protocol):
+    """A task that also says how its questions are solved, as a model should write it."""
+
+    def solution(self, i: int) -> str: ...
+
+
+@runtime_checkable
 class Texts(Protocol):
     """Text whose likelihood is measured; nothing is asked."""
 

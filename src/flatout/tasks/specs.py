@@ -1,21 +1,27 @@
-"""A task by its spec, NAME[:PATH][?key=value&…]: `units`, `gsm8k:test.jsonl`, `jsonl:q.jsonl?grader=math`."""
+"""A task by its spec, NAME[:PATH][?key=value&…]: `units`, `gsm8k:test.jsonl`, `jsonl:q.jsonl?grader=math`.
+
+Every task that asks takes `prompt=FILE`: other words and examples around its questions.
+"""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
 from pathlib import Path
-from urllib.parse import parse_qsl
+from urllib.parse import parse_qsl, quote
 
 from flatout.config.nearest import nearest
 from flatout.errors import UsageError
 from flatout.tasks.base import Task, Texts
 from flatout.tasks.files import Gsm8k, JsonLines, MultipleChoice, PlainText
+from flatout.tasks.prompts import Prompted, Template
+from flatout.tasks.sums import Sums
 from flatout.tasks.units import Units
 
 # What follows the colon, for those who forget it.
 _TAKES = {
     "units": "nothing, or train, valid or endless",
+    "sums": "nothing, or shown, train or valid",
     "gsm8k": "a JSON-lines file",
     "mmlu-stem": "a file, or a folder with test.jsonl",
     "arc-challenge": "a file, or a folder with test.json",
@@ -34,6 +40,8 @@ def open_task(spec: str) -> Task | Texts:
         raise UsageError(f"task {name!r} is unknown: {hint}")
     if name == "units":
         return _built(lambda: Units(split=path or "valid"), spec, query)
+    if name == "sums":
+        return _built(lambda: Sums(split=path or "valid"), spec, query)
     if not path:
         raise UsageError(f"task {name} needs {_TAKES[name]}: {name}:PATH")
     file = Path(path).expanduser()
@@ -51,9 +59,21 @@ def open_task(spec: str) -> Task | Texts:
 def _built(build: Callable[..., Task | Texts], spec: str, query: str, *arguments: object) -> Task | Texts:
     """With the options of the query, none of which `build` does not know."""
     options = dict(parse_qsl(query, keep_blank_values=True))
+    prompt = options.pop("prompt", None)
     takes = [p.name for p in inspect.signature(build).parameters.values() if p.kind is p.KEYWORD_ONLY]
     for key in options:
         if key not in takes:
-            known = f"it takes {', '.join(takes)}" if takes else "it takes none"
-            raise UsageError(f"task {spec!r}: option {key!r} is unknown; {known}")
-    return build(*arguments, **options)
+            raise UsageError(f"task {spec!r}: option {key!r} is unknown; it takes {', '.join([*takes, 'prompt'])}")
+    task = build(*arguments, **options)
+    if prompt is None:
+        return task
+    if isinstance(task, Texts):
+        raise UsageError(f"task {spec!r} asks nothing: it takes no prompt")
+    return Prompted(task=task, template=Template.open(prompt))
+
+
+def asking(spec: str, prompt: str | None) -> str:
+    """The same task, asking by this prompt; None: by its own."""
+    if prompt is None:
+        return spec
+    return f"{spec}{'&' if '?' in spec else '?'}prompt={quote(prompt, safe='/')}"

@@ -27,6 +27,7 @@ def _task(spec: str) -> Task:
         task = open_task(spec)
         if isinstance(task, Texts):
             raise ValueError(f"{spec} asks nothing")
+        task.prompt(0)  # what a task makes when it is first asked, it makes before the forks
         _tasks[spec] = task
     return _tasks[spec]
 

@@ -1,0 +1,131 @@
+"""Recipe rft end to end on one GPU: unit conversion by real weights, seconds of each part, accuracy before and after.
+
+    python -m benchmarks.rft FOLDER                       # a model folder, such as SmolLM2-135M-Instruct's
+    python -m benchmarks.rft FOLDER --gsm8k test.jsonl    # and what the training did to word problems
+
+Ours is the command itself, `flatout train` with `recipe: rft`, read from its run folder: `adaptive` stops early on
+solved questions, `fixed` draws all samples of every question, as the guides do. Accuracies and their difference have
+their 95 % interval as low and high; everything else the lowest and highest of the repeats.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from benchmarks.results import FOLDER, Call, Result, git_commit, table, write
+from flatout.record import Run
+
+VARIANTS = {"adaptive": [], "fixed": ["rft.adaptive=false"]}
+UNITS = {
+    "whole_s": "s",
+    "generate_s": "s",
+    "train_s": "s",
+    "tokens_per_s": "generated tokens/s",
+    "samples": "samples",
+    "kept": "rows",
+    "success_rate": "share of questions",
+}
+INTERVALS = ("before", "after", "gain", "gsm8k_before", "gsm8k_after", "gsm8k_gain")
+
+
+def config(path: Path, *, model: str, oversample: int, questions: int | None) -> Path:
+    asked = "" if questions is None else f", questions: {questions}, valid_questions: {questions}"
+    path.write_text(
+        f"recipe: rft\nmodel: {model}\n"
+        f'rft: {{task: "units:train", oversample: {oversample}{asked}}}\n'
+        "sample: {temperature: 0.7, max_tokens: 120}\n"
+        f"data: {{sequence_length: 512, valid_share: 0.02, cache: {path.parent}/cache}}\n"
+        "train: {batch_tokens: 8192, epochs: 3, lr: 5.0e-4, weight_decay: 0.0}\n"
+        "lora: {rank: 16, alpha: 64}\nsave: {weights_only: true}\n"
+    )
+    return path
+
+
+def ours(file: Path, overrides: list[str], *, folder: Path) -> dict[str, Any]:
+    """One run of the command, timed from outside, with its own figures."""
+    began = time.monotonic()
+    command = [sys.executable, "-m", "flatout", "train", str(file), *overrides, "--run", str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    whole_s = time.monotonic() - began
+    if done.returncode:
+        sys.exit(f"{folder.name}: exit {done.returncode}: {done.stderr.strip()[-800:]}")
+    print(done.stdout[-3000:], flush=True)
+    events = {event.kind: event.data for event in Run.open(folder).events()}
+    dataset, verdict, end = events["dataset"], events["rft"], events["end"]["outcome"]
+    ends = dict(zip(("before", "after"), zip(verdict["accuracy"], verdict["intervals"], strict=True), strict=True))
+    return {
+        "whole_s": whole_s,
+        "generate_s": dataset["seconds"],
+        "train_s": end["hours"] * 3600,
+        "tokens_per_s": dataset["tokens_per_s"],
+        "samples": dataset["samples"],
+        "kept": dataset["kept"],
+        "success_rate": dataset["success_rate"],
+        **{name: (value, *interval) for name, (value, interval) in ends.items()},
+        "gain": tuple(verdict["difference"][key] for key in ("value", "low", "high")),
+    }
+
+
+def word_problems(model: str, run: Path, file: Path, *, limit: int) -> dict[str, Any]:
+    """The same questions to the model as it came and as it was trained."""
+    command = [sys.executable, "-m", "flatout", "eval", model, "--against", str(run), "--tasks", f"gsm8k:{file}"]
+    done = subprocess.run([*command, "--limit", str(limit), "--json"], capture_output=True, text=True, check=True)
+    found = json.loads(done.stdout)
+    scores = [document["tasks"][0] for document in found["models"]]
+    named = dict(zip(("gsm8k_before", "gsm8k_after"), scores, strict=True)) | {"gsm8k_gain": found["differences"][0]}
+    return {name: (one["value"], one["low"], one["high"]) for name, one in named.items()}
+
+
+def results(call: Call, variant: str, runs: list[dict[str, Any]]) -> list[Result]:
+    """Times over the repeats; accuracies of the first, as every repeat draws the same."""
+    rows = [call.result(variant=variant, metric=m, unit=u, values=[run[m] for run in runs]) for m, u in UNITS.items()]
+    for name in (name for name in INTERVALS if name in runs[0]):
+        value, low, high = runs[0][name]
+        row = call.result(variant=variant, metric=name, unit="share of questions", values=[value])
+        rows.append(replace(row, low=low, high=high))
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", help="folder or hub name")
+    parser.add_argument("--oversample", type=int, default=30)
+    parser.add_argument("--questions", type=int, default=None, help="fewer, to try the script on a CPU")
+    parser.add_argument("--variants", default=",".join(VARIANTS))
+    parser.add_argument("--repeats", type=int, default=1)
+    parser.add_argument("--gsm8k", type=Path, default=None)
+    parser.add_argument("--limit", type=int, default=200, help="questions of --gsm8k")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="overrides for every run")
+    parser.add_argument("--commit", default=None, help="where there is no git")
+    parser.add_argument("--to", type=Path, default=FOLDER / "rft.jsonl")
+    options = parser.parse_args()
+
+    call = Call(benchmark="rft-units", commit=options.commit or git_commit())
+    found: list[Result] = []
+    with tempfile.TemporaryDirectory() as name:
+        scratch = Path(name)
+        file = config(
+            scratch / "rft.yaml", model=options.model, oversample=options.oversample, questions=options.questions
+        )
+        for variant in options.variants.split(","):
+            runs = []
+            for repeat in range(options.repeats):
+                folder = scratch / f"{variant}-{repeat}"
+                runs.append(ours(file, [*VARIANTS[variant], *options.set], folder=folder))
+            if options.gsm8k is not None:
+                runs[0] |= word_problems(options.model, folder, options.gsm8k, limit=options.limit)
+            found += results(call, variant, runs)
+    write(found, options.to)
+    print(table(found))
+
+
+if __name__ == "__main__":
+    main()

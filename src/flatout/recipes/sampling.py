@@ -1,0 +1,406 @@
+"""Questions to correct completions, chunk by chunk: the first half of recipe rft, and all of `flatout sample`.
+
+A chunk is written whole, atomically, when its last question is settled, so a killed run goes on with the first chunk
+that is not there. Draws depend on (seed, question, sample) only, and what is kept on the number of the sample only,
+never on when it was finished.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any, TypeVar
+
+import torch
+
+from flatout.config.settings import RftSettings
+from flatout.data.tokenizer import Tokenizer
+from flatout.engine.faults import is_out_of_memory
+from flatout.errors import EnvironmentLacks, RunFailed, UsageError
+from flatout.record.lines import write_atomic
+from flatout.sample import Completion, Sampler, Sampling, prompt_ids, text_of
+from flatout.tasks import Graded, Grader, Task
+
+# Workers that grade beside the sampler.
+MOST_GRADERS = 8
+# Seconds between two progress events.
+PROGRESS_S = 5.0
+END = "</answer>"
+
+T = TypeVar("T")
+# (kind, facts): an event for the record
+Tell = Callable[..., None]
+
+
+def _untold(kind: str, **data: Any) -> None:
+    """Where nobody keeps a record."""
+
+
+class Stopped(Exception):
+    """Asked to stop: the chunk in the making is given up, those before it stand."""
+
+
+def write_whole(path: Path, text: str) -> None:
+    """After a kill the file is there as it should be, or not; a full disk is told, and what stands is kept."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(path, text.encode())
+    except OSError as error:
+        raise EnvironmentLacks(
+            f"{path} cannot be written: {error.strerror}. Make room and go on with --resume; what stands is kept"
+        ) from None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kept:
+    """A correct completion of a question."""
+
+    question: int
+    sample: int
+    text: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Counts:
+    """What sampling came to; the sums of chunks are the sums of their fields."""
+
+    questions: int = 0
+    solved: int = 0  # questions with something to keep, from this round or before it
+    samples: int = 0
+    correct: int = 0
+    answered: int = 0  # in the form asked for
+    duplicates: int = 0  # correct, and said before
+    unfinished: int = 0  # correct, but cut off before an end
+    cut_short: int = 0
+    too_long: int = 0
+    killed: int = 0
+    kept: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+
+    def __add__(self, other: Counts) -> Counts:
+        return Counts(**{f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)})
+
+    @property
+    def success_rate(self) -> float | None:
+        """Share of the questions that were solved."""
+        return self.solved / self.questions if self.questions else None
+
+    def to_json(self) -> dict[str, Any]:
+        rates = {
+            "success_rate": self.success_rate,
+            "correct_share": self.correct / self.samples if self.samples else None,
+            "answered_share": self.answered / self.samples if self.samples else None,
+            "tokens_per_s": self.tokens / self.seconds if self.seconds else None,
+        }
+        return asdict(self) | rates
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chunk:
+    """Some questions, settled. `identity` is what all chunks of a dataset must share."""
+
+    identity: str
+    questions: tuple[int, ...]
+    kept: tuple[Kept, ...]
+    counts: Counts
+
+    def write(self, path: Path) -> None:
+        write_whole(path, json.dumps(asdict(self)))
+
+    @classmethod
+    def read(cls, path: Path, *, identity: str) -> Chunk:
+        try:
+            value = json.loads(path.read_text())
+            if value["identity"] == identity:
+                return cls(
+                    identity=identity,
+                    questions=tuple(value["questions"]),
+                    kept=tuple(Kept(**kept) for kept in value["kept"]),
+                    counts=Counts(**value["counts"]),
+                )
+        except (ValueError, KeyError, TypeError) as error:
+            raise UsageError(f"{path} is no chunk of samples ({error}): remove it, and it is sampled again") from None
+        raise UsageError(
+            f"{path} was sampled with another task, model or settings: give those of config.yaml, or begin anew "
+            "with another --run FOLDER"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tried:
+    """One completion, graded."""
+
+    done: Completion
+    text: str
+    graded: Graded
+
+
+class Graders:
+    """Several workers that grade at once; the same words to the same question are looked at once."""
+
+    def __init__(self, spec: str, *, count: int | None = None) -> None:
+        count = count or max(1, min(MOST_GRADERS, (os.cpu_count() or 2) - 1))
+        self._all = [Grader(spec) for _ in range(count)]
+        self._free: SimpleQueue[Grader] = SimpleQueue()
+        for grader in self._all:
+            self._free.put(grader)
+        self._threads = ThreadPoolExecutor(count)
+        self._known: dict[tuple[int, str], Future[Graded]] = {}
+
+    def grade(self, i: int, text: str) -> Future[Graded]:
+        if (i, text) not in self._known:
+            self._known[i, text] = self._threads.submit(self._graded, i, text)
+        return self._known[i, text]
+
+    def forget(self) -> None:
+        self._known.clear()
+
+    def _graded(self, i: int, text: str) -> Graded:
+        grader = self._free.get()
+        try:
+            graded = grader.grade(i, text)
+            # A busy machine may have been the reason: what is kept must not depend on that.
+            return graded if graded.status == "graded" else grader.grade(i, text)
+        finally:
+            self._free.put(grader)
+
+    def __enter__(self) -> Graders:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._threads.shutdown(cancel_futures=True)
+        for grader in self._all:
+            grader.close()
+
+
+class Fitting:
+    """A sampler with as many rows in flight as memory holds: where it runs out, half, and the work is done again."""
+
+    def __init__(self, open_sampler: Callable[[int], Sampler], *, rows: int, tell: Tell = _untold) -> None:
+        self.open_sampler, self.rows, self.tell = open_sampler, rows, tell
+        self._sampler: Sampler | None = None
+
+    def run(self, work: Callable[[Sampler], T]) -> T:
+        while True:
+            self._sampler = self._sampler or self.open_sampler(self.rows)
+            try:
+                return work(self._sampler)
+            except (torch.OutOfMemoryError, RuntimeError) as error:
+                if not is_out_of_memory(error):
+                    raise
+                said = str(error).splitlines()[0]
+            # Past the handler: what failed, and all it held, is gone.
+            if self.rows == 1:
+                raise RunFailed(
+                    f"sampling found too little memory even for one completion at a time ({said}): shorten "
+                    "sample.max_tokens and the prompt, or take a smaller model"
+                )
+            self._sampler = None
+            free_memory()
+            self.rows //= 2
+            self.tell("rows", rows=2 * self.rows, now=self.rows, error=said)
+
+
+def free_memory() -> None:
+    """Gives back what nothing holds any more."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampled:
+    """Samples a task's questions into a folder of chunks."""
+
+    task: Task
+    spec: str
+    tokenizer: Tokenizer
+    sampling: Sampling
+    rft: RftSettings
+    fitting: Fitting
+    identity: str
+    tell: Tell = _untold
+    memory: Callable[[], Mapping[str, float]] = dict
+    stop: Callable[[], bool] = bool
+
+    def collect(
+        self, questions: Sequence[int], *, folder: Path, before: Mapping[int, Sequence[Kept]] | None = None
+    ) -> list[Chunk]:
+        """All chunks, those on file as they are. `before`: what earlier rounds kept of each question."""
+        size = self.rft.chunk
+        progress = _Progress(self, len(questions))
+        chunks = []
+        with Graders(self.spec) as graders:
+            for number, at in enumerate(range(0, len(questions), size)):
+                path, part = folder / f"{number:05d}.json", questions[at : at + size]
+                if path.is_file():
+                    chunk = Chunk.read(path, identity=self.identity)
+                else:
+                    chunk = self._chunk(part, graders, progress, before or {})
+                    chunk.write(path)
+                    graders.forget()
+                    gc.collect()
+                chunks.append(chunk)
+                progress.finished(chunk)
+        return chunks
+
+    def _chunk(
+        self, questions: Sequence[int], graders: Graders, progress: _Progress, before: Mapping[int, Sequence[Kept]]
+    ) -> Chunk:
+        began = time.monotonic()
+        tried: dict[int, list[Tried]] = {i: [] for i in questions}
+        kept = {i: list(before.get(i, ())) for i in questions}
+        drawn = 0
+        for count in looks(self.rft):
+            left = [i for i in questions if not self.rft.adaptive or len(kept[i]) < self.rft.keep]
+            if not left:
+                break
+            for i, one in self._draw(left, graders, progress, first=drawn, samples=count):
+                tried[i].append(one)
+            drawn += count
+            for i in left:
+                tried[i].sort(key=lambda one: one.done.sample)
+                kept[i] = chosen(i, tried[i], before.get(i, ()), most=self.rft.keep)
+            progress.looked(kept, keep=self.rft.keep)
+        return Chunk(
+            identity=self.identity,
+            questions=tuple(questions),
+            kept=tuple(one for i in questions for one in kept[i]),
+            counts=_counts(kept, tried, seconds=time.monotonic() - began),
+        )
+
+    def _draw(
+        self, questions: Sequence[int], graders: Graders, progress: _Progress, *, first: int, samples: int
+    ) -> list[tuple[int, Tried]]:
+        prompts = [prompt_ids(self.tokenizer, self.task.prompt(i)) for i in questions]
+
+        def drawn(sampler: Sampler) -> list[tuple[int, Tried]]:
+            done = sampler.generate(prompts, sampling=self.sampling, samples=samples, first=first, keys=questions)
+            return self._graded(done, questions, graders, progress)
+
+        return self.fitting.run(drawn)
+
+    def _graded(
+        self, drawn: Iterator[Completion], questions: Sequence[int], graders: Graders, progress: _Progress
+    ) -> list[tuple[int, Tried]]:
+        waiting = []
+        for done in drawn:
+            if self.stop():
+                raise Stopped
+            text = text_of(self.tokenizer, done.ids, self.sampling).strip()
+            i = questions[done.prompt]
+            waiting.append((i, done, text, graders.grade(i, text)))
+            progress.sample(done)
+        return [(i, Tried(done=done, text=text, graded=future.result())) for i, done, text, future in waiting]
+
+
+def looks(rft: RftSettings) -> Iterator[int]:
+    """How many samples are drawn before each look at what was solved; their sums double."""
+    total, wanted = 0, rft.first if rft.adaptive else rft.oversample
+    while total < rft.oversample:
+        count = min(wanted, rft.oversample) - total
+        yield count
+        total, wanted = total + count, 2 * wanted
+
+
+def chosen(i: int, tried: Sequence[Tried], before: Sequence[Kept], *, most: int) -> list[Kept]:
+    """What is kept of a question: what was before, then correct ones in the order of their samples, none twice."""
+    kept = list(before)
+    said = {plain(one.text) for one in kept}
+    for one in tried:
+        text = finished(one)
+        if len(kept) < most and text is not None and plain(text) not in said:
+            said.add(plain(text))
+            kept.append(Kept(question=i, sample=one.done.sample, text=text))
+    return kept
+
+
+def finished(one: Tried) -> str | None:
+    """A correct completion to learn from; one that was cut off, up to its answer; None where there is none."""
+    if one.graded.reward < 1.0:
+        return None
+    if one.done.status == "stopped":
+        return one.text
+    head, mark, _ = one.text.rpartition(END)
+    return head + mark or None
+
+
+def plain(text: str) -> str:
+    """Equal for rationales that differ in case and white space only."""
+    return " ".join(text.casefold().split())
+
+
+def _counts(kept: Mapping[int, Sequence[Kept]], tried: Mapping[int, Sequence[Tried]], *, seconds: float) -> Counts:
+    every = [one for many in tried.values() for one in many]
+    correct = {i: [one for one in many if one.graded.reward >= 1.0] for i, many in tried.items()}
+    texts = {i: [text for one in many if (text := finished(one)) is not None] for i, many in correct.items()}
+    num_correct, num_whole = (sum(map(len, some.values())) for some in (correct, texts))
+    return Counts(
+        questions=len(kept),
+        solved=sum(bool(many) for many in kept.values()),
+        samples=len(every),
+        correct=num_correct,
+        answered=sum(one.graded.answered for one in every),
+        duplicates=sum(len(many) - len(set(map(plain, many))) for many in texts.values()),
+        unfinished=num_correct - num_whole,
+        cut_short=sum(one.done.status == "length" for one in every),
+        too_long=sum(one.done.status == "too_long" for one in every),
+        killed=sum(one.graded.status == "killed" for one in every),
+        kept=sum(map(len, kept.values())),
+        tokens=sum(len(one.done.ids) for one in every),
+        seconds=seconds,
+    )
+
+
+class _Progress:
+    """Says now and then how far sampling has come."""
+
+    def __init__(self, of: Sampled, questions: int) -> None:
+        self.of, self.questions = of, questions
+        self.total = Counts()  # of the chunks that stand
+        self.chunk = Counts()  # of the one in the making, as of the last look
+        self.settled = self.fresh = self.samples = self.tokens = 0
+        self.began = self.told = time.monotonic()
+
+    def sample(self, done: Completion) -> None:
+        self.samples += 1
+        self.tokens += len(done.ids)
+        if time.monotonic() - self.told >= PROGRESS_S:
+            self.tell()
+
+    def looked(self, kept: Mapping[int, Sequence[Kept]], *, keep: int) -> None:
+        self.settled = sum(len(many) >= keep for many in kept.values())
+        solved, rows = sum(bool(many) for many in kept.values()), sum(map(len, kept.values()))
+        self.chunk = Counts(questions=len(kept), solved=solved, kept=rows)
+
+    def finished(self, chunk: Chunk) -> None:
+        self.total += chunk.counts
+        if self.samples:  # not read from file
+            self.fresh += len(chunk.questions)
+        self.chunk, self.settled, self.samples = Counts(), 0, 0
+        self.tell()
+
+    def tell(self) -> None:
+        self.told = time.monotonic()
+        took, done, here = self.told - self.began, self.total.questions + self.settled, self.fresh + self.settled
+        sofar = self.total + self.chunk
+        self.of.tell(
+            "sampling",
+            questions=done,
+            of=self.questions,
+            samples=self.total.samples + self.samples,
+            kept=sofar.kept,
+            success_rate=sofar.success_rate,
+            tokens_per_s=self.tokens / took if took and self.tokens else None,
+            left_s=took / here * (self.questions - done) if here else None,
+            rows=self.of.fitting.rows,
+            memory=dict(self.of.memory()),
+        )

@@ -1,0 +1,291 @@
+"""Recipe rft end to end on a tiny task: before, samples, training, after; killed at any moment, it goes on the same."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from tests.data.talks import tokenizer_folder
+
+from flatout.config import dump, from_mapping, to_mapping
+from flatout.config.settings import DataSettings
+from flatout.data.examples import Encoder
+from flatout.data.tokenizer import ByteTokenizer, load_tokenizer
+from flatout.errors import RunFailed, UsageError
+from flatout.recipes import rft
+from flatout.record import Run
+from flatout.sample import prompt_ids
+
+COMMAND = [sys.executable, "-m", "flatout"]
+
+
+def questions(path: Path, numbers: range) -> str:
+    """The answer is the number's last digit: half learnt in seconds, and guessed once in ten anyway."""
+    rows = ({"question": f"{i}?", "answer": f"#### {i % 10}"} for i in numbers)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return f"gsm8k:{path}"
+
+
+def config(folder: Path) -> dict[str, Any]:
+    return {
+        "recipe": "rft",
+        "model": {"layers": 2, "hidden": 32, "heads": 2},
+        "data": {"tokenizer": "byte", "sequence_length": 48, "cache": str(folder / "cache")},
+        "rft": {
+            "teach": questions(folder / "shown.jsonl", range(100, 140)),
+            "teach_steps": 80,
+            "teach_lr": 6e-3,
+            "task": questions(folder / "train.jsonl", range(200, 248)),
+            "valid": questions(folder / "valid.jsonl", range(300, 340)),
+            "prompt": "bare",
+            "oversample": 6,
+            "first": 2,
+            "chunk": 16,
+        },
+        "sample": {"max_tokens": 8, "rows": 16},
+        "train": {"batch_tokens": 480, "steps": 8, "lr": 3e-3},
+        "lora": {"rank": None},
+        "plan": {"precision": "fp32", "threads": 1},
+    }
+
+
+def write(path: Path, values: dict[str, Any]) -> Path:
+    path.write_text(yaml.safe_dump(values))
+    return path
+
+
+def rows_of(run: Path, number: int = 1) -> list[dict[str, Any]]:
+    lines = (Run.open(run).samples_dir / f"round-{number}.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """A whole run, and what it printed."""
+    folder = tmp_path_factory.mktemp("rft")
+    file = write(folder / "rft.yaml", config(folder))
+    done = subprocess.run([*COMMAND, "train", file, "--run", folder / "run"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return folder, done.stdout
+
+
+@pytest.mark.slow
+def test_a_run_measures_samples_trains_and_measures_again(trained: tuple[Path, str]) -> None:
+    folder, said = trained
+    run = Run.open(folder / "run")
+    events = [event for event in run.events() if event.kind in ("stage", "score", "dataset", "end", "rft")]
+    assert [event.kind for event in events] == ["stage", "score", "dataset", "end", "score", "rft"]
+    counts, verdict = events[2].data, events[-1].data
+    rows = rows_of(run.path)
+    assert len(rows) == counts["kept"] == counts["solved"] > 0
+    for row in rows:
+        number = 200 + row["index"]
+        assert row["prompt"] == f"Question: {number}?\nAnswer:"
+        assert row["completion"].startswith(" ")
+        assert str(number % 10) in row["completion"]
+    assert verdict["accuracy"] == [events[1].data["value"], events[4].data["value"]]
+    assert verdict["difference"]["n"] == 40
+    assert sum(1 for _ in run.latest_steps()) == 8
+    assert "questions 48/48" in said
+    assert said.rstrip().splitlines()[-1].startswith("accuracy ")
+
+
+def test_the_run_is_a_model_like_any_other(trained: tuple[Path, str]) -> None:
+    folder, said = trained
+    asked = [*COMMAND, "eval", folder / "run", "--tasks", f"gsm8k:{folder}/valid.jsonl?prompt=bare", "--json"]
+    done = subprocess.run([*asked, "--max-tokens", "8"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    events = {event.kind: event.data for event in Run.open(folder / "run").events()}
+    assert json.loads(done.stdout)["tasks"][0]["value"] == events["rft"]["accuracy"][-1]
+    report = subprocess.run([*COMMAND, "report", folder / "run", "-o", "-"], capture_output=True, text=True)
+    assert report.returncode == 0
+    assert "questions solved" in report.stdout
+    assert said.rstrip().splitlines()[-1][:24] in report.stdout
+
+
+@pytest.fixture
+def sampling(trained: tuple[Path, str], tmp_path: Path) -> Path:
+    """Sixteen chunks of four questions, by the student of the whole run."""
+    values = config(tmp_path)
+    values["model"] = {"name": str(trained[0] / "run" / "student")}
+    values["data"].pop("tokenizer")
+    values["rft"] |= {"task": questions(tmp_path / "many.jsonl", range(400, 464)), "chunk": 4, "adaptive": False}
+    for name in ("teach", "teach_steps", "teach_lr"):
+        del values["rft"][name]
+    return write(tmp_path / "sample.yaml", values)
+
+
+def start(*arguments: object, **environment: str) -> subprocess.Popen[str]:
+    command = [*COMMAND, *map(str, arguments)]
+    return subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, **environment}
+    )
+
+
+def wait_for_chunks(run: Path, count: int, process: subprocess.Popen[str]) -> None:
+    folder = run / "samples" / "round-1"
+    while process.poll() is None:
+        if len(list(folder.glob("*.json"))) >= count:
+            return
+        time.sleep(0.002)
+    raise AssertionError(f"ended before chunk {count}: {process.communicate()}")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_sampling_killed_and_stopped_goes_on_to_the_same_dataset(sampling: Path, tmp_path: Path, device: str) -> None:
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    where = {"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {}
+    assert start("sample", sampling, "--run", whole, **where).wait() == 0
+
+    killed = start("sample", sampling, "--run", broken, **where)
+    wait_for_chunks(broken, 2, killed)
+    os.kill(killed.pid, signal.SIGKILL)
+    killed.communicate()
+    standing = {path.name: path.stat().st_mtime_ns for path in (broken / "samples" / "round-1").glob("*.json")}
+    assert 2 <= len(standing) < 16
+    assert not (broken / "samples" / "round-1.jsonl").exists()
+
+    stopped = start("sample", sampling, "--run", broken, "--resume", **where)
+    wait_for_chunks(broken, len(standing) + 1, stopped)
+    stopped.send_signal(signal.SIGTERM)
+    _, said = stopped.communicate()
+    assert stopped.returncode == 75, said
+    assert f"flatout sample {broken}/config.yaml --run {broken} --resume" in said
+
+    resumed = start("sample", sampling, "--run", broken, "--resume", **where)
+    out, said = resumed.communicate()
+    assert resumed.returncode == 0, said
+    assert "recipe sft" in out
+    for name, written_ns in standing.items():  # what stood was not sampled again
+        assert (broken / "samples" / "round-1" / name).stat().st_mtime_ns == written_ns
+    results = [(run / "samples" / "round-1.jsonl").read_bytes() for run in (whole, broken)]
+    if device == "cpu":  # a GPU may round differently from run to run
+        assert results[0] == results[1]
+    indices = [row["index"] for row in rows_of(broken)]
+    assert indices == sorted(set(indices))
+    asked = [
+        i for n in range(16) for i in json.loads((broken / f"samples/round-1/{n:05d}.json").read_text())["questions"]
+    ]
+    assert asked == list(range(64))
+
+
+@pytest.mark.slow
+def test_adapters_on_a_run_of_our_own_in_two_rounds(trained: tuple[Path, str], tmp_path: Path) -> None:
+    values = config(tmp_path)
+    values["model"] = {"name": str(trained[0] / "run")}
+    values["data"].pop("tokenizer")
+    for name in ("teach", "teach_steps", "teach_lr"):
+        del values["rft"][name]
+    values["rft"] |= {"rounds": 2, "keep": 2, "generator": str(trained[0] / "run" / "student")}
+    values["lora"] = {"rank": 4, "alpha": 16}
+    settings = from_mapping(values)
+    done = rft.run(settings, folder=tmp_path / "run", config_text=dump(settings), config=to_mapping(settings))
+    assert done.steps == 8
+    run = Run.open(tmp_path / "run")
+    assert run.plan["job"]["base"] == str(tmp_path / "run" / "student")
+    models = [event.data["model"] for event in run.events() if event.kind == "sample"]
+    assert models == [str(trained[0] / "run" / "student"), str(tmp_path / "run" / "round-1")]
+    first, second = rows_of(run.path), rows_of(run.path, 2)
+    # What was kept stays, and questions that have enough are not asked again.
+    kept = {(row["index"], row["completion"]) for row in first}
+    assert kept <= {(row["index"], row["completion"]) for row in second}
+    assert max([row["index"] for row in second].count(i) for i in range(48)) <= 2
+    assert len([event for event in run.events() if event.kind == "score"]) == 3
+
+
+def test_nothing_solved_ends_the_run_with_the_figures(trained: tuple[Path, str], tmp_path: Path) -> None:
+    values = config(tmp_path)
+    values["model"] = {"name": str(trained[0] / "run" / "student")}
+    values["data"].pop("tokenizer")
+    (tmp_path / "never.jsonl").write_text('{"question": "1?", "answer": "#### 123456789"}\n')
+    values["rft"] |= {"task": f"gsm8k:{tmp_path}/never.jsonl"}
+    for name in ("teach", "teach_steps", "teach_lr"):
+        del values["rft"][name]
+    settings = from_mapping(values)
+    with pytest.raises(RunFailed, match="none of 1 questions was solved in 6 samples"):
+        rft.run(
+            settings,
+            folder=tmp_path / "run",
+            config_text=dump(settings),
+            config=to_mapping(settings),
+            train=False,
+        )
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"task": "arc-challenge:{}/choice.jsonl"}, "answers are written"),
+        ({"task": "perplexity:{}/text.txt"}, "asks nothing"),
+        ({"task": "gsm8k:{}/nowhere.jsonl"}, "there is no file"),
+        ({"prompt": "{}/nowhere.yaml"}, "there is no file"),
+        ({"valid": "unitz"}, "did you mean units"),
+        ({"teach": "units:train"}, "units:train has no worked solutions"),
+    ],
+)
+def test_mistakes_are_told_before_anything_is_made(tmp_path: Path, changes: dict[str, str], message: str) -> None:
+    values = config(tmp_path)
+    row = {"question": "Which?", "choices": ["no", "yes"], "answer": 1}
+    (tmp_path / "choice.jsonl").write_text(json.dumps(row) + "\n")
+    (tmp_path / "text.txt").write_text("Once upon a time.")
+    values["rft"] |= {key: value.format(tmp_path) for key, value in changes.items()}
+    settings = from_mapping(values)
+    with pytest.raises(UsageError, match=message):
+        rft.run(settings, folder=tmp_path / "run", config_text="", config={})
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("template", [True, False])
+def test_a_row_is_learnt_after_the_very_prompt_it_was_sampled_with(tmp_path: Path, template: bool) -> None:
+    tokenizer = (
+        ByteTokenizer()
+        if not template
+        else load_tokenizer(str(tokenizer_folder(tmp_path)), documents=None, cache=Path())
+    )
+    task = rft.written("units:train")
+    encoder = Encoder(DataSettings(source="jsonl", path="x"), tokenizer)
+    row = rft.row(tokenizer, task.prompt(0), "It is <answer>3</answer>")
+    [(ids, trained)] = encoder.encode([encoder.draft(json.loads(json.dumps(row)))])
+    prompt = prompt_ids(tokenizer, task.prompt(0))
+    assert ids.tolist()[: len(prompt)] == prompt
+    assert trained.tolist() == [False] * len(prompt) + [True] * (len(ids) - len(prompt))
+    answer = tokenizer.decode(ids[len(prompt) :].tolist())
+    assert answer in (" It is <answer>3</answer><|endoftext|>", "It is <answer>3</answer><|im_end|>\n")
+
+
+def test_several_ranks_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("MASTER_ADDR", "localhost")
+    with pytest.raises(UsageError, match="one device, not on 2 ranks"):
+        rft.run(from_mapping(config(tmp_path)), folder=tmp_path / "run", config_text="", config={})
+
+
+def test_other_settings_than_those_begun_with_are_refused(sampling: Path, tmp_path: Path) -> None:
+    from flatout.config import load
+
+    settings = load(sampling, environ={}).settings
+    how = {"folder": tmp_path / "run", "config_text": dump(settings), "config": to_mapping(settings), "train": False}
+    settings = replace(settings, rft=replace(settings.rft, questions=4))
+    rft.run(settings, **how)  # type: ignore[arg-type]
+    warmer = replace(settings, sample=replace(settings.sample, temperature=0.9))
+    with pytest.raises(UsageError, match="another task, model or settings"):
+        rft.run(warmer, resume=True, **how)  # type: ignore[arg-type]
+
+
+def test_only_recipe_rft_samples(tmp_path: Path) -> None:
+    file = write(tmp_path / "p.yaml", {"model": {"layers": 1, "hidden": 8, "heads": 2}, "train": {"steps": 1}})
+    done = subprocess.run([*COMMAND, "sample", file], capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 2
+    assert "is of recipe pretrain, which samples nothing" in done.stderr
+    assert "Traceback" not in done.stderr
