@@ -14,7 +14,7 @@ from flatout.errors import UsageError
 from flatout.tasks import grade
 from flatout.tasks.base import Messages, assistant, system, user
 
-SIZES = {"valid": 600, "shown": 400, "train": 2400}
+SIZES = {"valid": 600, "shown": 150, "train": 2400}
 SEED = 20250301
 SMALLEST, LARGEST = 10, 99
 
