@@ -12,6 +12,7 @@ from flatout.data.tokenizer import ByteTokenizer
 from flatout.kernels import draw as draw_kernel
 from flatout.model import Decoder, lora
 from flatout.sample import Completion, Generator, Sampling
+from flatout.sample.cache import Rows
 from flatout.sample.pool import Ranges
 from flatout.sample.state import Chance, State
 
@@ -100,21 +101,23 @@ def test_what_learns_is_read_as_it_is_now() -> None:
     assert len(seen) == 2
 
 
-def test_memory_that_runs_out_halves_the_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("where", ["_step", "_admit"])
+def test_memory_that_runs_out_halves_the_rows(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, prompts, sampling = made(), prompts_of([6, 3, 4, 9]), Sampling(max_tokens=6, temperature=1.0)
     expected = list(Generator(model, TOKENIZER, kernels=False).generate(prompts, sampling=sampling, samples=2))
     generator = Generator(model, TOKENIZER, kernels=False, rows=8)
-    inner, steps = generator._step, []
+    inner, place = (Rows.admit, "admit") if where == "_admit" else (Rows.decode, "decode")
+    tried: list[int] = []
 
-    def step(flight: object, rows: int, *rest: object, **more: object) -> None:
-        steps.append(rows)
-        if rows > 2 and len(steps) in (3, 7):
+    def runs_out(store: Rows, *inputs: object) -> torch.Tensor:
+        tried.append(store.rows)
+        if store.rows > 2 and tried.count(store.rows) == (1 if where == "_admit" else 3):
             raise torch.OutOfMemoryError("no more")
-        inner(flight, rows, *rest, **more)  # type: ignore[arg-type]
+        return inner(store, *inputs)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(generator, "_step", step)
+    monkeypatch.setattr(Rows, place, runs_out)
     same(list(generator.generate(prompts, sampling=sampling, samples=2)), expected)
-    assert generator._rows == 2
+    assert list(dict.fromkeys(tried)) == [8, 4, 2]
 
 
 def test_free_ranges_are_joined_again() -> None:
@@ -173,4 +176,4 @@ def test_recorded_steps_are_the_plain_ones() -> None:
         same = sum(c.ids == expected[c.prompt, c.sample].ids for c in ours)
         assert same >= 0.98 * len(ours)
     assert fast._flight is not None
-    assert fast._flight.graphs
+    assert fast._flight.recorded

@@ -13,7 +13,7 @@ import importlib.util
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import groupby
+from itertools import groupby, islice
 from typing import Any
 
 import torch
@@ -67,6 +67,14 @@ class _Row:
         )
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Recorded:
+    """A step as it was recorded, and what it reads that nobody else may hold."""
+
+    graph: Any
+    chance: Chance
+
+
 @dataclass
 class _Flight:
     """Rows in flight: where they keep what they have read, what the device knows of them, and recorded steps."""
@@ -74,7 +82,7 @@ class _Flight:
     store: Store
     state: State
     places: list[_Row | None]
-    graphs: dict[Any, Any] = field(default_factory=dict)
+    recorded: dict[Any, _Recorded] = field(default_factory=dict)
 
     @property
     def live(self) -> list[int]:
@@ -187,24 +195,23 @@ class Generator:
         self, prompts: Sequence[Prompt], waiting: deque[_Row], sampling: Sampling, *, watched: bool = False
     ) -> Iterator[list[_Row]]:
         """After each look, the rows that have ended, or all if they are watched. Out of memory it goes on with half."""
+        if self._flight:
+            self._flight.places = []  # rows that nobody waited for
         while waiting:
             try:
                 yield from self._fly(prompts, waiting, sampling, watched=watched)
             except torch.OutOfMemoryError:
-                flight, self._flight, self._cache = self._flight, None, None
-                rows = flight.store.rows if flight else min(self._rows, len(waiting))
+                rows = self._flight.store.rows if self._flight else min(self._rows, len(waiting))
                 if rows == 1:
                     raise
-                # Begun anew, they write the same again.
-                again = (
-                    [replace(row, ids=[], logprobs=[], written=0, read=0) for row in flight.places if row]
-                    if flight
-                    else []
-                )
-                waiting.extendleft(reversed(again))
-                self._rows, flight, again = max(1, rows // 2), None, []
-                if self.device.type == "cuda":
-                    torch.cuda.empty_cache()
+            else:
+                return
+            # Past the handler: what failed, and all it held, is gone. Rows in flight begin anew and write the same.
+            unfinished = [row for row in self._flight.places if row] if self._flight else []
+            waiting.extendleft(replace(row, ids=[], logprobs=[], written=0, read=0) for row in reversed(unfinished))
+            self._rows, self._flight, self._cache = rows // 2, None, None
+            if self.device.type == "cuda":
+                torch.cuda.empty_cache()
 
     def _fly(
         self, prompts: Sequence[Prompt], waiting: deque[_Row], sampling: Sampling, *, watched: bool
@@ -275,14 +282,13 @@ class Generator:
         """Reads prompts into free places, each once for as many samples of it as there is room for, and draws their
         first tokens. False where the store has no room for another prompt yet."""
         free = [place for place, row in enumerate(flight.places) if row is None]
-        taken = [waiting.popleft() for _ in range(min(len(waiting), len(free)))]
+        taken = list(islice(waiting, len(free)))
         groups = [list(rows) for _, rows in groupby(taken, key=lambda row: row.prompt)]
         places, at = [], iter(free)
         for rows in groups:
             places.append([next(at) for _ in rows])
         logits_PV = flight.store.admit([prompts[rows[0].prompt][shared:] for rows in groups], places)
         count = logits_PV.shape[0]
-        waiting.extendleft(row for rows in reversed(groups[count:]) for row in reversed(rows))
         assert count or flight.live, "a prompt fits an empty store"
         if not count:
             return False
@@ -293,6 +299,7 @@ class Generator:
         ]
         for place, row in fresh:
             flight.places[place] = row
+            waiting.popleft()
         where = torch.tensor([place for place, _ in fresh], device=self.device)
         flight.state.begin(
             where,
@@ -332,8 +339,8 @@ class Generator:
             flight.step(rows, chance)
             return
         key = (rows, flight.store.shared > 0, replace(chance.sampling, seed=0))
-        if key in flight.graphs:
-            flight.graphs[key].replay()
+        if key in flight.recorded:
+            flight.recorded[key].graph.replay()
             return
         # This step as it is, which also compiles what it needs; the same is then recorded for those to come.
         flight.step(rows, chance)
@@ -341,7 +348,7 @@ class Generator:
         self._memory = self._memory or torch.cuda.graph_pool_handle()
         with torch.cuda.graph(graph, pool=self._memory):
             flight.step(rows, chance)
-        flight.graphs[key] = graph
+        flight.recorded[key] = _Recorded(graph=graph, chance=chance)
 
     def _looked(self, flight: _Flight, sampling: Sampling, *, watched: bool) -> list[tuple[int, _Row]]:
         """The rows that have ended, with what they have written. The one wait for the device."""
