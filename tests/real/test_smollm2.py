@@ -3,7 +3,6 @@
 `benchmarks/smollm2.py` makes such a folder from a GGUF file.
 """
 
-import os
 from pathlib import Path
 
 import pytest
@@ -39,14 +38,6 @@ BEGINNINGS = [
     "Zwei Dinge sind unendlich:",
     "SELECT name, COUNT(*) FROM",
 ]
-
-
-@pytest.fixture(scope="module")
-def folder() -> Path:
-    name = os.environ.get("FLATOUT_SMOLLM2")
-    if not name or not (Path(name) / "model.safetensors").is_file():
-        pytest.skip("FLATOUT_SMOLLM2 names no folder with the weights of SmolLM2-135M-Instruct")
-    return Path(name)
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,5 @@
 """Our sampler on the real SmolLM2-135M-Instruct against `generate` of transformers: see `test_smollm2`."""
 
-import os
 import random
 from pathlib import Path
 
@@ -17,14 +16,6 @@ TEXT = (
     "Nobody in the village was surprised; the older ones had moved their hens and flour upstairs before dark, and the "
     "younger ones, who had laughed at them, stood in the lane and counted the planks as they went by."
 )
-
-
-@pytest.fixture(scope="module")
-def folder() -> Path:
-    name = os.environ.get("FLATOUT_SMOLLM2")
-    if not name or not (Path(name) / "model.safetensors").is_file():
-        pytest.skip("FLATOUT_SMOLLM2 names no folder with the weights of SmolLM2-135M-Instruct")
-    return Path(name)
 
 
 @pytest.fixture(scope="module")

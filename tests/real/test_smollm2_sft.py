@@ -4,7 +4,6 @@ A slice that two CPU cores learn in minutes; the figures are printed.
 """
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -20,14 +19,6 @@ from flatout.sample import prompt_ids
 from flatout.tasks.units import Units
 
 STEPS, ROWS, LENGTH = 16, 200, 128
-
-
-@pytest.fixture(scope="module")
-def folder() -> Path:
-    name = os.environ.get("FLATOUT_SMOLLM2")
-    if not name or not (Path(name) / "model.safetensors").is_file():
-        pytest.skip("FLATOUT_SMOLLM2 names no folder with the weights of SmolLM2-135M-Instruct")
-    return Path(name)
 
 
 def flatout(*arguments: object, stdin: str | None = None) -> str:

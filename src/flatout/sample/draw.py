@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
-from flatout.sample.request import Sampling
+from flatout.sample.request import Keys, Sampling
 
 _MASK = (1 << 64) - 1
 _GOLDEN, _FIRST, _SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
@@ -25,6 +27,13 @@ def row_key(seed: int, prompt: int, sample: int) -> int:
         key = (key ^ key >> 27) * _SECOND & _MASK
         key ^= key >> 31
     return _signed(key)
+
+
+def numbered(num_prompts: int, samples: int, *, first: int, keys: Keys, seed: int) -> Iterator[tuple[int, int, int]]:
+    """(prompt, sample, key of its draws), for `Sampler.generate`."""
+    for i in range(num_prompts):
+        for sample in range(first, first + samples):
+            yield i, sample, row_key(seed, i if keys is None else keys[i], sample)
 
 
 def uniform(keys_R: Tensor, positions_R: Tensor) -> Tensor:

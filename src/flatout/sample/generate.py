@@ -22,9 +22,9 @@ from torch import Tensor
 from flatout.data.tokenizer import Tokenizer
 from flatout.model import Decoder, Rectangular
 from flatout.sample.cache import BLOCK, READ_TOKENS, Cache, Cached, Rows, Store, logits, logits_after
-from flatout.sample.draw import row_key
+from flatout.sample.draw import numbered, row_key
 from flatout.sample.reader import Reader
-from flatout.sample.request import Completion, Prompt, Sampling, Status
+from flatout.sample.request import Completion, Keys, Prompt, Sampling, Status
 from flatout.sample.state import Chance, State
 
 # A beginning that all prompts share is read once if it is at least so long.
@@ -133,24 +133,16 @@ class Generator:
 
     @torch.no_grad()
     def generate(
-        self,
-        prompts: Sequence[Prompt],
-        *,
-        sampling: Sampling,
-        samples: int = 1,
-        first: int = 0,
-        keys: Sequence[int] | None = None,
+        self, prompts: Sequence[Prompt], *, sampling: Sampling, samples: int = 1, first: int = 0, keys: Keys = None
     ) -> Iterator[Completion]:
-        keys = range(len(prompts)) if keys is None else keys
         waiting: deque[_Row] = deque()
-        for i, prompt in enumerate(prompts):
-            for sample in range(first, first + samples):
-                row = _Row(prompt=i, sample=sample, key=row_key(sampling.seed, keys[i], sample), length=len(prompt))
-                if not 0 < len(prompt) < self.window:
-                    row.status = "too_long"
-                    yield row.done()
-                else:
-                    waiting.append(row)
+        for i, sample, key in numbered(len(prompts), samples, first=first, keys=keys, seed=sampling.seed):
+            row = _Row(prompt=i, sample=sample, key=key, length=len(prompts[i]))
+            if not 0 < row.length < self.window:
+                row.status = "too_long"
+                yield row.done()
+            else:
+                waiting.append(row)
         self._reader.refresh()
         for rows in self._rounds(prompts, waiting, sampling):
             yield from (row.done() for row in rows if row.status)

@@ -20,9 +20,9 @@ from torch import Tensor
 
 from flatout.data.tokenizer import Tokenizer
 from flatout.errors import UsageError
-from flatout.sample.draw import draw, row_key, uniform
+from flatout.sample.draw import draw, numbered, row_key, uniform
 from flatout.sample.plain import ended
-from flatout.sample.request import Completion, Prompt, Sampling, Status
+from flatout.sample.request import Completion, Keys, Prompt, Sampling, Status
 
 ROWS = {"cpu": 16, "cuda": 64}
 # Tokens whose logits exist at once while likelihoods are summed.
@@ -72,23 +72,15 @@ class HuggingFace:
         self._rows = rows or ROWS.get(model.device.type, ROWS["cpu"])
 
     def generate(
-        self,
-        prompts: Sequence[Prompt],
-        *,
-        sampling: Sampling,
-        samples: int = 1,
-        first: int = 0,
-        keys: Sequence[int] | None = None,
+        self, prompts: Sequence[Prompt], *, sampling: Sampling, samples: int = 1, first: int = 0, keys: Keys = None
     ) -> Iterator[Completion]:
-        keys = range(len(prompts)) if keys is None else keys
         waiting: list[_Row] = []
-        for i, prompt in enumerate(prompts):
-            for sample in range(first, first + samples):
-                row = self._row(i, sample, row_key(sampling.seed, keys[i], sample), prompt, sampling)
-                if row.status:
-                    yield row.done()
-                else:
-                    waiting.append(row)
+        for i, sample, key in numbered(len(prompts), samples, first=first, keys=keys, seed=sampling.seed):
+            row = self._row(i, sample, key, prompts[i], sampling)
+            if row.status:
+                yield row.done()
+            else:
+                waiting.append(row)
         for at in range(0, len(waiting), self._rows):
             batch = waiting[at : at + self._rows]
             self._write(batch, sampling)

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from flatout.data.tokenizer import Tokenizer
 from flatout.model import Decoder, Rectangular
-from flatout.sample.draw import draw, row_key, uniform
-from flatout.sample.request import Completion, Prompt, Sampling, Status
+from flatout.sample.draw import draw, numbered, row_key, uniform
+from flatout.sample.request import Completion, Keys, Prompt, Sampling, Status
 
 # Token ids of one sequence to the logits after each of them, [T] to [T, V].
 Logits = Callable[[Tensor], Tensor]
@@ -40,28 +40,14 @@ class Plain:
         self.logits, self.tokenizer, self.window = logits, tokenizer, window
 
     def generate(
-        self,
-        prompts: Sequence[Prompt],
-        *,
-        sampling: Sampling,
-        samples: int = 1,
-        first: int = 0,
-        keys: Sequence[int] | None = None,
+        self, prompts: Sequence[Prompt], *, sampling: Sampling, samples: int = 1, first: int = 0, keys: Keys = None
     ) -> Iterator[Completion]:
-        keys = range(len(prompts)) if keys is None else keys
-        for i, prompt in enumerate(prompts):
-            for sample in range(first, first + samples):
-                drawn = list(self._drawn(prompt, row_key(sampling.seed, keys[i], sample), sampling))
-                ids = tuple(token for token, _ in drawn)
-                status = ended(self.tokenizer, prompt, ids, sampling, window=self.window)
-                assert status is not None
-                yield Completion(
-                    prompt=i,
-                    sample=sample,
-                    ids=ids,
-                    logprobs=tuple(logprob for _, logprob in drawn),
-                    status=status,
-                )
+        for i, sample, key in numbered(len(prompts), samples, first=first, keys=keys, seed=sampling.seed):
+            drawn = list(self._drawn(prompts[i], key, sampling))
+            ids, logprobs = tuple(token for token, _ in drawn), tuple(logprob for _, logprob in drawn)
+            status = ended(self.tokenizer, prompts[i], ids, sampling, window=self.window)
+            assert status is not None
+            yield Completion(prompt=i, sample=sample, ids=ids, logprobs=logprobs, status=status)
 
     def stream(self, prompt: Prompt, *, sampling: Sampling) -> Iterator[int]:
         return (token for token, _ in self._drawn(prompt, row_key(sampling.seed, 0, 0), sampling))

@@ -11,6 +11,8 @@ from flatout.errors import UsageError
 # stopped: by a stop token or text; length: at max_tokens or the window; too_long: the prompt left no room at all.
 Status = Literal["stopped", "length", "too_long"]
 Prompt = Sequence[int]
+# What tells the draws of prompts apart; None: their places in the call.
+Keys = Sequence[int] | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,16 +63,9 @@ class Sampler(Protocol):
         ...
 
     def generate(
-        self,
-        prompts: Sequence[Prompt],
-        *,
-        sampling: Sampling,
-        samples: int = 1,
-        first: int = 0,
-        keys: Sequence[int] | None = None,
+        self, prompts: Sequence[Prompt], *, sampling: Sampling, samples: int = 1, first: int = 0, keys: Keys = None
     ) -> Iterator[Completion]:
-        """Completions as they are finished: of each prompt, samples `first` to `first + samples - 1`. `keys` (default:
-        places) tell the draws of prompts apart."""
+        """Completions as they are finished: of each prompt, samples `first` to `first + samples - 1`."""
         ...
 
     def stream(self, prompt: Prompt, *, sampling: Sampling) -> Iterator[int]:

@@ -12,8 +12,8 @@ from typing import Any
 
 from flatout.data.tokenizer import Tokenizer
 from flatout.errors import EnvironmentLacks
-from flatout.sample.draw import row_key
-from flatout.sample.request import Completion, Prompt, Sampling, Status
+from flatout.sample.draw import numbered
+from flatout.sample.request import Completion, Keys, Prompt, Sampling, Status
 
 # vLLM reads a sequence whole and adds a token to it: so many places fewer than it has.
 KEPT_FREE = 2
@@ -55,24 +55,16 @@ class Vllm:
         self._allowed = list(range(known)) if known < vocab else None
 
     def generate(
-        self,
-        prompts: Sequence[Prompt],
-        *,
-        sampling: Sampling,
-        samples: int = 1,
-        first: int = 0,
-        keys: Sequence[int] | None = None,
+        self, prompts: Sequence[Prompt], *, sampling: Sampling, samples: int = 1, first: int = 0, keys: Keys = None
     ) -> Iterator[Completion]:
-        keys = range(len(prompts)) if keys is None else keys
         asked: list[tuple[int, int]] = []
         params: list[Any] = []
-        for i, prompt in enumerate(prompts):
-            for sample in range(first, first + samples):
-                if not 0 < len(prompt) < self.window:
-                    yield Completion(prompt=i, sample=sample, ids=(), logprobs=(), status="too_long")
-                    continue
-                asked.append((i, sample))
-                params.append(self._sampling(sampling, key=row_key(sampling.seed, keys[i], sample), length=len(prompt)))
+        for i, sample, key in numbered(len(prompts), samples, first=first, keys=keys, seed=sampling.seed):
+            if not 0 < len(prompts[i]) < self.window:
+                yield Completion(prompt=i, sample=sample, ids=(), logprobs=(), status="too_long")
+                continue
+            asked.append((i, sample))
+            params.append(self._sampling(sampling, key=key, length=len(prompts[i])))
         for (i, sample), answer in zip(asked, self._ask([prompts[i] for i, _ in asked], params), strict=True):
             [output] = answer.outputs
             ids = tuple(output.token_ids)
