@@ -338,7 +338,8 @@ class Generator:
         flight.step(rows, chance)
         graph = torch.cuda.CUDAGraph()
         self._memory = self._memory or torch.cuda.graph_pool_handle()
-        with torch.cuda.graph(graph, pool=self._memory):
+        # Other threads, a feed's above all, go on with copies of their own.
+        with torch.cuda.graph(graph, pool=self._memory, capture_error_mode="thread_local"):
             flight.step(rows, chance)
         flight.recorded[key] = _Recorded(graph=graph, chance=chance)
 
