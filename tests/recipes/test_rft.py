@@ -212,7 +212,7 @@ def test_nothing_solved_ends_the_run_with_the_figures(trained: tuple[Path, str],
     for name in ("teach", "teach_steps", "teach_lr"):
         del values["rft"][name]
     settings = from_mapping(values)
-    with pytest.raises(RunFailed, match="none of 1 questions was solved in 6 samples"):
+    with pytest.raises(RunFailed, match="0 of 1 questions solved in 6 samples"):
         rft.run(
             settings,
             folder=tmp_path / "run",

@@ -134,7 +134,7 @@ def run(
             for number in range(1, (settings.rft.rounds if train else 1) + 1):
                 # What it, or a larger model, gets right.
                 chunks = work.samples(sampled, number=number, before=kept)
-                rows = work.dataset(chunks, number=number, student=student)
+                rows = work.dataset(chunks, number=number, student=student, least=2 if train else 1)
                 kept = by_question(chunks)
                 if not train:
                     return nothing_trained()
@@ -253,8 +253,11 @@ class Work:
             stop=lambda: bool(session.stop),
         ).collect(self.asked.questions, folder=session.run.samples_dir / f"round-{number}", before=before)
 
-    def dataset(self, chunks: Sequence[Chunk], *, number: int, student: str) -> Path:
-        """All that was kept, in the order of the questions, as recipe sft reads it."""
+    def dataset(self, chunks: Sequence[Chunk], *, number: int, student: str, least: int) -> Path:
+        """All that was kept, in the order of the questions, as recipe sft reads it; fewer rows than `least` are none.
+
+        Training takes two: one to learn from, one to validate with.
+        """
         path, counts = self.session.run.samples_dir / f"round-{number}.jsonl", total(chunks)
         task, tokenizer = written(self.asked.learnt), load_tokenizer(student, documents=None, cache=Path())
         kept = [one for chunk in chunks for one in chunk.kept]
@@ -264,11 +267,11 @@ class Work:
         )
         write_whole(path, "".join(json.dumps(one) + "\n" for one in rows))
         self.session.recorder.event("dataset", round=number, path=str(path), **counts.to_json())
-        if not kept:
+        if len(kept) < least:
             raise RunFailed(
-                f"nothing to learn from: none of {counts.questions} questions was solved in {counts.samples} samples, "
-                f"{counts.answered} of which gave an answer in the form asked for. Take a larger rft.generator, raise "
-                "rft.oversample or sample.max_tokens, or look at the prompt (rft.prompt)"
+                f"too little to learn from: {counts.solved} of {counts.questions} questions solved in {counts.samples} "
+                f"samples, {counts.answered} of which gave an answer in the form asked for. Take a larger rft.generator, "
+                "raise rft.oversample or sample.max_tokens, or look at the prompt (rft.prompt)"
             )
         return path
 
