@@ -21,6 +21,8 @@ if not Path("/dev/nvidiactl").exists():
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     import torch
 
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        torch.set_num_threads(1)  # workers share the cores; processes that tests start choose for themselves
     if torch.cuda.is_available():
         return
     for item in items:

@@ -4,6 +4,12 @@ import torch
 from flatout.engine import selftest
 
 
+@pytest.fixture(autouse=True)
+def _once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No test is about how fast a path is."""
+    monkeypatch.setattr(selftest, "REPEATS", 1)
+
+
 def test_every_path_of_this_device_is_usable() -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     checks = selftest.selftest(device)
