@@ -270,8 +270,8 @@ class Work:
         if len(kept) < least:
             raise RunFailed(
                 f"too little to learn from: {counts.solved} of {counts.questions} questions solved in {counts.samples} "
-                f"samples, {counts.answered} of which gave an answer in the form asked for. Take a larger rft.generator, "
-                "raise rft.oversample or sample.max_tokens, or look at the prompt (rft.prompt)"
+                f"samples, {counts.answered} of which gave an answer in the form asked for. Take a larger "
+                "rft.generator, raise rft.oversample or sample.max_tokens, or look at the prompt (rft.prompt)"
             )
         return path
 
