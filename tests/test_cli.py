@@ -301,3 +301,13 @@ def test_a_dry_run_plans_and_leaves_nothing(flatout: Flatout, tmp_path: Path) ->
 def test_a_run_that_cannot_be_is_refused(flatout: Flatout, tmp_path: Path, arguments: list[str], says: str) -> None:
     mistake(flatout(*arguments), says)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_runs_of_the_same_second_have_folders_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(cli.time, "strftime", lambda _: "20260131-094500")
+    found = []
+    for _ in range(3):
+        found.append(cli._new_folder("tiny"))
+        found[-1].mkdir(parents=True)
+    assert [folder.name for folder in found] == [f"tiny-20260131-094500{end}" for end in ("", "-2", "-3")]

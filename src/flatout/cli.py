@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import shlex
@@ -600,7 +601,10 @@ def _require_torch() -> None:
 
 
 def _new_folder(stem: str) -> Path:
-    return Path("runs") / f"{stem}-{time.strftime('%Y%m%d-%H%M%S')}"
+    """One that no run has, also where several begin in the same second."""
+    name = Path("runs") / f"{stem}-{time.strftime('%Y%m%d-%H%M%S')}"
+    others = (name.with_name(f"{name.name}-{number}") for number in itertools.count(2))
+    return next(folder for folder in itertools.chain([name], others) if not folder.exists())
 
 
 def _print_json(value: Any) -> None:
