@@ -18,11 +18,20 @@ if not Path("/dev/nvidiactl").exists():
     os.environ["TRITON_INTERPRET"] = "1"
 
 
+def pytest_configure() -> None:
+    """A worker has cores of its own, so that what its tests start does not slow what another one measures."""
+    worker = os.environ.get("PYTEST_XDIST_WORKER", "").removeprefix("gw")
+    if worker and hasattr(os, "sched_setaffinity"):
+        own = sorted(os.sched_getaffinity(0))[int(worker) :: int(os.environ["PYTEST_XDIST_WORKER_COUNT"])]
+        if own:
+            os.sched_setaffinity(0, own)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     import torch
 
     if "PYTEST_XDIST_WORKER" in os.environ:
-        torch.set_num_threads(1)  # workers share the cores; processes that tests start choose for themselves
+        torch.set_num_threads(1)
     if torch.cuda.is_available():
         return
     for item in items:

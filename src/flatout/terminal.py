@@ -128,8 +128,8 @@ def selftest_table(checks: list[dict[str, Any]]) -> Table:
 class View:
     """Draws one run. `every` is the distance of plain lines where there is no terminal."""
 
-    def __init__(self, console: Console, *, every: int = 10, quiet_plan: bool = False) -> None:
-        self.console, self.every, self.quiet_plan = console, every, quiet_plan
+    def __init__(self, console: Console, *, every: int = 10) -> None:
+        self.console, self.every = console, every
         self.total = 0
         self.rates: Rates | None = None
         self.recent: deque[StepRecord] = deque(maxlen=WINDOW)

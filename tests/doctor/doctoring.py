@@ -1,9 +1,11 @@
 """Runs the doctor as a user does, in a process of its own."""
 
+import contextlib
 import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +30,17 @@ def doctor(
         timeout=timeout,
         check=False,
     )
+
+
+@contextlib.contextmanager
+def every_core() -> Iterator[None]:
+    """For a script whose fault shows only where there are cores to use; a test worker keeps to its own."""
+    own = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, range(os.cpu_count() or 1))
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, own)
 
 
 def diagnosis_of(tmp_path: Path, *command: str, steps: int = 11, seconds: float = 5.0) -> dict[str, Any]:

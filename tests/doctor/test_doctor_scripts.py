@@ -1,12 +1,13 @@
 """The doctor on scripts with a planted cause, and on healthy ones. Ranks are asserted, never seconds."""
 
+import contextlib
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from doctoring import SCRIPTS, diagnosis_of
+from doctoring import SCRIPTS, diagnosis_of, every_core
 
 from flatout.insight.diagnose import CAUSES
 from flatout.record import Run
@@ -68,7 +69,8 @@ def undisturbed(folder: Path, script: str, right: Callable[[list[str]], bool]) -
     for look in range(2):
         # The slow rank is watched until time is up, which both ranks must leave at the same step.
         steps = 10_000 if "slow_rank" in script else 11
-        found = diagnosis_of(folder / str(look), *command_of(script), steps=steps)
+        with every_core() if "one_thread" in script else contextlib.nullcontext():
+            found = diagnosis_of(folder / str(look), *command_of(script), steps=steps)
         if right(causes_of(found)):
             break
     return found, folder / str(look)

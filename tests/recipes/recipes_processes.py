@@ -1,5 +1,6 @@
-"""Helpers for tests that watch real processes."""
+"""Helpers for tests that watch real processes and read what they leave."""
 
+import hashlib
 import time
 from pathlib import Path
 
@@ -18,3 +19,17 @@ def wait_for_step(folder: Path, step: int, process: Started) -> None:
                 return
         time.sleep(0.01)
     raise AssertionError(f"ended before step {step}: {process.communicate()}")
+
+
+def trajectory(folder: Path) -> list[tuple[int, float | None, float, float]]:
+    """Step, loss, gradient norm and learning rate, each step once."""
+    return [(r.step, r.loss, r.extra["grad_norm"], r.extra["lr"]) for r in Run.open(folder).latest_steps()]
+
+
+def weights_hash(folder: Path) -> str:
+    newest = max((folder / "checkpoints").glob("step-*"))
+    return hashlib.sha256((newest / "weights-rank00000.safetensors").read_bytes()).hexdigest()
+
+
+def events(folder: Path, kind: str) -> list[dict[str, object]]:
+    return [dict(event.data) | {"step": event.step} for event in Run.open(folder).events() if event.kind == kind]

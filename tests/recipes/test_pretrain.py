@@ -1,6 +1,5 @@
 """Pretraining end to end: exact resume after real kills, ranks, signals, evaluation, criteria, export."""
 
-import hashlib
 import json
 import os
 import random
@@ -12,27 +11,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from recipes_processes import wait_for_step
+from recipes_processes import events, trajectory, wait_for_step, weights_hash
 from tests.warm import Started
 
 from flatout.record import Run
 
 Call = Callable[..., subprocess.CompletedProcess[str]]
 Start = Callable[..., Started]
-
-
-def trajectory(folder: Path) -> list[tuple[int, float | None, float, float]]:
-    """Step, loss, gradient norm and learning rate, each step once."""
-    return [(r.step, r.loss, r.extra["grad_norm"], r.extra["lr"]) for r in Run.open(folder).latest_steps()]
-
-
-def weights_hash(folder: Path) -> str:
-    newest = max((folder / "checkpoints").glob("step-*"))
-    return hashlib.sha256((newest / "weights-rank00000.safetensors").read_bytes()).hexdigest()
-
-
-def events(folder: Path, kind: str) -> list[dict[str, object]]:
-    return [dict(event.data) | {"step": event.step} for event in Run.open(folder).events() if event.kind == kind]
 
 
 def test_a_run_learns_and_leaves_everything_behind(flatout: Call, config: Path, tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.recipes.test_sft import events, trajectory
+from recipes_processes import events, trajectory
 from typer.testing import CliRunner
 
 from flatout.cli import app

@@ -1,6 +1,5 @@
 """Fine-tuning end to end: adapters learn, resume bit for bit after a kill, and open in PEFT and transformers."""
 
-import hashlib
 import json
 import signal
 import subprocess
@@ -9,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from recipes_processes import wait_for_step
+from recipes_processes import events, trajectory, wait_for_step, weights_hash
 from tests.data.talks import question
 from tests.warm import Started
 
@@ -17,19 +16,6 @@ from flatout.record import Run
 
 Call = Callable[..., subprocess.CompletedProcess[str]]
 Start = Callable[..., Started]
-
-
-def trajectory(folder: Path) -> list[tuple[int, float | None, float, float]]:
-    return [(r.step, r.loss, r.extra["grad_norm"], r.extra["lr"]) for r in Run.open(folder).latest_steps()]
-
-
-def weights_hash(folder: Path) -> str:
-    newest = max((folder / "checkpoints").glob("step-*"))
-    return hashlib.sha256((newest / "weights-rank00000.safetensors").read_bytes()).hexdigest()
-
-
-def events(folder: Path, kind: str) -> list[dict[str, object]]:
-    return [dict(event.data) | {"step": event.step} for event in Run.open(folder).events() if event.kind == kind]
 
 
 def test_adapters_learn_and_open_in_peft_and_merged_in_transformers(

@@ -220,7 +220,10 @@ def _sampled(settings: Settings) -> Iterator[Breach]:
     if rft.task is None:
         yield Breach(keys=("rft.task", "recipe"), text="missing; name a task, such as units:train or jsonl:FILE")
     elif rft.valid is None and held_out(rft.task) is None:
-        text = f"missing; {rft.task} has no held-out split of its own: name the task that is measured"
+        text = (
+            f"missing; {rft.task} has no held-out split of its own, as units:train and sums:train have: name the task "
+            "that is measured"
+        )
         yield Breach(keys=("rft.valid", "rft.task"), text=text)
     for name in ("path", "name", "valid_path"):
         if getattr(data, name) is not None:

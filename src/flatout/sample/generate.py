@@ -24,7 +24,7 @@ from flatout.model import Decoder, Rectangular
 from flatout.sample.cache import BLOCK, READ_TOKENS, Cache, Cached, Rows, Store, logits, logits_after
 from flatout.sample.draw import numbered, row_key
 from flatout.sample.reader import Reader
-from flatout.sample.request import Completion, Keys, Prompt, Sampling, Status
+from flatout.sample.request import Completion, Keys, Prompt, Sampling, Unfinished
 from flatout.sample.state import Chance, State
 
 # A beginning that all prompts share is read once if it is at least so long.
@@ -42,29 +42,11 @@ LOOK, LOOK_AT_WORDS = 4, 16
 REFILL = 8
 
 
-@dataclass
-class _Row:
-    """One completion in the making."""
-
-    prompt: int
-    sample: int
-    key: int
+@dataclass(kw_only=True)
+class _Row(Unfinished):
     length: int  # of the prompt
-    ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    status: Status | None = None
     written: int = 0  # at the last look
     read: int = 0  # of what is written, looked through for a stop text
-
-    def done(self) -> Completion:
-        assert self.status is not None
-        return Completion(
-            prompt=self.prompt,
-            sample=self.sample,
-            ids=tuple(self.ids),
-            logprobs=tuple(self.logprobs),
-            status=self.status,
-        )
 
 
 @dataclass(frozen=True, kw_only=True)

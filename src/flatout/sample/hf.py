@@ -12,7 +12,7 @@ import queue
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,34 +22,16 @@ from flatout.data.tokenizer import Tokenizer
 from flatout.errors import UsageError
 from flatout.sample.draw import draw, numbered, row_key, uniform
 from flatout.sample.plain import ended
-from flatout.sample.request import Completion, Keys, Prompt, Sampling, Status
+from flatout.sample.request import Completion, Keys, Prompt, Sampling, Unfinished
 
 ROWS = {"cpu": 16, "cuda": 64}
 # Tokens whose logits exist at once while likelihoods are summed.
 LOGIT_TOKENS = 2048
 
 
-@dataclass
-class _Row:
-    """One completion in the making."""
-
-    prompt: int
-    sample: int
-    key: int
+@dataclass(kw_only=True)
+class _Row(Unfinished):
     read: Prompt
-    ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    status: Status | None = None
-
-    def done(self) -> Completion:
-        assert self.status is not None
-        return Completion(
-            prompt=self.prompt,
-            sample=self.sample,
-            ids=tuple(self.ids),
-            logprobs=tuple(self.logprobs),
-            status=self.status,
-        )
 
 
 class HuggingFace:

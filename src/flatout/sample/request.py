@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 from flatout.errors import UsageError
@@ -52,6 +52,28 @@ class Completion:
     ids: tuple[int, ...]
     logprobs: tuple[float, ...]
     status: Status
+
+
+@dataclass(kw_only=True)
+class Unfinished:
+    """A completion in the making."""
+
+    prompt: int
+    sample: int
+    key: int  # of its draws
+    ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    status: Status | None = None
+
+    def done(self) -> Completion:
+        assert self.status is not None
+        return Completion(
+            prompt=self.prompt,
+            sample=self.sample,
+            ids=tuple(self.ids),
+            logprobs=tuple(self.logprobs),
+            status=self.status,
+        )
 
 
 class Sampler(Protocol):

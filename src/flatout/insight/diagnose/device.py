@@ -121,7 +121,8 @@ def small_batch(seen: Observed) -> Finding | None:
     if twice is None or seen.rows is None:
         return None
     times, (now, then) = (4, found) if found else (2, twice)
-    gain = (1 - then / now) * seen.replayed_share(now)
+    checked, unchecked = seen.replay("anomaly") or (now, now)  # batches are replayed without anomaly detection
+    gain = (1 - then / now) * seen.replayed_share(now) * min(1.0, unchecked / checked)
     tokens = None if seen.length is None else seen.length * seen.rows
     # One odd replay is no evidence: twice the batch must already show it. Where no accumulation can be traded for it,
     # a larger batch changes what is learnt, so it must be worth more.

@@ -65,17 +65,19 @@ class Observed:
 
     @property
     def others_cores(self) -> float | None:
-        """Cores that other processes kept busy meanwhile; None where nobody looked."""
+        """Of the cores this job may use, those that other processes kept busy; None where nobody looked."""
         busy = [float(sample["cpu"]) for sample in self.samples if "cpu" in sample]
         if not busy:
             return None
+        cores = os.cpu_count() or 1
         own = sum(step.get("cpu_s") or 0.0 for step in self.steps) / self.seconds
-        return max(0.0, sum(busy) / len(busy) * (os.cpu_count() or 1) - own * self.world)
+        out_of_reach = max(0, cores - int(self.facts["cores"] or cores))
+        return max(0.0, sum(busy) / len(busy) * cores - own * self.world - out_of_reach)
 
     @property
     def is_disturbed(self) -> bool:
         """Whether replays on more threads say nothing here, because the cores for them are taken."""
-        return not self.on_gpu and (self.others_cores or 0.0) > 0.25 * (os.cpu_count() or 1)
+        return not self.on_gpu and (self.others_cores or 0.0) > 0.25 * int(self.facts["cores"] or os.cpu_count() or 1)
 
     # -- where the host was
 
