@@ -661,6 +661,7 @@ def test_completions_at_once_are_those_of_the_guides_matrix(machine: str, rows: 
     assert plan.but(precision="fp32").rows == (rows // 2 if machine != "CPU" else 32)
     assert decide(job(hardware=hardware, length=512, generator=generator, rows=7)).rows == 7
     assert decide(job(hardware=hardware, length=512)).rows is None
+    assert ("written step by step" in plan.reasons["rows"]) == (machine == "V100-32GB")
 
 
 def test_a_generator_that_does_not_fit_is_refused_with_the_figures() -> None:

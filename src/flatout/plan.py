@@ -33,6 +33,7 @@ from flatout.cost import (
 )
 from flatout.errors import UsageError
 from flatout.hardware import Hardware
+from flatout.record import Run
 
 # Share of the device's memory that the predicted peak may take, by preset.
 MEMORY_BUDGET = {"safe": 0.75, "balanced": 0.85, "max": 0.92}
@@ -295,7 +296,9 @@ def _rows(job: Job, shape: ModelShape, *, precision: str) -> tuple[int | None, s
         )
     rows = min(most, 1 << int(math.log2(free_bytes / row_bytes)))
     size = f"{weights_bytes / GIB:.1f} GiB of weights and {rows} x {row_bytes / 2**20:.0f} MiB of cache"
-    return rows, f"{size} in {total_gib:.1f} GiB" + ("; more gain nothing" if rows == most else "")
+    sm = job.hardware.sm
+    slow = "; written step by step: kernels and graphs begin with SM 8.0" if sm is not None and sm < (8, 0) else ""
+    return rows, f"{size} in {total_gib:.1f} GiB" + ("; more gain nothing" if rows == most else "") + slow
 
 
 def _refuse_for_adapter(job: Job) -> None:
@@ -655,7 +658,10 @@ def job_of(
     train = settings.train
     if total_steps is None:
         total_steps = train.steps or (math.ceil(train.tokens / train.batch_tokens) if train.tokens else None)
-    shape, generator = shape_of(settings), None
+    generator = None
+    if settings.recipe == "rft":
+        settings = _of_runs(settings)
+    shape = shape_of(settings)
     if settings.recipe == "rft":
         name = settings.rft.generator
         generator = shape if name is None else named_shape(ModelSettings(name=name))
@@ -677,6 +683,26 @@ def job_of(
         generator=generator,
         rows=settings.sample.rows,
     )
+
+
+def _of_runs(settings: Settings) -> Settings:
+    """Where the student is one of our runs, its shape is that run's; a generator that is one, is taken to be alike."""
+    if settings.rft.generator is not None and Run.is_at(settings.rft.generator):
+        settings = replace(settings, rft=replace(settings.rft, generator=None))
+    if settings.model.name is None or not Run.is_at(settings.model.name):
+        return settings
+    run = Run.open(settings.model.name)
+    return replace(
+        settings,
+        model=model_settings(run),
+        data=replace(settings.data, tokenizer=str(run.tokenizer_dir)),
+    )
+
+
+def model_settings(run: Run) -> ModelSettings:
+    """The `model` section of a run's configuration, as far as this version knows its keys."""
+    known = {field.name for field in fields(ModelSettings)}
+    return ModelSettings(**{key: value for key, value in run.config["model"].items() if key in known})
 
 
 def adapters_of(lora: LoraSettings) -> Adapters | None:

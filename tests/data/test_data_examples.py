@@ -92,6 +92,21 @@ def test_prompt_and_completion_in_every_form(folder: Path) -> None:
     assert all(encoded(everything, {"messages": TALK})[1])
 
 
+def test_plain_text_begins_as_the_model_was_taught(folder: Path, tmp_path: Path) -> None:
+    from tokenizers import Tokenizer as Backend
+    from tokenizers.processors import TemplateProcessing
+
+    (tmp_path / "taught").mkdir()
+    backend = Backend.from_file(str(folder / "tokenizer.json"))
+    begin = backend.token_to_id("<|im_start|>")
+    backend.post_processor = TemplateProcessing(single="<|im_start|> $A", special_tokens=[("<|im_start|>", begin)])
+    backend.save(str(tmp_path / "taught" / "tokenizer.json"))
+    (tmp_path / "taught" / "tokenizer_config.json").write_text((folder / "tokenizer_config.json").read_text())
+    data, row = DataSettings(source="jsonl", path="x"), {"prompt": "1 + 1 =", "completion": " 2"}
+    ids, trained = encoded(Encoder(data, codec(folder)), row)
+    assert encoded(Encoder(data, codec(tmp_path / "taught")), row) == ([begin, *ids], [False, *trained])
+
+
 def test_a_missing_or_broken_template_is_refused(folder: Path, tmp_path: Path) -> None:
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (tmp_path / name).write_text((folder / name).read_text())

@@ -21,7 +21,7 @@ from flatout.config.settings import DataSettings
 from flatout.data.examples import Encoder
 from flatout.data.tokenizer import ByteTokenizer, load_tokenizer
 from flatout.errors import RunFailed, UsageError
-from flatout.recipes import rft
+from flatout.recipes import pretrain, rft
 from flatout.record import Run
 from flatout.sample import prompt_ids
 
@@ -189,6 +189,8 @@ def test_adapters_on_a_run_of_our_own_in_two_rounds(trained: tuple[Path, str], t
     values["rft"] |= {"rounds": 2, "keep": 2, "generator": str(trained[0] / "run" / "student")}
     values["lora"] = {"rank": 4, "alpha": 16}
     settings = from_mapping(values)
+    planned = pretrain.dry_run(settings).job
+    assert (planned.shape.layers, planned.shape.hidden, planned.generator) == (2, 32, planned.shape)
     done = rft.run(settings, folder=tmp_path / "run", config_text=dump(settings), config=to_mapping(settings))
     assert done.steps == 8
     run = Run.open(tmp_path / "run")

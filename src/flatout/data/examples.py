@@ -30,7 +30,7 @@ from flatout.data.tokenizer import Tokenizer, load_tokenizer
 from flatout.errors import UsageError
 from flatout.record.lines import write_atomic
 
-FORMAT = 2
+FORMAT = 3
 ENCODED_ROWS = 1024
 PARTS: tuple[Which, ...] = ("train", "valid")
 
@@ -280,7 +280,7 @@ class Encoder:
                 one = next(spoken)
                 ids, trained = one.ids, one.answered
             else:
-                before, after = next(written), [*next(written), self.tokenizer.eos_id]
+                before, after = [*self.tokenizer.begin_ids, *next(written)], [*next(written), self.tokenizer.eos_id]
                 ids, trained = [*before, *after], [False] * len(before) + [True] * len(after)
             learnt = np.asarray(trained, np.bool_) | (self.data.train_on == "all")
             encoded.append((np.asarray(ids, np.int32), learnt))

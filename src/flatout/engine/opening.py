@@ -13,10 +13,10 @@ from flatout.config.settings import ModelSettings
 from flatout.cost import Adapters
 from flatout.data.tokenizer import Tokenizer, load_tokenizer
 from flatout.engine.resolve import DTYPES
-from flatout.engine.trained import model_settings, open_trained
+from flatout.engine.trained import open_trained
 from flatout.errors import FlatoutError, UsageError
 from flatout.model import Model, load_adapted, load_model, peft
-from flatout.plan import named_shape
+from flatout.plan import model_settings, named_shape
 from flatout.record import Run
 
 

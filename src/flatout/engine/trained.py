@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 
 import torch
 
 from flatout import hub
-from flatout.config.settings import ModelSettings
 from flatout.cost import Adapters, ModelShape
 from flatout.data.tokenizer import Tokenizer, load_tokenizer
 from flatout.engine.checkpoint import Checkpoints, restore
 from flatout.errors import UsageError
 from flatout.model import Model, load_adapted, peft
 from flatout.model.loading import empty_model
+from flatout.plan import model_settings
 from flatout.record import Run
 
 CPU = torch.device("cpu")
@@ -27,12 +27,6 @@ class Trained:
     adapters: Adapters | None = None  # on the model, whose other weights are those of `base`
     base: str | None = None
     fingerprint: str | None = None
-
-
-def model_settings(run: Run) -> ModelSettings:
-    """The `model` section of a run's configuration, as far as this version knows its keys."""
-    known = {field.name for field in fields(ModelSettings)}
-    return ModelSettings(**{key: value for key, value in run.config["model"].items() if key in known})
 
 
 def open_trained(

@@ -33,7 +33,7 @@ from flatout.data.tokenizer import Tokenizer, load_tokenizer
 from flatout.engine.opening import Opened, open_model
 from flatout.engine.ranks import Ranks, from_environment
 from flatout.engine.resolve import check_build
-from flatout.engine.trained import model_settings, open_trained
+from flatout.engine.trained import open_trained
 from flatout.errors import RunFailed, UsageError
 from flatout.evaluate import Score, chosen, compare, evaluate
 from flatout.hardware import detect
@@ -108,7 +108,7 @@ def run(
     began, asked, ranks = time.monotonic(), Asked.of(settings), alone()
     hardware = detect()
     check_build(hardware)
-    plan = pretrain.plan_for(as_planned(settings), hardware=hardware, ranks=ranks)
+    plan = pretrain.plan_for(settings, hardware=hardware, ranks=ranks)
     if plan.decisions.threads:  # also for what is sampled and measured, before any training
         torch.set_num_threads(plan.decisions.threads)
     with open_session(
@@ -371,20 +371,6 @@ class Work:
 
 
 # --- from settings to settings -----------------------------------------------------------------------------
-
-
-def as_planned(settings: Settings) -> Settings:
-    """Where the student is one of our runs, its shape is that run's; a generator that is one, is taken to be alike."""
-    if settings.rft.generator is not None and Run.is_at(settings.rft.generator):
-        settings = replace(settings, rft=replace(settings.rft, generator=None))
-    if settings.model.name is None or not Run.is_at(settings.model.name):
-        return settings
-    run = Run.open(settings.model.name)
-    return replace(
-        settings,
-        model=model_settings(run),
-        data=replace(settings.data, tokenizer=str(run.tokenizer_dir)),
-    )
 
 
 def as_sft(settings: Settings, *, student: str | None, rows: Path) -> Settings:
