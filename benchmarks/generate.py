@@ -99,6 +99,10 @@ def sweep(model: Decoder, tokenizer: Vocabulary, *, rows: list[int], contexts: l
             except torch.OutOfMemoryError:
                 line["refused"] = "out of memory"
             else:
+                assert generator._flight is not None
+                if (room := generator._flight.store.rows) < count:
+                    print(json.dumps(line | {"refused": f"room for {room} rows"}), flush=True)
+                    continue
                 step = (long - short) / (new - new // 2)
                 kept = 2 * shape.layers * shape.kv_width * model.compute_dtype.itemsize
                 read = count * (context + 0.75 * new) * kept + shape.num_parameters * model.compute_dtype.itemsize

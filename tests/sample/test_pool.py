@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import weakref
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from flatout.kernels import draw as draw_kernel
 from flatout.model import Decoder, lora
 from flatout.sample import Completion, Generator, Sampling
 from flatout.sample.cache import Rows
-from flatout.sample.pool import Ranges
+from flatout.sample.pool import Pool, Ranges
 from flatout.sample.state import Chance, State
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -83,6 +84,52 @@ def test_a_store_is_kept_for_what_fits_it() -> None:
     again = list(fast.generate(prompts_of([5, 2, 4]), sampling=sampling))
     assert fast._flight.store is store
     same(again, list(Generator(model, TOKENIZER, kernels=False).generate(prompts_of([5, 2, 4]), sampling=sampling)))
+
+
+def test_many_samples_and_few_take_turns_in_one_store() -> None:
+    model, sampling, prompts = made(kv_heads=1), Sampling(max_tokens=2, temperature=1.0), prompts_of([6, 7])
+    fast = Generator(model, TOKENIZER, kernels=True, rows=12)
+    plain = Generator(model, TOKENIZER, kernels=False)
+    stores, layouts = set(), set()
+    for samples in (6, 1, 6):
+        ours = list(fast.generate(prompts, sampling=sampling, samples=samples))
+        same(ours, list(plain.generate(prompts, sampling=sampling, samples=samples)))
+        assert fast._flight is not None
+        stores.add(fast._flight.store)
+        layouts.add(fast._flight.store.layout)
+    assert (len(stores), len(layouts)) == (1, 2)
+
+
+def test_a_store_that_is_too_small_is_gone_before_the_next_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    fast = Generator(made(), TOKENIZER, kernels=True, rows=2)
+    list(fast.generate(prompts_of([6]), sampling=Sampling(max_tokens=1)))
+    assert fast._flight is not None
+    old = weakref.ref(fast._flight.store)
+    make, seen = Pool.__init__, []
+
+    def watched(*inputs: object, **more: int) -> None:
+        seen.append(old())
+        make(*inputs, **more)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Pool, "__init__", watched)
+    list(fast.generate(prompts_of([30]), sampling=Sampling(max_tokens=2)))
+    assert seen == [None]
+
+
+def test_a_row_is_read_wherever_its_tile_lies() -> None:
+    """Four rows a tile: those of the first prompt fill two, and all but one of them leave."""
+    model, prompts = made(kv_heads=1), prompts_of([5, 9])
+    pool = Pool(model, rows=8, own=2, prompts=14, samples=7)
+    assert pool.per_tile == 16
+    pool.tile_for(4)
+    pool.admit(prompts, [[0, 2, 3, 4, 5, 6, 7], [1]])
+    pool.leave([2, 3, 4, 5, 6, 7])
+    token, position = torch.tensor([7, 8], device=DEVICE), torch.tensor([5, 9], device=DEVICE)
+    found = pool.decode(token, position)
+    alone = [Pool(model, rows=1, own=2, prompts=9, samples=1) for _ in prompts]
+    for i, one in enumerate(alone):
+        one.admit([prompts[i]], [[0]])
+        torch.testing.assert_close(found[i], one.decode(token[i : i + 1], position[i : i + 1])[0])
 
 
 def test_what_learns_is_read_as_it_is_now() -> None:

@@ -23,7 +23,7 @@ BLOCK = 64
 LEAST, FULL, READING = 16, 64, 128
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["N"])
 def _read(
     q, k, v, out, sums, tops, totals, queries, starts, seen, N, q_row, q_head, pool_head, scale,
     H: tl.constexpr, GROUPS: tl.constexpr, D: tl.constexpr, QUERIES: tl.constexpr, ROWS: tl.constexpr,
@@ -36,7 +36,9 @@ def _read(
     which = row // GROUPS
     query = tl.load(queries + tile * QUERIES + which, mask=which < QUERIES, other=-1).to(tl.int64)
     known = (query >= 0) & (query < N)
-    limit = tl.load(seen + tile * QUERIES + which, mask=known, other=0)
+    # Loaded whether known or not: no load waits for another one.
+    limit = tl.where(known, tl.load(seen + tile * QUERIES + which, mask=which < QUERIES, other=0), 0)
+    start = tl.load(starts + tile).to(tl.int64)
     most = tl.max(limit, axis=0)
     if most > 0:
         head = group * GROUPS + row % GROUPS
@@ -51,7 +53,7 @@ def _read(
             top = tl.load(tops + at, mask=known, other=-1e30)
             total = tl.load(totals + at, mask=known, other=0.0)
             summed = tl.load(sums + at[:, None] * D + d[None, :], mask=inside, other=0.0)
-        begin = group.to(tl.int64) * pool_head + tl.load(starts + tile).to(tl.int64) * D
+        begin = group.to(tl.int64) * pool_head + start * D
         for first in range(0, most, BLOCK):
             j = first + tl.arange(0, BLOCK)
             there = (j < most)[:, None] & (d < D)[None, :]
@@ -129,6 +131,19 @@ class Partial:
         )
 
 
+def reading_rows(head_dim: int, dtype: torch.dtype) -> int:
+    """Rows of a tile that reads prompts: a large one, where registers hold it."""
+    return READING if head_dim * dtype.itemsize <= 256 else FULL
+
+
+def _stages(query_size: int, key_size: int, like: Tensor) -> int:
+    """How many blocks of keys and values are under way at once: up to three, as shared memory holds them."""
+    if not like.is_cuda:
+        return 3
+    most: int = torch.cuda.get_device_properties(like.device).shared_memory_per_block_optin
+    return int(max(1, min(3, (most // like.element_size() - query_size) // key_size)))
+
+
 def per_tile(groups: int, rows: int) -> int:
     """How many queries a tile of so many rows holds."""
     return max(1, rows // groups)
@@ -147,14 +162,15 @@ def read(q_NHD: Tensor, k_GPD: Tensor, v_GPD: Tensor, ranges: list[Tiles], *, pa
     state = (out, out, out) if partial is None else (partial.sums_NHD, partial.tops_NH, partial.totals_NH)
     for i, tiles in enumerate(ranges):
         queries = tiles.queries_TQ.shape[1]
-        rows = max(LEAST, width(queries * groups))
+        rows, wide = max(LEAST, width(queries * groups)), max(16, width(d))
         _read[(tiles.num_tiles, k_GPD.shape[0])](
             q_NHD, k_GPD, v_GPD, out, *state, tiles.queries_TQ, tiles.starts_T, tiles.seen_TQ,
             n, q_NHD.stride(0), q_NHD.stride(1), k_GPD.stride(0), scale,
-            H=heads, GROUPS=groups, D=d, QUERIES=queries, ROWS=rows, WIDTH=max(16, width(d)), BLOCK=BLOCK,
+            H=heads, GROUPS=groups, D=d, QUERIES=queries, ROWS=rows, WIDTH=wide, BLOCK=BLOCK,
             FIRST=i == 0, LAST=i == len(ranges) - 1,
             PRECISION="ieee" if q_NHD.dtype == torch.float32 else "tf32",
-            num_warps=2 if rows <= LEAST else 4,
+            num_warps=(2 if rows <= LEAST else 8 if rows * wide > 64 * 128 else 4) * (q_NHD.element_size() // 2),
+            num_stages=_stages(rows * wide, 2 * BLOCK * wide, q_NHD),
         )  # fmt: skip
     return out
 

@@ -38,8 +38,19 @@ def _allowed(logits, base, col, stops, early, KNOWN, STOPS: tl.constexpr, EARLY:
 
 
 @triton.jit
+def _uniform(key, position):
+    """`sample.draw.uniform`, in fp32; there is no number between the largest and 1."""
+    x = key + (position + 1) * -7046029254386353131
+    x = (x ^ ((x >> 30) & 0x3FFFFFFFF)) * -4658895280553007687
+    x = (x ^ ((x >> 27) & 0x1FFFFFFFFF)) * -7723592293110705685
+    x = x ^ ((x >> 31) & 0x1FFFFFFFF)
+    u = ((x >> 11) & 0x1FFFFFFFFFFFFF).to(tl.float64) * 1.1102230246251565e-16
+    return tl.minimum(u.to(tl.float32), 0.999999940395355224609375)
+
+
+@triton.jit
 def _draw(
-    logits, uniform, places, stops, token, position, count, alive, limit, ids, logprobs,
+    logits, keys, places, stops, token, position, count, alive, limit, ids, logprobs,
     V, KNOWN, S, temperature, top_p, top_k, min_tokens,
     GREEDY: tl.constexpr, TOP_P: tl.constexpr, TOP_K: tl.constexpr, STOPS: tl.constexpr, EARLY: tl.constexpr,
     SHIFT: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
@@ -119,19 +130,21 @@ def _draw(
                 sums = tl.where(block == b, tl.sum(weight, axis=0), sums)
         else:
             sums = sums * tl.exp((tops - peak) / temperature)
-        target = tl.load(uniform + row) * tl.sum(sums, axis=0)
+        target = _uniform(tl.load(keys + place), written) * tl.sum(sums, axis=0)
         until = tl.cumsum(sums, axis=0)
-        b = tl.sum((until <= target).to(tl.int32), axis=0)
-        # Rounding may leave nothing above the target: then it is the last that has any weight.
-        b = tl.minimum(b, tl.max(tl.where(sums > 0, block, 0), axis=0))
+        # The first above the target that has any weight (by its rounding, a scan's sums need not rise steadily); the
+        # last where none is above it.
+        last = tl.max(tl.where(sums > 0, block, 0), axis=0)
+        b = tl.minimum(tl.min(tl.where((until > target) & (sums > 0), block, BLOCKS), axis=0), last)
         before = tl.sum(tl.where(block < b, sums, 0.0), axis=0)
         col = b * BLOCK + i
         y = _allowed(logits, base, col, stops, early, KNOWN, STOPS, EARLY)
         weight = tl.exp((y - peak) / temperature)
         if TOP_K or TOP_P:
             weight = tl.where(_ordered(y, SHIFT) >= least, weight, 0.0)
-        inner = tl.sum((before + tl.cumsum(weight, axis=0) <= target).to(tl.int32), axis=0)
-        inner = tl.minimum(inner, tl.max(tl.where(weight > 0, i, 0), axis=0))
+        above = (before + tl.cumsum(weight, axis=0) > target) & (weight > 0)
+        last = tl.max(tl.where(weight > 0, i, 0), axis=0)
+        inner = tl.minimum(tl.min(tl.where(above, i, BLOCK), axis=0), last)
         chosen = b * BLOCK + inner
     chosen = tl.minimum(chosen, KNOWN - 1)
     logprob = tl.load(logits + base + chosen).to(tl.float32) - highest - tl.log(total)
@@ -149,7 +162,7 @@ def _draw(
 
 
 def draw_(
-    logits_RV: Tensor, uniform_R: Tensor, places_R: Tensor, stops_K: Tensor, rows: tuple[Tensor, ...], *,
+    logits_RV: Tensor, keys: Tensor, places_R: Tensor, stops_K: Tensor, rows: tuple[Tensor, ...], *,
     known: int, temperature: float, top_p: float, top_k: int, min_tokens: int,
 ) -> None:  # fmt: skip
     """Draws for the rows at `places` and writes down what follows: (token, position, count, alive, limit, ids,
@@ -158,7 +171,7 @@ def draw_(
     num_rows, vocab = logits_RV.shape
     block = min(BLOCK, max(16, width(vocab)))
     _draw[(num_rows,)](
-        logits_RV, uniform_R, places_R, stops_K, *rows, vocab, known, rows[-1].shape[1],
+        logits_RV, keys, places_R, stops_K, *rows, vocab, known, rows[-1].shape[1],
         temperature or 1.0, top_p, top_k, min_tokens,
         GREEDY=temperature == 0, TOP_P=top_p < 1, TOP_K=0 < top_k < known, STOPS=stops_K.shape[0],
         EARLY=min_tokens > 0, SHIFT=_EMPTY_BITS[logits_RV.dtype], BLOCK=block,

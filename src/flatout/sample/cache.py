@@ -46,6 +46,11 @@ class Store(Protocol):
         """Whether rows that have ended may stand among others."""
         ...
 
+    @property
+    def layout(self) -> tuple[int, ...]:
+        """What a recorded step of so many rows has fixed; another needs a recording of its own."""
+        ...
+
     def share(self, ids: Prompt) -> None:
         """What every prompt begins with: read here, and left out of the prompts that are admitted."""
         ...
@@ -173,6 +178,7 @@ class Rows:
 
     holes = False
     own: int | None = None
+    layout: tuple[int, ...] = ()  # never recorded
 
     def __init__(self, model: Decoder, cache: Cache, *, rows: int) -> None:
         self.model, self.cache, self.rows = model, cache, min(rows, cache.rows - 1)

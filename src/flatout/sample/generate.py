@@ -40,6 +40,8 @@ CACHE_BYTES_CPU = 2 << 30
 LOOK, LOOK_AT_WORDS = 4, 16
 # New rows are read when this share of the places is free: reading a few prompts costs almost what many cost.
 REFILL = 8
+# Steps of fewer rows cost the same, and each size is recorded.
+FEWEST = 32
 
 
 @dataclass(kw_only=True)
@@ -65,6 +67,7 @@ class _Flight:
     state: State
     places: list[_Row | None]
     recorded: dict[Any, _Recorded] = field(default_factory=dict)
+    memory: Any = None  # that recorded steps share: a handle is dead once its last graph is gone
 
     @property
     def live(self) -> list[int]:
@@ -107,7 +110,6 @@ class Generator:
         self._rows = rows or ROWS.get(self.device.type, ROWS["cpu"])
         self._cache: Cache | None = None
         self._flight: _Flight | None = None
-        self._memory: Any = None  # that recorded steps share
 
     @property
     def model(self) -> Decoder:
@@ -142,6 +144,7 @@ class Generator:
     def likelihoods(self, items: Sequence[tuple[Prompt, Sequence[Prompt]]]) -> list[list[float]]:
         if not items:
             return []
+        self._reader.refresh()
         found: list[list[float]] = []
         num_rows = [1 + len(many) for _, many in items]
         cache = self._room(
@@ -155,6 +158,7 @@ class Generator:
 
     @torch.no_grad()
     def surprisals(self, sequences: Sequence[Prompt]) -> Iterator[list[float]]:
+        self._reader.refresh()
         for sequence in sequences:
             tokens = torch.tensor(sequence, device=self.device)
             targets = tokens[1:]
@@ -181,7 +185,7 @@ class Generator:
             else:
                 return
             # Past the handler: what failed, and all it held, is gone. Rows in flight begin anew and write the same.
-            unfinished = [row for row in self._flight.places if row] if self._flight else []
+            unfinished = [row for row in self._flight.places if row and not row.status] if self._flight else []
             waiting.extendleft(replace(row, ids=[], logprobs=[], written=0, read=0) for row in reversed(unfinished))
             self._rows, self._flight, self._cache = rows // 2, None, None
             if self.device.type == "cuda":
@@ -197,13 +201,15 @@ class Generator:
         chance = Chance.of(sampling, known=known, kernel=self.kernels, device=self.device)
         recorded = self.kernels and self.device.type == "cuda"
         look = 1 if watched or not recorded else LOOK_AT_WORDS if sampling.stop_texts else LOOK
+        # Without stop tokens nothing ends before its limit: there is nothing to look for until the first does.
+        known_end = recorded and not (watched or sampling.stop_ids or sampling.stop_texts)
         enough = max(1, flight.store.rows // REFILL) if recorded else 1
         while waiting or flight.live:
             free = flight.store.rows - len(flight.live)
             refill = free == flight.store.rows or free >= min(enough, len(waiting))
             if not (waiting and refill and self._admit(flight, prompts, waiting, chance, shared=shared)):
-                rows, left = self._drawn_up(flight, waiting), self._left(flight, sampling)
-                for _ in range(min(look, left)):
+                rows, (soonest, left) = self._drawn_up(flight, waiting), self._left(flight, sampling)
+                for _ in range(soonest if known_end else min(look, left)):
                     self._step(flight, rows, chance, recorded=recorded)
             ended = self._looked(flight, sampling, watched=watched)
             yield [row for row in flight.places if row] if watched else [row for _, row in ended]
@@ -213,7 +219,6 @@ class Generator:
         """Room for these rows, what there is where it will do; for fewer of them where memory is short."""
         most = max(row.length for row in waiting)
         own = min(sampling.max_tokens, self.window - min(row.length for row in waiting))
-        flight = self._flight
         store: Store
         if self.kernels:
             store = self._pool(waiting, own=own, shared=shared)
@@ -221,6 +226,7 @@ class Generator:
             # One row more, the last, holds what all prompts begin with.
             rows = min(len(waiting), self._rows)
             store = Rows(self.model, self._room(rows=rows + 1, length=min(most + own, self.window)), rows=rows)
+        flight = self._flight  # not before: it would outlive what `_pool` gives up
         if flight is None or flight.store is not store:
             state = State.make(rows=store.rows, tokens=store.own or own, device=self.device)
             return _Flight(store=store, state=state, places=[None] * store.rows)
@@ -245,7 +251,8 @@ class Generator:
             if rows * own + needed <= budget or rows == 1:
                 break
             rows = rows * 3 // 4
-        if isinstance(old, Pool) and old.fits(rows=rows, own=own, prompts=needed, samples=samples):
+        if isinstance(old, Pool) and old.fits(rows=rows, own=own, prompts=needed):
+            old.tile_for(samples)
             return old
         old = self._flight = None  # before the next one is made
         return Pool(self.model, rows=rows, own=own, prompts=needed, samples=samples)
@@ -291,7 +298,7 @@ class Generator:
         if not flight.store.holes:
             return len(live)
         rows = flight.store.rows
-        now, then = min(_bucket(live[-1] + 1), rows), min(_bucket(len(live)), rows)
+        now, then = (min(max(FEWEST, _bucket(count)), rows) for count in (live[-1] + 1, len(live)))
         if waiting or then == now:
             return now
         self._close_up(flight)
@@ -303,25 +310,29 @@ class Generator:
         if holes:
             flight.move(live[-len(holes) :], holes)
 
-    def _left(self, flight: _Flight, sampling: Sampling) -> int:
-        """Steps until the last row must have ended."""
+    def _left(self, flight: _Flight, sampling: Sampling) -> tuple[int, int]:
+        """Steps until the first row must have ended, and the last."""
         rows = [row for row in flight.places if row]
-        return max(min(sampling.max_tokens, self.window - row.length) - row.written for row in rows)
+        left = [min(sampling.max_tokens, self.window - row.length) - row.written for row in rows]
+        return min(left), max(left)
 
     def _step(self, flight: _Flight, rows: int, chance: Chance, *, recorded: bool) -> None:
         if not recorded:
             flight.step(rows, chance)
             return
-        key = (rows, flight.store.shared > 0, replace(chance.sampling, seed=0))
+        # What is baked into a graph; lengths, limits and seeds are read from the device.
+        asked = chance.sampling
+        cut = (asked.temperature, asked.top_p, asked.top_k, asked.min_tokens, asked.stop_ids)
+        key = (rows, flight.store.layout, cut)
         if key in flight.recorded:
             flight.recorded[key].graph.replay()
             return
         # This step as it is, which also compiles what it needs; the same is then recorded for those to come.
         flight.step(rows, chance)
         graph = torch.cuda.CUDAGraph()
-        self._memory = self._memory or torch.cuda.graph_pool_handle()
+        flight.memory = flight.memory or torch.cuda.graph_pool_handle()
         # Other threads, a feed's above all, go on with copies of their own.
-        with torch.cuda.graph(graph, pool=self._memory, capture_error_mode="thread_local"):
+        with torch.cuda.graph(graph, pool=flight.memory, capture_error_mode="thread_local"):
             flight.step(rows, chance)
         flight.recorded[key] = _Recorded(graph=graph, chance=chance)
 
@@ -334,18 +345,33 @@ class Generator:
         rows = [(place, row) for place in live if (row := flight.places[place])]
         for place, row in rows:
             row.written = counts[place]
-        if sampling.stop_texts or watched:
-            self._fetch(rows, state)
-            for place, row in rows:
-                if self._cut_at_stop_text(row, sampling):
-                    alive[place] = 0
+        read = rows if watched else self._suspects(rows, state, sampling) if sampling.stop_texts else []
+        self._fetch(read, state)
+        for place, row in read:
+            if self._cut_at_stop_text(row, sampling):
+                alive[place] = 0
         ended = [(place, row) for place, row in rows if not alive[place]]
-        if not (sampling.stop_texts or watched):
-            self._fetch(ended, state)
+        fetched = {place for place, _ in read}
+        self._fetch([(place, row) for place, row in ended if place not in fetched], state)
         for _, row in ended:
             stopped = row.status or row.ids[-1] in sampling.stop_ids
             row.status = "stopped" if stopped else "length"
         return ended
+
+    def _suspects(self, rows: Sequence[tuple[int, _Row]], state: State, sampling: Sampling) -> list[tuple[int, _Row]]:
+        """Rows whose newest words have a stop text among them: only those are fetched whole."""
+        width = min(state.tokens, LOOK_AT_WORDS + STOP_IDS)
+        count = rows[-1][0] + 1
+        first = (state.count[:count] - width).clamp(min=0)
+        tails = state.ids_RS[:count].gather(1, first[:, None] + torch.arange(width, device=self.device)).tolist()
+        found = []
+        for place, row in rows:
+            text = self.tokenizer.decode(tails[place][: row.written])
+            if any(stop in text for stop in sampling.stop_texts):
+                found.append((place, row))
+            else:
+                row.read = row.written
+        return found
 
     def _fetch(self, rows: Sequence[tuple[int, _Row]], state: State) -> None:
         """What rows have written so far."""

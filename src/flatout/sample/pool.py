@@ -17,11 +17,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flatout.kernels.decode import FULL, LEAST, READING, Partial, Tiles, keep, per_tile, read
+from flatout.kernels.decode import FULL, LEAST, Partial, Tiles, keep, per_tile, read, reading_rows
 from flatout.kernels.launch import cdiv
 from flatout.model import Decoder
-from flatout.sample.cache import READ_TOKENS, logits_after, passes
+from flatout.sample.cache import logits_after, passes
 from flatout.sample.request import Prompt
+
+# Most tokens of prompts that are read in one pass: each pass waits for the last one.
+READ_TOKENS = 32_768
 
 
 class Ranges:
@@ -70,7 +73,6 @@ class Pool:
         self.k_LGPD, self.v_LGPD = (torch.zeros(size, dtype=dtype, device=device) for _ in range(2))
         self.capacity = prompts
         self._groups = shape.heads // shape.kv_heads
-        self.per_tile = _per_prompt(self._groups, samples)
         self._partial = Partial.make(queries=rows, heads=shape.heads, head_dim=shape.head_dim, device=device)
         index = torch.arange(rows, device=device)
         self._begin_R = torch.zeros(rows, dtype=torch.long, device=device)  # where a row's own tokens begin
@@ -80,7 +82,9 @@ class Pool:
             seen_TQ=torch.ones(rows, 1, dtype=torch.int32, device=device),
             starts_T=self._slot_R,
         )
-        self._prompts = _no_tiles(rows, self.per_tile, device)
+        sizes = {per_tile(self._groups, LEAST), per_tile(self._groups, FULL)}
+        self._tables = {size: _no_tiles(rows, size, device) for size in sizes}
+        self.tile_for(samples)
         wide = per_tile(self._groups, FULL)
         all_rows = torch.full((cdiv(rows, wide) * wide,), -1, dtype=torch.int32, device=device)
         all_rows[:rows] = index.to(torch.int32)
@@ -91,9 +95,17 @@ class Pool:
         )
         self.clear()
 
-    def fits(self, *, rows: int, own: int, prompts: int, samples: int) -> bool:
-        tile = _per_prompt(self._groups, samples)
-        return self.rows >= rows and self.own >= own and self.capacity >= prompts and self.per_tile == tile
+    def fits(self, *, rows: int, own: int, prompts: int) -> bool:
+        return self.rows >= rows and self.own >= own and self.capacity >= prompts
+
+    def tile_for(self, samples: int) -> None:
+        self.per_tile = _per_prompt(self._groups, samples)
+        self._prompts = self._tables[self.per_tile]
+
+    @property
+    def layout(self) -> tuple[int, ...]:
+        """Whether there is a common beginning; the size of the tiles of prompts, and how many of them are run."""
+        return int(self.shared > 0), self.per_tile, self._tiles
 
     def clear(self) -> None:
         """As if nothing had been read."""
@@ -101,6 +113,7 @@ class Pool:
         self._ranges = Ranges(self.rows * self.own, self.capacity)
         self._held: dict[int, _Held] = {}  # by place
         self._shared_start = 0
+        self._tiles = 1
 
     # Reading
 
@@ -159,10 +172,10 @@ class Pool:
     # Places
 
     def move(self, source: Sequence[int], to: Sequence[int]) -> None:
-        for store in (self.k_LGPD, self.v_LGPD):
-            own = store[:, :, : self.rows * self.own].unflatten(2, (self.rows, self.own))
-            own[:, :, list(to)] = own[:, :, list(source)]
-        self._begin_R[list(to)] = self._begin_R[list(source)]
+        # Rows change their slots, not what lies in them.
+        pair = torch.tensor([list(source), list(to)], device=self._begin_R.device)
+        self._slot_R[pair.flatten()] = self._slot_R[pair.flip(0).flatten()]
+        self._begin_R[pair[1]] = self._begin_R[pair[0]]
         for before, after in zip(source, to, strict=True):
             self._held[after] = self._held.pop(before)
         self._lay_out()
@@ -194,6 +207,8 @@ class Pool:
                 seen[tile, : len(some)] = held.length
                 starts[tile] = held.start
                 tile += 1
+        # A few sizes for all numbers of tiles. Not the number of rows: a tile may lie beyond it when others have left.
+        self._tiles = min(self.rows, 1 << max(0, tile - 1).bit_length())
         self._prompts.queries_TQ.copy_(torch.from_numpy(queries))
         self._prompts.seen_TQ.copy_(torch.from_numpy(seen))
         self._prompts.starts_T.copy_(torch.from_numpy(starts))
@@ -205,7 +220,8 @@ class _Reading:
     def __init__(self, pool: Pool, parts: Sequence[tuple[int, int, int]]) -> None:
         """Of each part: where its prompt lies in the pool, and which tokens of it are read."""
         self.pool = pool
-        device, wide = pool.k_LGPD.device, per_tile(pool._groups, READING)
+        device = pool.k_LGPD.device
+        wide = per_tile(pool._groups, reading_rows(pool.model.shape.head_dim, pool.k_LGPD.dtype))
         lengths = [end - begin for _, begin, end in parts]
         total = sum(lengths)
         tiles = sum(cdiv(length, wide) for length in lengths)
@@ -261,7 +277,7 @@ class _Writing:
             starts_T=pool._own.starts_T[:rows],
         )
         everybody = pool._everybody.first(cdiv(rows, pool._everybody.queries_TQ.shape[1]))
-        self.ranges = [pool._prompts.first(rows), own]
+        self.ranges = [pool._prompts.first(pool._tiles), own]
         if pool.shared:
             self.ranges.insert(0, everybody)
         self._layer = 0

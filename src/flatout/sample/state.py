@@ -86,10 +86,10 @@ class Chance:
 
     def advance(self, state: State, logits_RV: Tensor, places_R: Tensor) -> None:
         """Draws a token for each of these rows and writes down what follows; those that have ended keep still."""
-        uniform_R = uniform(state.key[places_R], state.count[places_R])
         if self.kernel:
-            self._in_one(state, logits_RV, places_R, uniform_R)
+            self._in_one(state, logits_RV, places_R)
             return
+        uniform_R = uniform(state.key[places_R], state.count[places_R])
         logits_RV = logits_RV.float()
         count_R, alive_R = state.count[places_R], state.alive[places_R]
         chosen_R = draw(logits_RV[:, : self.known], uniform_R, count_R, self.sampling)
@@ -103,16 +103,14 @@ class Chance:
         more_R = (count_R + alive_R < state.limit[places_R]) & ~torch.isin(chosen_R, self.stops_K)
         state.alive[places_R] = alive_R * more_R
 
-    def _in_one(self, state: State, logits_RV: Tensor, places_R: Tensor, uniform_R: Tensor) -> None:
+    def _in_one(self, state: State, logits_RV: Tensor, places_R: Tensor) -> None:
         from flatout.kernels.draw import draw_
 
         asked = self.sampling
-        # fp32 has no number between this and 1.
-        uniform_R = uniform_R.float().clamp(max=1 - 2.0**-24)
         rows = (state.token, state.position, state.count, state.alive, state.limit, state.ids_RS, state.logprobs_RS)
         draw_(
             logits_RV,
-            uniform_R,
+            state.key,
             places_R,
             self.stops_K,
             rows,
