@@ -25,7 +25,6 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.results import Call, git_commit, hardware_name, versions
-from flatout.errors import FlatoutError
 from flatout.insight.attach import Asked
 from flatout.insight.doctor import Looked, limit_line, look
 from flatout.insight.prove import Proof, prove
@@ -127,12 +126,12 @@ def examined(planted: str, *, options: argparse.Namespace, budget: Budget) -> di
     """One look at the job, and the proof of its own fix where there is time for it."""
     command = [sys.executable, str(JOB), planted, "100000", options.device]
     variables = {"CUDA_LAUNCH_BLOCKING": "1"} if planted == "launch-blocking" else {}
-    asked = Asked(steps=options.steps, seconds=options.seconds, variables=variables, quiet=True)
+    asked = Asked(steps=options.steps, seconds=options.seconds, variables=variables, quiet=True, limit_s=90)
     began = time.monotonic()
     try:
         looked = looked_at(command, asked)
-    except FlatoutError as error:
-        return judged(planted, None, proofs=[], look_s=None, error=str(error)[-2000:])
+    except Exception as error:  # one broken job must not cost the others
+        return judged(planted, None, proofs=[], look_s=None, error=f"{type(error).__name__}: {error}"[-2000:])
     look_s = time.monotonic() - began
     wanted = [finding for finding in looked.diagnosis.findings if finding.cause == PLANTED[planted]]
     proofs: list[Proof] = []
@@ -181,10 +180,10 @@ def judged(
 
 def written(name: str, command: Sequence[str], *, options: argparse.Namespace) -> dict[str, Any]:
     """Look at a script as it is, and write the doctor's table of it."""
-    asked = Asked(steps=options.steps, seconds=options.seconds, stdout_to_stderr=True)
+    asked = Asked(steps=options.steps, seconds=options.seconds, stdout_to_stderr=True, limit_s=240)
     try:
         looked = looked_at(command, asked)
-    except FlatoutError as error:
+    except Exception as error:
         return {"script": name, "error": str(error)[-2000:]}
     target = options.tables / f"{name}.md"
     target.parent.mkdir(parents=True, exist_ok=True)

@@ -3,7 +3,10 @@
 python -m benchmarks.doctor_gpu --causes none --script 'lightning=python benchmarks/doctor_lightning.py'
 """
 
-import lightning as L
+try:
+    import lightning as L
+except ModuleNotFoundError:  # the same by its older name
+    import pytorch_lightning as L
 import torch
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, Dataset

@@ -132,6 +132,51 @@ def test_host_sync_names_the_line() -> None:
     assert "train.py:12" in found.sentence
 
 
+def test_work_of_the_gpu_between_the_passes_is_no_starvation() -> None:
+    """A loss outside the model is time in no phase of its own, and the device is busy all the while."""
+    step = {"device": {"forward": 0.03, "backward": 0.05, "optimizer": 0.009, "other": 0.011}}
+    assert diagnose(seen(step=step)).findings == ()
+    assert first(seen(step=step, profile={"busy_s": 0.085})).cause == "data-starvation"
+
+
+def test_the_type_of_what_is_compiled_is_not_guessed_inside_a_framework() -> None:
+    compiled = {"compute_dtype": None, "model": {"compiled": True}, "totals": {"autocast": 9}}
+    assert diagnose(seen(framework="transformers", **compiled)).findings == ()
+    assert first(seen(**compiled | {"totals": {}})).cause == "fp32-matmul"
+    assert diagnose(seen(**compiled | {"model": {"compiled": True, "dtypes": {"bfloat16": 148}}})).findings == ()
+
+
+def test_anomaly_mode_explains_the_waits_it_makes() -> None:
+    sync = {"site": "Tensor.item at /x/train.py:12 in <module>", "count": 40, "seconds": 0.05}
+    waits = {"profile": {"busy_s": 0.03, "waits": {"sync": 0.06}}, "syncs": [sync]}
+    found = diagnose(seen(**waits, totals={"anomaly": 10}, replays={"anomaly": [0.1, 0.05], "batch-2": None}))
+    assert [finding.cause for finding in found.findings] == ["anomaly-mode"]
+
+
+def test_what_anomaly_mode_costs_is_not_the_batch() -> None:
+    few = {"micro": [{"rows": 4, "length": 256, "tokens": 1024, "real": 1024.0}]}
+    replays = {"batch-2": [0.05, 0.03], "batch-4": [0.05, 0.02]}
+    alone = first(seen(step=few, replays=replays))
+    assert (alone.cause, alone.gain) == ("small-batch", pytest.approx(0.6 * 0.9 + 0.75 * 0.09))
+    found = diagnose(seen(step=few, replays=replays | {"anomaly": [0.1, 0.05]}, totals={"anomaly": 10}))
+    gains = {finding.cause: finding.gain for finding in found.findings}
+    assert gains == {"anomaly-mode": pytest.approx(0.45), "small-batch": pytest.approx(0.6 * 0.9 / 2 + 0.75 * 0.09)}
+
+
+def test_memory_given_back_costs_the_call_and_the_asking_again() -> None:
+    step = {"device": {**STEP["device"], "empty-cache": 0.03}, "counts": {"empty-cache": 1}}
+    found = first(seen(step=step, profile={"waits": {"malloc": 0.013, "launch": 0.0, "sync": 0.0}}))
+    assert (found.cause, found.gain) == ("empty-cache", pytest.approx((0.03 + 0.013) / 0.13))
+
+
+def test_an_optimizer_of_many_launches_is_one_cause() -> None:
+    slow = {**FACTS["optimizers"]["1"], "fused": False}
+    step = {"device": {"forward": 0.03, "backward": 0.04, "optimizer": 0.03, "other": 0.0}}
+    waits = {"busy_s": 0.075, "waits": {"launch": 0.025}}
+    found = diagnose(seen(step=step, optimizers={"1": slow}, profile=waits, replays={"fused": [0.01, 0.001]}))
+    assert [finding.cause for finding in found.findings] == ["slow-optimizer"]
+
+
 def test_waiting_that_the_gpu_never_notices_is_no_starvation() -> None:
     """The host waits for data while the device still works: only the device's own wait counts."""
     busy = seen(step={"host": {"data": 0.06, "forward": 0.02, "backward": 0.02}})

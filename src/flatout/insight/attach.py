@@ -49,6 +49,7 @@ class Asked:
     variables: Mapping[str, str | None] = field(default_factory=dict)  # of the environment; None takes one out
     stdout_to_stderr: bool = False
     quiet: bool = False  # what the script prints goes nowhere
+    limit_s: float | None = None  # a script that takes longer, start and end included, is killed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,7 +112,7 @@ def watch(command: Sequence[str], *, asked: Asked, run: Run | None = None) -> Wa
                 books = _Books(folder, recorder)
                 on_sample = _both(samples, recorder)
                 with Monitor(interval_s=0.5, on_sample=on_sample):
-                    returncode = _wait(process, books)
+                    returncode = _wait(process, books, limit_s=asked.limit_s)
                 books.read()
                 seen = books.facts()
                 if recorder is not None and seen is not None:
@@ -195,8 +196,9 @@ def _tee(source: IO[bytes], tail: deque[str]) -> None:
         tail.append(last.decode(errors="replace"))
 
 
-def _wait(process: subprocess.Popen[bytes], books: _Books) -> int:
+def _wait(process: subprocess.Popen[bytes], books: _Books, *, limit_s: float | None) -> int:
     """Until the script ends; meanwhile its steps are read and signals meant for it are passed on."""
+    began = time.monotonic()
     told_to_end: float | None = None
     while process.poll() is None:
         got = signal.sigtimedwait(_PASSED_ON | {signal.SIGCHLD}, _POLL_S)
@@ -207,6 +209,8 @@ def _wait(process: subprocess.Popen[bytes], books: _Books) -> int:
         if told_to_end is None and books.is_over():
             told_to_end = time.monotonic()
         if told_to_end is not None and time.monotonic() - told_to_end > _GRACE_S:
+            process.kill()
+        if limit_s is not None and time.monotonic() - began > limit_s:
             process.kill()
     return process.wait()
 

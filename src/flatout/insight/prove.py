@@ -123,7 +123,9 @@ def seconds_per_token(run: Watched) -> float | None:
     if len(steps) < 2:
         return None
     tokens = sum(m["real"] if m["real"] is not None else m["tokens"] or 0 for s in steps for m in s["micro"])
-    return float(sum(step["seconds"] for step in steps) / (tokens or len(steps)))
+    # The device's own clock where there is one: the host runs a step or two ahead of it, and further as steps go by.
+    seconds = sum(sum((step.get("device") or {}).values()) or step["seconds"] for step in steps)
+    return float(seconds / (tokens or len(steps)))
 
 
 def _loss_differences(before: Watched, after: Watched) -> list[float]:

@@ -37,6 +37,7 @@ SAMPLE_EVERY_S = 0.01
 WARM_STEPS = 3
 PROFILED_STEPS = 2
 FEWEST_TIMED = 3  # however long they take
+ENOUGH_TOKENS = 2048  # in a micro-batch on a GPU: thin work is no matter of the batch from there on
 # Settings of the environment that cost time or tell how the job was started; never the whole environment.
 VARIABLES = (
     "CUDA_LAUNCH_BLOCKING",
@@ -441,7 +442,7 @@ class Agent:
         self._outside: str | None = None
         self.autocast: Any = None
         self.totals: Counter[str] = Counter()
-        self.profile_until = 0
+        self.profile_until, self.profiled = 0, PROFILED_STEPS
         self.micro: list[dict[str, Any]] = []
         self.last: tuple[Any, Any, Any] | None = None
         self.mixed: tuple[bool, Any] = (False, None)  # autocast, as it was around the forward pass
@@ -542,7 +543,15 @@ class Agent:
         self.patches.replace(module.GradScaler, "scale", scale_of)
 
     def _on_autocast(self, module: Any) -> None:
-        self.patches.replace(module.autocast, "__enter__", self._counted("autocast"))
+        def enter_of(original: Callable[..., Any]) -> Callable[..., Any]:
+            @functools.wraps(original)
+            def __enter__(context: Any) -> Any:
+                self.counts["autocast"] += bool(getattr(context, "_enabled", True))  # models switch it off in parts
+                return original(context)
+
+            return __enter__
+
+        self.patches.replace(module.autocast, "__enter__", enter_of)
 
     def _on_dynamo(self, guards: Any) -> None:
         for name in ("get_and_maybe_log_recompilation_reasons", "get_and_maybe_log_recompilation_reason"):
@@ -750,10 +759,12 @@ class Agent:
             self.in_parts |= kwargs.get("num_items_in_batch") is not None
             self.note_micro(module, batch)
             Switches.forward(self, module, len(self.micro))
+            device = self.facts["device"]
+            mixed = (torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
+            if mixed[0] and (self.facts.get("model") or {}).get("compiled"):  # no hook sees inside
+                self.facts["compute_dtype"] = dtype_name(mixed[1])
             if self.settings.stop:
-                self.last = (module, args, kwargs)
-                device = self.facts["device"]
-                self.mixed = (torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
+                self.last, self.mixed = (module, args, kwargs), mixed
         phase = "forward" if training else "reference" if module.training or not model.trained else "eval"
         self.forwards[(phase, batch.rows or 0, batch.length or 0)] += 1
         if self.timeline.phase not in WHOLE:
@@ -922,7 +933,9 @@ class Agent:
 
     def _next_stage(self, now: float) -> None:
         asked = self.settings
-        profiled = PROFILED_STEPS if asked.look else 0
+        if self.stage == "warm" and self.facts["accumulation"] > 8:
+            self.profiled = 1  # reading a profile takes a tenth of a millisecond an event
+        profiled = self.profiled if asked.look else 0
         if self.stage == "warm" and self.num_steps >= asked.warm:
             self.stage, self.began = "timed", now
             if asked.look:
@@ -974,7 +987,8 @@ class Agent:
         if on_gpu:
             self.watch_syncs()
         profile = self.torch.autograd.profiler.profile
-        self.profiler = profile(record_shapes=True, use_device="cuda" if on_gpu else None)
+        # Without use_kineto this front times operators by CUDA events, and sees no kernel at all.
+        self.profiler = profile(record_shapes=True, use_device="cuda" if on_gpu else None, use_kineto=True)
         self.profiler.__enter__()
         self.profile_began = time.perf_counter()
 
@@ -988,7 +1002,7 @@ class Agent:
     def _sync(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def wrapped(*args: Any, **kwargs: Any) -> Any:
-            on_device = not args or getattr(args[0], "is_cuda", False)
+            on_device = name == "torch.cuda.synchronize" or getattr(args[0], "is_cuda", False)
             if not on_device or not self.is_ours() or self.stage != "profiled":
                 return original(*args, **kwargs)
             began = time.perf_counter()
@@ -1006,8 +1020,12 @@ class Agent:
             return
         seconds = time.perf_counter() - self.profile_began
         profiler, self.profiler = self.profiler, None
-        profiler.__exit__(None, None, None)
-        steps = PROFILED_STEPS
+        before, self.probing = self.probing, True  # it waits for the device as it ends: no wait of the script's
+        try:
+            profiler.__exit__(None, None, None)
+        finally:
+            self.probing = before
+        steps = self.profiled
         self.facts["profile"] = summary_of(profiler, seconds=seconds, steps=steps)
         self.facts["syncs"] = [
             {"site": site, "count": count / steps, "seconds": spent / steps}
@@ -1031,7 +1049,8 @@ class Agent:
             self.waiting.pop(0)
             device: dict[str, float] = defaultdict(float)
             for phase, start, end in seams:
-                device[phase] += start.elapsed_time(end) / 1e3
+                with contextlib.suppress(RuntimeError):  # on another stream or device, and not passed there yet
+                    device[phase] += start.elapsed_time(end) / 1e3
             line["device"] = dict(device)
             del line["seams"]
             for micro in line["micro"]:
@@ -1210,9 +1229,16 @@ def version_of(name: str) -> str | None:
     return None if module is None else str(getattr(module, "__version__", "unknown"))
 
 
+def matmul_precision(torch: Any) -> str:
+    try:
+        return str(torch.get_float32_matmul_precision())
+    except RuntimeError:  # from 2.9 on: set by fp32_precision, after which this question is refused
+        return "high" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "highest"
+
+
 def flags_of(torch: Any) -> dict[str, Any]:
     flags: dict[str, Any] = {
-        "matmul_precision": torch.get_float32_matmul_precision(),
+        "matmul_precision": matmul_precision(torch),
         "deterministic": torch.are_deterministic_algorithms_enabled(),
         "default_dtype": dtype_name(torch.get_default_dtype()),
     }
@@ -1264,7 +1290,9 @@ def summary_of(profiler: Any, *, seconds: float, steps: int) -> dict[str, Any]:
     for event in profiler.function_events:
         start, end = event.time_range.start, event.time_range.end
         if "cuda" in str(event.device_type).lower():
-            if not event.name.startswith(("aten::", "ProfilerStep", "Optimizer.", "##", "enumerate(")):
+            if not getattr(event, "is_user_annotation", False) and not event.name.startswith(
+                ("aten::", "ProfilerStep", "Optimizer.", "##", "enumerate(")
+            ):
                 kernels[event.name][0] += 1
                 kernels[event.name][1] += end - start
                 busy.append((start, end))
@@ -1314,9 +1342,11 @@ def waits_of(busy: list[tuple[float, float]], calls: list[tuple[float, float, st
             while index < len(calls) and calls[index][1] < reach - 100:
                 index += 1
             inside = [c for c in calls[index : index + 64] if c[0] < start and c[1] > reach - 100]
-            memory = sum(max(0.0, min(e, start) - max(b, reach)) for b, e, n in inside if "Malloc" in n or "Free" in n)
+            asked = [(max(0.0, min(e, start) - max(b, reach)), n) for b, e, n in inside if "Malloc" in n or "Free" in n]
+            memory = sum(us for us, _ in asked)
             rest = start - reach - memory
             found["memory"] += memory
+            found["malloc"] += sum(us for us, name in asked if "Malloc" in name)
             # After a synchronisation the host begins to launch anew: the queue was empty because of it.
             found["sync" if any("Malloc" not in c[2] and "Free" not in c[2] for c in inside) else "launch"] += rest
         reach = end if reach is None else max(reach, end)
@@ -1469,11 +1499,14 @@ class Replays:
         if self.device != "cuda" or torch.cuda.get_device_capability()[0] < 8:
             return
         if facts.get("compute_dtype", "float32") == "float32":
-            if torch.get_float32_matmul_precision() == "highest":
+            if matmul_precision(torch) == "highest":
                 self.ask("tf32", self.tf32)
             self.ask("bf16", self.in_bf16)
 
     def larger_batch(self) -> None:
+        ids = Batch(self.torch, self.args, self.kwargs).ids
+        if self.device == "cuda" and ids is not None and ids.numel() >= ENOUGH_TOKENS:
+            return
         self.anomaly = False  # what a stack for every operation costs is not the batch's fault
         for times in (2, 4):
             self.ask(f"batch-{times}", contextlib.nullcontext, times=times)
@@ -1525,7 +1558,7 @@ class Replays:
 
     @contextlib.contextmanager
     def tf32(self) -> Iterator[None]:
-        before = self.torch.get_float32_matmul_precision()
+        before = matmul_precision(self.torch)
         self.torch.set_float32_matmul_precision("high")
         try:
             yield
@@ -1562,6 +1595,8 @@ class Replays:
             return
         sample: list[Any] = []
         room = 30_000_000
+        if self.device == "cuda":  # all of them, where there is room for two twins: small tensors cost launches
+            room = min(500_000_000, self.torch.cuda.mem_get_info()[0] // 64)
         for parameter in parameters[:512]:
             room -= parameter.numel()
             if room < 0 and sample:
@@ -1605,6 +1640,8 @@ class Replays:
         )
         mask = torch.ones(shape[-2], shape[-1], device=self.device, dtype=torch.bool).tril()
 
+        on, mixed = self.agent.mixed
+
         def written_out() -> None:
             scores = (q @ k.transpose(-2, -1) * width**-0.5).masked_fill(~mask, float("-inf"))
             (torch.softmax(scores, -1) @ v).sum().backward()
@@ -1612,7 +1649,8 @@ class Replays:
         def fused() -> None:
             torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True).sum().backward()
 
-        taken = self.against(written_out, fused)
+        with torch.autocast(self.device, dtype=mixed, enabled=on):  # where it is on, a softmax is in float32
+            taken = self.against(written_out, fused)
         if taken:
             self.found["attention"] = [taken[0], taken[1], count, list(shape)]
 

@@ -28,7 +28,7 @@ def wrong_dtype(seen: Observed) -> Finding | None:
         gain = seen.replay_gain("single")
         return _finding(
             "wrong-dtype",
-            "The model computes in float64, which no accelerator is fast in and no training needs.",
+            "The model computes in float64: slower than the device can be, and no training needs it.",
             seen.compute_share,
             gain,
             [f"parameters {dict(dtypes)}, largest product {computed}", *_replayed(seen, "single", "in float32")],
@@ -49,7 +49,7 @@ def wrong_dtype(seen: Observed) -> Finding | None:
 
 def fp32_matmul(seen: Observed) -> Finding | None:
     """Products in full float32 on a GPU with tensor cores; by mistake where half precision was meant to be on."""
-    if not seen.on_gpu or seen.facts.get("compute_dtype", "float32") != "float32":
+    if not seen.on_gpu or _computed(seen) != "float32":
         return None
     bf16, tf32 = seen.replay_gain("bf16"), seen.replay_gain("tf32")
     gain = max((g for g in (bf16, tf32) if g is not None), default=None)
@@ -57,8 +57,7 @@ def fp32_matmul(seen: Observed) -> Finding | None:
         return None
     meant = {name: seen.counts(name) for name in ("autocast", "scaled") if seen.counts(name)}
     evidence = [
-        f"largest product in {seen.facts.get('compute_dtype', 'float32')}, float32 precision "
-        f"{seen.facts['flags']['matmul_precision']!r}",
+        f"largest product in float32, float32 precision {seen.facts['flags']['matmul_precision']!r}",
         *_replayed(seen, "bf16", "under bf16 autocast"),
         *_replayed(seen, "tf32", "with TF32"),
     ]
@@ -83,6 +82,15 @@ def fp32_matmul(seen: Observed) -> Finding | None:
         evidence,
         fix,
     )
+
+
+def _computed(seen: Observed) -> str | None:
+    """The type of the largest product; what is compiled cannot be looked into, and a framework may cast inside it."""
+    known: str | None = seen.facts.get("compute_dtype")
+    if known is not None or not seen.model.get("compiled"):
+        return known or "float32"
+    dtypes = seen.model.get("dtypes") or {}
+    return max(dtypes, key=dtypes.__getitem__, default=None) if seen.framework == "torch" else None
 
 
 def math_attention(seen: Observed) -> Finding | None:
@@ -132,6 +140,8 @@ def small_batch(seen: Observed) -> Finding | None:
         return None
     if seen.on_gpu and tokens is not None and tokens >= _ENOUGH_TOKENS:
         return None
+    if seen.accumulation == 1:  # fewer steps for as many tokens
+        gain += (1 - 1 / times) * seen.share("optimizer")
     rows = round(seen.rows * times)
     short_rows = seen.length is not None and seen.length <= 64 and seen.rows >= 16
     evidence = [
@@ -318,7 +328,8 @@ def idle_gpu(seen: Observed) -> Finding | None:
     if idle is None:
         return None
     # What it waited for in a phase with a name of its own is another cause's.
-    named = seen.share(*(p for p in seen.phases if p not in ("forward", "backward", "optimizer", "other")))
+    own = ("forward", "backward", "other") if slow_optimizer(seen) else ("forward", "backward", "optimizer", "other")
+    named = seen.share(*(p for p in seen.phases if p not in own))
     sync, launch = waits(seen, "sync"), waits(seen, "launch")
     inside = max(0.0, idle - named)
     kernels = seen.profile.get("num_kernels") or 0
@@ -332,6 +343,8 @@ def idle_gpu(seen: Observed) -> Finding | None:
             base,
             "unset CUDA_LAUNCH_BLOCKING: it is for finding the kernel that crashed",
         )
+    if seen.counts("anomaly"):  # which reads a value after every operation
+        return None
     if sync > launch and seen.facts.get("syncs"):
         share = inside * sync / (sync + launch)
         sites = [

@@ -21,6 +21,8 @@ def data_starvation(seen: Observed) -> Finding | None:
     # On a GPU, what looks like work between the steps may be the wait after somebody read a value.
     between = max(0.0, seen.activities.get("", 0.0) - (waits(seen, "sync") if seen.on_gpu else 0.0))
     share = seen.activities.get("data", 0.0) + between
+    if seen.idle_share is not None:  # a loss computed outside the model is work between the steps, too
+        share = min(share, seen.idle_share)
     if share < 0.08:
         return _uneven_data(seen)
     cores = max(1, int(seen.facts["cores"] or 1) // max(1, seen.world))
@@ -114,7 +116,7 @@ def empty_cache(seen: Observed) -> Finding | None:
     calls = sum(step["counts"].get("empty-cache", 0) for step in seen.steps)
     share = seen.share("empty-cache")
     if seen.on_gpu and calls:  # the memory given away is asked for again, in the middle of the step
-        share = max(share, waits(seen, "memory"))
+        share += waits(seen, "malloc")
     if not calls or share < 0.02:
         return None
     return _finding(
