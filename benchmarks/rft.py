@@ -40,10 +40,10 @@ def config(path: Path, *, model: str, oversample: int, questions: int | None) ->
     asked = "" if questions is None else f", questions: {questions}, valid_questions: {questions}"
     path.write_text(
         f"recipe: rft\nmodel: {model}\n"
-        f'rft: {{task: "units:train", oversample: {oversample}{asked}}}\n'
+        f'rft: {{task: "units:train", oversample: {oversample}, keep: 2{asked}}}\n'
         "sample: {temperature: 0.7, max_tokens: 120}\n"
-        f"data: {{sequence_length: 512, valid_share: 0.02, cache: {path.parent}/cache}}\n"
-        "train: {batch_tokens: 8192, epochs: 3, lr: 5.0e-4, weight_decay: 0.0}\n"
+        f"data: {{sequence_length: 2048, valid_share: 0.02, cache: {path.parent}/cache}}\n"
+        "train: {batch_tokens: 4096, epochs: 6, lr: 1.0e-3, warmup_steps: 10, weight_decay: 0.0, beta2: 0.99}\n"
         "lora: {rank: 16, alpha: 64}\nsave: {weights_only: true}\n"
     )
     return path

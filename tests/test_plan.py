@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from flatout import gallery
 from flatout.config import load
 from flatout.config.settings import DataSettings, Decisions, ModelSettings, PlanSettings, Settings, TrainSettings
-from flatout.cost import ModelShape
+from flatout.cost import Adapters, ModelShape
 from flatout.errors import UsageError
 from flatout.hardware import Hardware, named, names
 from flatout.plan import (
@@ -83,6 +83,27 @@ def refusal(of: Job) -> str:
     with pytest.raises(UsageError) as refused:
         decide(of)
     return str(refused.value)
+
+
+# What is refused
+
+
+def test_what_does_not_fit_is_told_with_what_would() -> None:
+    adapters = Adapters(rank=16, alpha=32.0, targets=("q", "v"))
+    large = {"shape": HUGE, "hardware": "T4", "adapters": adapters, "length": 1024, "sequences": 16}
+    told = refusal(job(**large))
+    assert "weights" in told
+    assert "lora.base: 4-bit would fit (" in told
+    decide(job(**large | {"adapters": replace(adapters, base_bits=4)}))
+    tight = {**large, "hardware": "A10", "pins": {"recompute": "none"}}
+    assert "plan.micro_batch: 1 and plan.recompute: full would fit (" in refusal(job(**tight))
+    decide(job(**tight | {"pins": {"recompute": "full", "micro_batch": 1}}))
+    long = {**large, "hardware": "V100-16GB", "length": 16384, "sequences": 1, "shape": replace(HUGE, positions=16384)}
+    assert "lora.base: 4-bit and data.sequence_length: 4096 would fit (" in refusal(job(**long))
+    decide(job(**long | {"length": 4096, "sequences": 4, "adapters": replace(adapters, base_bits=4)}))
+    assert "a smaller model, shorter sequences or a larger device would fit" in refusal(
+        job(**large | {"adapters": None})
+    )
 
 
 # Every machine

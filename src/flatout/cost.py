@@ -425,6 +425,7 @@ def training_memory(
     recompute: str,
     path: BlockPath,
     loss_chunk: int,
+    loss_rows: int | None = None,
     accumulation: int = 1,
     num_ranks: int = 1,
     adapters: Adapters | None = None,
@@ -440,9 +441,12 @@ def training_memory(
     kept = shape.layers * activation_bytes(shape, precision=precision, recompute=recompute, path=path)
     # Outside the blocks: the loss's gradient of the hidden state and the last residual; rotary tables; ids.
     outside = 2 * width * shape.hidden + 4 * shape.head_dim + 24
-    # Logits and their gradient, which a fused loss writes in their place; eager holds fp32 copies as well.
-    per_logit = {"eager": 2 * width + 8, "compiled": 2 * width, "fused": width, "fp8": width + 2}[path]
-    loss = min(loss_chunk, micro_tokens) * shape.vocab * per_logit + width * shape.hidden * micro_tokens
+    # Logits and their gradient, which a fused loss writes in their place. Eager holds fp32 copies as well: two beside
+    # bf16 logits; one, and then the gradient, beside fp16 ones, which the softmax itself widens.
+    eager = {"bf16": width + 8, "fp16": 2 * width + 4, "fp32": 2 * width + 8}[precision]
+    per_logit = {"eager": eager, "compiled": 2 * width, "fused": width, "fp8": width + 2}[path]
+    loss = min(loss_chunk, loss_rows or micro_tokens) * shape.vocab * per_logit
+    loss += width * shape.hidden * micro_tokens
     backward = micro_tokens * width * (3 * shape.intermediate + 2 * shape.hidden)
     if recompute != "none":
         # The block whose backward runs has all its activations back.

@@ -65,6 +65,8 @@ class Job:
     packing: str = "concat"
     # Positions a token attends to on average, where documents end inside sequences; None: half the sequence.
     mean_context: float | None = None
+    # Share of the tokens that the loss looks at, where only answers are learnt; None: all of them.
+    trained_share: float | None = None
     weights_only: bool = False
     # CPU only: measured speed of bf16 matmuls relative to fp32; None when nobody measured.
     cpu_bf16_ratio: float | None = None
@@ -458,7 +460,8 @@ def _tf32(job: Job) -> tuple[bool, str]:
 
 def _loss_chunk(job: Job, micro_tokens: int) -> tuple[int, str]:
     chunks = math.ceil(micro_tokens / LOSS_ROWS[job.device])
-    rows = math.ceil(micro_tokens / chunks)
+    # A multiple of what 8-bit matmuls and tiles want.
+    rows = min(micro_tokens, _up(math.ceil(micro_tokens / chunks), 128))
     saved = (micro_tokens - rows) * job.shape.vocab * 2 / GIB
     return rows, f"{chunks} chunks a micro-batch; holds {saved:.1f} GiB fewer logits than all at once"
 
@@ -504,6 +507,8 @@ def _memory(job: Job, *, micro_batch: int, recompute: str, precision: str, path:
         recompute=recompute,
         path=path,
         loss_chunk=job.pins.loss_chunk or rows,
+        # Rounded up to sixteenths, as batches are laid out.
+        loss_rows=None if job.trained_share is None else math.ceil(16 * job.trained_share) * micro_tokens // 16,
         accumulation=max(1, job.rank_sequences // micro_batch),
         num_ranks=job.num_ranks,
         adapters=job.adapters,
@@ -537,7 +542,9 @@ def _batch(job: Job, *, precision: str, path: BlockPath) -> tuple[int, int, str,
         sizes = fitting or [1]
 
     # Fused kernels overwrite what selective recomputation would keep.
-    modes = ["none", "full"] if path in ("fused", "fp8") or job.shape.adapter else ["none", "selective", "full"]
+    # Under adapters it would keep each projection twice, with and without its adapter.
+    plain = path not in ("fused", "fp8") and not job.shape.adapter and job.adapters is None
+    modes = ["none", "selective", "full"] if plain else ["none", "full"]
     modes = [pins.recompute] if pins.recompute else modes
 
     def peak(size: int, mode: str) -> float:
@@ -556,7 +563,7 @@ def _batch(job: Job, *, precision: str, path: BlockPath) -> tuple[int, int, str,
         raise UsageError(
             f"the model needs {memory.gib:.1f} GiB with micro-batch {least} and recomputation {modes[-1]}, but the "
             f"{pins.preset} preset may use {budget:.1f} of {total_gib:.1f} GiB (largest part: {memory.largest()}): "
-            "a smaller model, shorter sequences or a larger device would fit"
+            + _way_out(job, budget=budget or 0.0, precision=precision, path=path)
         )
     tokens = size * job.sequence_length
     room = "memory unknown" if budget is None else f"predicted peak {peak(size, mode):.1f} of {total_gib:.1f} GiB"
@@ -576,6 +583,26 @@ def _batch(job: Job, *, precision: str, path: BlockPath) -> tuple[int, int, str,
         if getattr(pins, name) is not None:
             why[name] = "pinned in the configuration"
     return size, sequences // size, mode, why
+
+
+def _way_out(job: Job, *, budget: float, precision: str, path: BlockPath) -> str:
+    """What would fit, changing as little as will do: pins, then the frozen weights, then the length."""
+    bases = [("", job)]
+    if job.adapters is not None and job.adapters.base_bits != 4:
+        bases.append(("lora.base: 4-bit", replace(job, adapters=replace(job.adapters, base_bits=4))))
+    whole = job.sequence_length
+    for length in (
+        n for n in (whole, whole // 2, whole // 4) if n == whole or (n >= 128 and job.batch_tokens % n == 0)
+    ):
+        for words, other in bases:
+            shorter = replace(other, sequence_length=length)
+            how: BlockPath = "eager" if words else path  # the fused segments take no 4-bit weights
+            needs = _memory(shorter, micro_batch=1, recompute="full", precision=precision, path=how).gib
+            if needs <= budget:
+                changes = [*filter(None, [words]), *([f"data.sequence_length: {length}"] if length != whole else [])]
+                pinned = "plan.micro_batch: 1 and plan.recompute: full"
+                return f"{' and '.join(changes) or pinned} would fit ({needs:.1f} GiB, with full recomputation)"
+    return "a smaller model, shorter sequences or a larger device would fit"
 
 
 def _predict(job: Job, decisions: Decisions, memory: Memory) -> Prediction:
@@ -652,6 +679,7 @@ def job_of(
     num_ranks: int,
     total_steps: int | None = None,
     mean_context: float | None = None,
+    trained_share: float | None = None,
     cpu_bf16_ratio: float | None = None,
 ) -> Job:
     """The job a configuration describes, on this hardware."""
@@ -675,6 +703,7 @@ def job_of(
         # Rows of recipes sft and rft are packed by document, whatever the setting for running text says.
         packing="documents" if settings.recipe in ("sft", "rft") else settings.data.packing,
         mean_context=mean_context,
+        trained_share=trained_share,
         weights_only=settings.save.weights_only,
         cpu_bf16_ratio=cpu_bf16_ratio,
         pins=settings.plan,

@@ -268,6 +268,10 @@ def test_an_epoch_visits_every_example_once_in_another_order_each_time() -> None
         assert sorted(epoch) == list(range(count))
         assert sorted(e for sequence in epoch for e in stream.members(sequence)) == list(range(100))
     assert epochs[0] != epochs[1]
+    one_by_one = Packed(some_examples(100), sequence_length=64, batch_sequences=1, seed=3, shuffle=True)
+    batches = [batch for step in range(count) for batch in one_by_one.micro_batches(step, micro_batch=1)]
+    learnt = sum(batch.num_target_tokens for batch in batches)
+    assert stream.trained_share == pytest.approx(learnt / (64 * count))
 
 
 def test_a_step_is_the_same_for_any_ranks_and_micro_batches() -> None:

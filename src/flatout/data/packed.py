@@ -64,6 +64,11 @@ class Packed:
         """Positions a token attends to on average, itself included."""
         return float((self._places * (self._places + 1) / 2).sum() / self._places.sum())
 
+    @property
+    def trained_share(self) -> float:
+        """Share of the places, empty ones included, that have something to learn."""
+        return float(self.examples.trained.sum()) / (self.num_sequences * self.sequence_length)
+
     def micro_batches(self, step: int, *, rank: int = 0, world: int = 1, micro_batch: int) -> list[Batch]:
         """The rank's share of a step in slices of `micro_batch` sequences, in order."""
         share, left = divmod(self.batch_sequences, world)

@@ -24,7 +24,11 @@ class OutOfMemory(Exception):
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether an allocator failed, the device's or the host's (which raises a plain RuntimeError)."""
-    return isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error)
+    if isinstance(error, torch.OutOfMemoryError):
+        return True
+    # The host's allocator, a library's workspace, a kernel's first launch.
+    words = ("DefaultCPUAllocator", "CUBLAS_STATUS_ALLOC_FAILED", "CUDA error: out of memory", "[CUDA]: out of memory")
+    return any(word in str(error) for word in words)
 
 
 @contextmanager

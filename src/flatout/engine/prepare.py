@@ -185,7 +185,8 @@ def attend_for(batch: Batch, *, active: Active) -> Attend:
     if batch.cu_seqlens is None:
         return Rectangular(batch=batch.num_sequences, repeat_kv=active.repeat_kv)
     if active.varlen:
-        return Varlen(cu_seqlens=batch.cu_seqlens, longest=batch.longest or batch.sequence_length)
+        longest = batch.longest or batch.sequence_length
+        return Varlen(cu_seqlens=batch.cu_seqlens, longest=longest, repeat_kv=active.repeat_kv)
     return Masked.of(batch.cu_seqlens, batch=batch.num_sequences, length=batch.sequence_length)
 
 

@@ -13,7 +13,7 @@ import torch
 from flatout.cost import ModelShape
 from flatout.errors import EnvironmentLacks
 from flatout.hardware import Hardware, unsupported_build
-from flatout.model import Rectangular
+from flatout.model import Rectangular, Varlen
 from flatout.plan import Plan
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -96,6 +96,10 @@ def resolve(plan: Plan, *, local_rank: int, deterministic: bool) -> Active:
         varlen = on_gpu and dtype != torch.float32 and sm is not None and sm >= (8, 0)
         why = "on a CPU" if not on_gpu else "in fp32" if dtype == torch.float32 else "below SM 8.0"
         facts["attention"] = "variable-length flash kernel" if varlen else f"document mask: no such kernel {why}"
+        repeat_kv = False
+        if varlen and (problem := _try_varlen(plan.job.shape, dtype, device)):
+            repeat_kv = True
+            facts["attention"] += f", keys and values repeated for it: {problem}"
     kernels, words = _kernels(plan, dtype, device)
     facts |= words
     compiler, facts["compile"] = _compiler(wish.compile or "none", on_gpu=on_gpu)
@@ -237,6 +241,27 @@ def _try_attention(
     except RuntimeError as error:
         return str(error).strip().splitlines()[0][:100]
     return None
+
+
+def _try_varlen(shape: ModelShape, dtype: torch.dtype, device: torch.device) -> str | None:
+    """Why the variable-length kernel needs keys and values repeated here; None if its groups are right as they are."""
+    if shape.heads == shape.kv_heads:
+        return None
+    ends = torch.tensor([0, 48, 128], dtype=torch.int32, device=device)
+    generator = torch.Generator(device).manual_seed(0)
+    heads = (shape.heads, shape.kv_heads, shape.kv_heads)
+    inputs = [torch.randn(128, h, shape.head_dim, device=device, dtype=dtype, generator=generator) for h in heads]
+    found = []
+    try:
+        for repeat_kv in (True, False):
+            given = [x.clone().requires_grad_() for x in inputs]
+            out = Varlen(cu_seqlens=ends, longest=80, repeat_kv=repeat_kv)(*given)
+            out.float().square().sum().backward()
+            found.append([out.detach().float(), *(x.grad.float() for x in given if x.grad is not None)])
+    except (RuntimeError, ValueError) as error:
+        return str(error).strip().splitlines()[0][:100]
+    apart = max(float((a - b).norm() / a.norm()) for a, b in zip(*found, strict=True))
+    return None if apart < 2e-2 else f"its groups differ by {apart:.2g}"
 
 
 def _enable(name: str, *, math: bool) -> None:

@@ -23,7 +23,14 @@ def weight_gradient(dy_NM: Tensor, x_NK: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def forward(
-    x_NK: Tensor, weight_MK: Tensor, bias_M: Tensor | None, a_RK: Tensor, b_MR: Tensor, scale: float
+    x_NK: Tensor,
+    weight_MK: Tensor,
+    bias_M: Tensor | None,
+    a_RK: Tensor,
+    b_MR: Tensor,
+    scale: float,
+    *,
+    in_place: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """(y_NM, what lies between the two matrices, which the backward pass needs)."""
     a, b = a_RK.to(x_NK.dtype), b_MR.to(x_NK.dtype)
@@ -31,7 +38,9 @@ def forward(
     if weight_MK.shape[0] > weight_MK.shape[1]:
         beside = torch.cat((x_NK, between_NR), dim=1)
         return F.linear(beside, torch.cat((weight_MK, b), dim=1), bias_M), between_NR
-    return torch.addmm(F.linear(x_NK, weight_MK, bias_M), between_NR, b.t()), between_NR
+    y = F.linear(x_NK, weight_MK, bias_M)
+    # Out of place, addmm copies its first argument. Not where selective recomputation keeps the product.
+    return (y.addmm_(between_NR, b.t()) if in_place else torch.addmm(y, between_NR, b.t())), between_NR
 
 
 def backward(
@@ -45,5 +54,5 @@ def backward(
     if weight_MK.shape[1] > weight_MK.shape[0]:
         dx = torch.cat((dy_NM, d_between_NR), dim=1) @ torch.cat((weight_MK, a), dim=0)
     else:
-        dx = torch.addmm(dy_NM @ weight_MK, d_between_NR, a)
+        dx = (dy_NM @ weight_MK).addmm_(d_between_NR, a)
     return dx, d_a, d_b

@@ -49,7 +49,7 @@ def _project(x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor | None, b
     """A projection, with an adapter where it has one, and what lies between that one's matrices."""
     if a is None:
         return torch.nn.functional.linear(x, weight, bias), None
-    return lowrank.forward(x, weight, bias, a, b, scale)
+    return lowrank.forward(x, weight, bias, a, b, scale, in_place=True)
 
 
 def _project_back(

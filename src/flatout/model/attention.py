@@ -6,11 +6,15 @@ Legend: N tokens of the micro-batch, B sequences of T tokens, H query heads, G k
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.torch_version import TorchVersion
+
+# The variable-length kernel has grouped heads; from torch 2.12 on they must be asked for.
+_GROUPED: dict[str, Any] = {"enable_gqa": True} if TorchVersion(torch.__version__) >= "2.12" else {}
 
 
 class Attend(Protocol):
@@ -94,13 +98,14 @@ class Varlen:
 
     cu_seqlens: Tensor
     longest: int
+    repeat_kv: bool = False
 
     def __call__(self, q_NHD: Tensor, k_NGD: Tensor, v_NGD: Tensor) -> Tensor:
         from torch.nn.attention.varlen import varlen_attn
 
-        # torch 2.11's kernel has no grouped heads.
-        k_NGD, v_NGD = grouped(q_NHD, k_NGD, v_NGD)
+        if self.repeat_kv:
+            k_NGD, v_NGD = grouped(q_NHD, k_NGD, v_NGD)
         ends, longest = self.cu_seqlens, self.longest
-        out = varlen_attn(q_NHD, k_NGD, v_NGD, ends, ends, longest, longest, window_size=(-1, 0))
+        out = varlen_attn(q_NHD, k_NGD, v_NGD, ends, ends, longest, longest, window_size=(-1, 0), **_GROUPED)
         assert isinstance(out, Tensor)
         return out

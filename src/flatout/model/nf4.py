@@ -55,11 +55,20 @@ class Nf4(nn.Module):
 
 def rebuilt(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
     """The weights behind the codes, rounded once to `dtype`."""
-    values = torch.tensor(VALUES, device=codes.device)
-    # Both weights of a byte in one look-up.
-    pairs = torch.stack((values.repeat_interleave(16), values.repeat(16)), dim=1)
-    blocks = F.embedding(codes.int(), pairs).view(-1, NF4_BLOCK)
+    blocks = F.embedding(codes.int(), _pairs(codes.device)).view(-1, NF4_BLOCK)
     return blocks.mul_(scales).to(dtype)
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _pairs(device: torch.device) -> Tensor:
+    """Both weights of every byte. Made once: a copy from the host waits for the device."""
+    if device not in _PAIRS:
+        values = torch.tensor(VALUES, device=device)
+        _PAIRS[device] = torch.stack((values.repeat_interleave(16), values.repeat(16)), dim=1)
+    return _PAIRS[device]
+
+
+_PAIRS: dict[torch.device, Tensor] = {}
 
 
 class _Linear4(torch.autograd.Function):

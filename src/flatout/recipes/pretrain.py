@@ -83,6 +83,7 @@ def run(
             ranks=ranks,
             total_steps=total_steps,
             mean_context=material.mean_context,
+            trained_share=material.trained_share,
             begun=folder if resume else None,
         )
         facts.check_vocab(plan.job.shape.vocab)
@@ -240,6 +241,7 @@ def plan_for(
     ranks: Ranks,
     total_steps: int | None = None,
     mean_context: float | None = None,
+    trained_share: float | None = None,
     begun: Path | None = None,
 ) -> Plan:
     """The plan of this configuration on the hardware that is here, the same on all ranks.
@@ -256,6 +258,7 @@ def plan_for(
         num_ranks=ranks.world,
         total_steps=total_steps,
         mean_context=mean_context,
+        trained_share=trained_share,
         cpu_bf16_ratio=float(ratio) if ratio else None,
     )
     return decide(job if begun is None else replace(job, pins=kept_pins(job, Run.open(begun).plan)))

@@ -51,7 +51,13 @@ def conversations(settings: Settings) -> Iterator[Material]:
             windows = max(1, min(valid(1).num_sequences, settings.eval.tokens // data.sequence_length))
             return held_out(valid, windows=windows, ranks=ranks, micro_batch=micro_batch)
 
-        yield Material(facts=talks, stream=stream, held_out=validation, mean_context=stream.mean_context)
+        yield Material(
+            facts=talks,
+            stream=stream,
+            held_out=validation,
+            mean_context=stream.mean_context,
+            trained_share=stream.trained_share,
+        )
 
 
 def tokenizer_of(settings: Settings) -> str:
