@@ -74,13 +74,13 @@ def ours(file: Path, overrides: list[str], *, folder: Path) -> dict[str, Any]:
     }
 
 
-def word_problems(model: str, run: Path, file: Path, *, limit: int) -> dict[str, Any]:
-    """The same questions to the model as it came and as it was trained."""
-    command = [sys.executable, "-m", "flatout", "eval", model, "--against", str(run), "--tasks", f"gsm8k:{file}"]
+def asked_both(model: str, run: Path, task: str, *, limit: int, name: str) -> dict[str, Any]:
+    """The same questions to the model as it came and as it was trained: shares, each with its interval."""
+    command = [sys.executable, "-m", "flatout", "eval", model, "--against", str(run), "--tasks", task]
     done = subprocess.run([*command, "--limit", str(limit), "--json"], capture_output=True, text=True, check=True)
     found = json.loads(done.stdout)
-    scores = [document["tasks"][0] for document in found["models"]]
-    named = dict(zip(("gsm8k_before", "gsm8k_after"), scores, strict=True)) | {"gsm8k_gain": found["differences"][0]}
+    before, after = (document["tasks"][0] for document in found["models"])
+    named = {f"{name}before": before, f"{name}after": after, f"{name}gain": found["differences"][0]}
     return {name: (one["value"], one["low"], one["high"]) for name, one in named.items()}
 
 
@@ -121,7 +121,8 @@ def main() -> None:
                 folder = scratch / f"{variant}-{repeat}"
                 runs.append(ours(file, [*VARIANTS[variant], *options.set], folder=folder))
             if options.gsm8k is not None:
-                runs[0] |= word_problems(options.model, folder, options.gsm8k, limit=options.limit)
+                task = f"gsm8k:{options.gsm8k}"
+                runs[0] |= asked_both(options.model, folder, task, limit=options.limit, name="gsm8k_")
             found += results(call, variant, runs)
     write(found, options.to)
     print(table(found))

@@ -232,7 +232,8 @@ def test_nothing_solved_ends_the_run_with_the_figures(trained: tuple[Path, str],
         ({"task": "gsm8k:{}/nowhere.jsonl"}, "there is no file"),
         ({"prompt": "{}/nowhere.yaml"}, "there is no file"),
         ({"valid": "unitz"}, "did you mean units"),
-        ({"teach": "units:train"}, "units:train has no worked solutions"),
+        ({"teach": "units:endless"}, "units:endless has no worked solutions, or no end of them"),
+        ({"teach": "perplexity:{}/text.txt"}, "has no worked solutions"),
     ],
 )
 def test_mistakes_are_told_before_anything_is_made(tmp_path: Path, changes: dict[str, str], message: str) -> None:

@@ -45,6 +45,9 @@ def test_the_right_amount_is_worth_one_and_others_nothing(i: int) -> None:
     assert units.reward(i, f"so <answer>{want:.5g}</answer>") == 1.0
     assert units.reward(i, f"so <answer>{want * 1.2:.6g}</answer>") == 0.0
     assert units.reward(i, f"{want:.5g}") == 0.0  # not in tags
+    for split in ("train", "valid"):
+        assert Units(split=split).reward(i, Units(split=split).solution(i)) == 1.0
+    assert "e" not in units.solution(i).split("<answer>")[1].split("</answer>")[0]
 
 
 def test_conversions_are_those_of_the_world() -> None:

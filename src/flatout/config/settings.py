@@ -152,7 +152,9 @@ class RftSettings:
     keep: int = setting(1, "correct completions kept of a question: the first, or so many that differ", gt=0)
     chunk: int = setting(512, "questions sampled together, and written before the next ones begin", gt=0)
     rounds: int = setting(1, "rounds of sampling and training; later ones sample the student of the round before", gt=0)
-    teach: str | None = setting(None, "task whose worked solutions the model is taught first: sums:shown, gsm8k:FILE")
+    teach: str | None = setting(
+        None, "task whose worked solutions the model is taught first: sums:shown, units:train, gsm8k:FILE"
+    )
     teach_steps: int = setting(300, "steps it is taught for", gt=0)
     teach_lr: float | None = setting(None, "peak learning rate while it is taught (default: train.lr)", gt=0)
 

@@ -74,8 +74,12 @@ class Asked:
             questions = chosen(task.size, limit=limit, name=task.name)
             if not questions or task.choices(questions[0]) is not None:
                 raise UsageError(f"{spec} has options to choose from; recipe rft takes tasks whose answers are written")
-        if rft.teach is not None and not isinstance(open_task(rft.teach), Worked):
-            raise UsageError(f"rft.teach: {rft.teach} has no worked solutions; sums:shown and gsm8k:FILE have")
+        taught = None if rft.teach is None else open_task(rft.teach)
+        if taught is not None and (not isinstance(taught, Worked) or taught.size is None):
+            raise UsageError(
+                f"rft.teach: {rft.teach} has no worked solutions, or no end of them; take sums:shown, units:train or "
+                "gsm8k:FILE"
+            )
         if rft.teach is not None and settings.model.name is not None and Run.is_at(settings.model.name):
             raise UsageError(f"rft.teach and {settings.model.name}, a run that was taught already: leave one out")
         sampled = written(made[0])

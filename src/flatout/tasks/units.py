@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
+from decimal import Decimal
 from functools import cache
 from itertools import permutations
 
@@ -124,6 +125,7 @@ EXAMPLES = (
 class Question:
     text: str
     answer: float
+    solution: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,6 +155,9 @@ class Units:
     def prompt(self, i: int) -> Messages:
         examples = [message for q, a in EXAMPLES for message in (user(q), assistant(a))]
         return [system(SYSTEM), *examples, user(self.question(i).text)]
+
+    def solution(self, i: int) -> str:
+        return self.question(i).solution
 
     def choices(self, i: int) -> None:
         return None
@@ -187,7 +192,15 @@ def _pools() -> tuple[list[tuple[int, str, str]], list[tuple[int, str, str]]]:
 def _put(n: int, u: str, v: str, *, chance: random.Random) -> Question:
     text = chance.choice(TEMPLATES).format(n=n, u=u if n == 1 else plural(u), v=plural(v))
     factors = next(units for units in QUANTITIES.values() if u in units)
-    return Question(text=text, answer=n * factors[u] / factors[v])
+    factor = factors[u] / factors[v]
+    one, all_of_them = _written(factor), _written(n * factor)
+    solution = f"1 {u} = {one} {plural(v)}. {n} * {one} = {all_of_them}. <answer>{all_of_them}</answer>"
+    return Question(text=text, answer=n * factor, solution=solution)
+
+
+def _written(number: float) -> str:
+    """Six digits, never with an exponent."""
+    return format(Decimal(f"{number:.6g}"), "f")
 
 
 def plural(unit: str) -> str:
