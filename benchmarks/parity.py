@@ -19,7 +19,12 @@ from flatout.config.load import dump, load, to_mapping
 from flatout.recipes import pretrain
 
 PLAIN = ["plan.fused_qkv=false", "plan.fused_mlp=false", "plan.fused_loss=false", "plan.fp8=false"]
-VARIANTS = {"plain": [*PLAIN, "plan.compile=default"], "kernels": ["plan.fp8=false"], "kernels-fp8": ["plan.fp8=true"]}
+VARIANTS = {
+    "plain": [*PLAIN, "plan.compile=default"],
+    "plain-eager": [*PLAIN, "plan.compile=none"],  # no kernel of ours either: how far apart two right ones end
+    "kernels": ["plan.fp8=false"],
+    "kernels-fp8": ["plan.fp8=true"],
+}
 
 
 def final_loss(overrides: list[str], *, folder: Path) -> float:
@@ -33,6 +38,7 @@ def main() -> None:
     parser.add_argument("--tokens", required=True, help="folder of prepared shards")
     parser.add_argument("--steps", type=int, default=500)
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--variants", default="kernels,kernels-fp8", help=f"beside plain, of {', '.join(VARIANTS)}")
     parser.add_argument("--override", action="append", default=[], metavar="KEY=VALUE", help="for every run")
     parser.add_argument("--commit", default=None, help="where there is no git")
     parser.add_argument("--to", type=Path, default=FOLDER / "parity.jsonl")
@@ -42,11 +48,12 @@ def main() -> None:
         f"train.steps={options.steps}", f"train.warmup_steps={options.steps // 10}", "plan.micro_batch=64",
         "eval.every=null", "save.every=null", "save.weights_only=true", *options.override,
     ]  # fmt: skip
-    losses: dict[str, list[float]] = {name: [] for name in VARIANTS}
+    variants = {name: VARIANTS[name] for name in ("plain", *options.variants.split(","))}
+    losses: dict[str, list[float]] = {name: [] for name in variants}
     call = Call(benchmark="parity", commit=options.commit or git_commit())
     with tempfile.TemporaryDirectory() as scratch:
         for seed in range(options.seeds):
-            for name, overrides in VARIANTS.items():
+            for name, overrides in variants.items():
                 began = time.time()
                 folder = Path(scratch) / f"{name}-{seed}"
                 losses[name].append(final_loss([*common, *overrides, f"seed={seed}"], folder=folder))
