@@ -1,5 +1,7 @@
 """Every kernel against the plain path: by Triton's interpreter on a CPU, natively on a GPU."""
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -7,7 +9,7 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="no Triton for this platform")
 
-from flatout.kernels import fp8, head, norm, rope, rows, segments, swiglu
+from flatout.kernels import fp8, head, lowrank, norm, rope, rows, segments, swiglu
 from flatout.losses import linear_cross_entropy, row_loss
 from flatout.model.decoder import linear, rms_norm, rotate
 
@@ -47,6 +49,50 @@ def test_norm(with_delta: bool, n: int, c: int) -> None:
     found_dx, found_dw = norm.add_norm_backward(d_normed, d_summed, found_sum.detach(), rstd, weight.detach())
     assert off(found_dx, dx) < 1e-6
     assert off(found_dw, dw) < 1e-6
+
+
+def test_norm_of_rows_with_gaps() -> None:
+    n, c = 7, 48
+    residual, delta, d_normed = (random(n, c, seed=seed) for seed in (0, 2, 3))
+    weight = 1 + 0.1 * random(c, seed=1)
+    summed, normed, rstd = norm.add_norm(residual, delta, weight, 1e-5)
+    apart = [torch.full((n, c + 16), 9.0, device=DEVICE) for _ in range(3)]
+    apart[0][:, :c], apart[1][:, :c] = delta, d_normed
+    found_sum, found, found_rstd = norm.add_norm(residual, apart[0][:, :c], weight, 1e-5, into=apart[2])
+    assert torch.equal(found_sum, summed)
+    assert torch.equal(found, normed)
+    assert torch.equal(found_rstd, rstd)
+    assert torch.equal(apart[2], torch.cat((normed, torch.full((n, 16), 9.0, device=DEVICE)), dim=1))
+    expected = norm.add_norm_backward(d_normed, None, summed, rstd, weight)
+    for ours, theirs in zip(norm.add_norm_backward(apart[1][:, :c], None, summed, rstd, weight), expected, strict=True):
+        assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("columns", [16, 5])
+@pytest.mark.parametrize(("inputs", "outputs"), [(24, 40), (24, 24), (40, 24)])
+def test_lowrank(inputs: int, outputs: int, columns: int) -> None:
+    """In every layout: with room beside the input or not, in place or not."""
+    n = 9
+    sizes = ((n, inputs), (columns, inputs), (outputs, columns))
+    x, a, b = (random(*size, seed=seed, grad=True) for seed, size in enumerate(sizes))
+    weight, dy = random(outputs, inputs, seed=3), random(n, outputs, seed=4)
+    expected = x @ weight.t() + 0.3 * (x @ a.t()) @ b.t()
+    gradients = torch.autograd.grad(expected, [x, a, b], dy)
+    given = [tensor.detach() for tensor in (x, a, b)]
+    room = lowrank.room(given[0], weight, given[1])
+    assert (room is not None) == (outputs > inputs)
+    layouts: list[dict[str, Any]] = [{}, {"in_place": True}]
+    if room is not None:
+        room[:, :inputs] = given[0]
+        layouts.append({"beside": room, "in_place": True})
+    for layout in layouts:
+        taken = room[:, :inputs] if "beside" in layout and room is not None else given[0]
+        y, between = lowrank.forward(taken, weight, None, *given[1:], 0.3, **layout)
+        assert off(y, expected) < 1e-6
+        found = lowrank.backward(dy, taken, between, weight, *given[1:], 0.3)
+        for ours, theirs in zip(found, gradients, strict=True):
+            assert ours.shape == theirs.shape
+            assert off(ours, theirs) < 1e-6
 
 
 @pytest.mark.parametrize(("heads", "groups", "d"), [(4, 4, 16), (6, 2, 8)])

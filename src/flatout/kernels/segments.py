@@ -45,11 +45,13 @@ class Mlp8:
     down: fp8.Weight
 
 
-def _project(x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor | None, b: Any, scale: float) -> Any:
+def _project(
+    x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor | None, b: Any, scale: float, *, beside: Tensor | None
+) -> Any:
     """A projection, with an adapter where it has one, and what lies between that one's matrices."""
     if a is None:
         return torch.nn.functional.linear(x, weight, bias), None
-    return lowrank.forward(x, weight, bias, a, b, scale, in_place=True)
+    return lowrank.forward(x, weight, bias, a, b, scale, beside=beside, in_place=True)
 
 
 def _project_back(
@@ -69,10 +71,12 @@ class _NormQkvRope(torch.autograd.Function):
         q_norm: Tensor | None, k_norm: Tensor | None, cos: Tensor, sin: Tensor, eps: float, heads: int, groups: int,
         scales: Qkv8 | None, a: Tensor | None, b: Tensor | None, scale: float,
     ) -> tuple[Tensor | None, Tensor, Tensor, Tensor]:  # fmt: skip
-        summed, x, rstd = add_norm(residual, delta, norm, eps, fp8=None if scales is None else scales.x)
+        beside = lowrank.room(residual, weight, a)
+        summed, x, rstd = add_norm(residual, delta, norm, eps, into=beside, fp8=None if scales is None else scales.x)
         if scales is None:
             cast = weight.to(x.dtype)
-            qkv, between = _project(x, cast, None if bias is None else bias.to(x.dtype), a, b, scale)
+            bias_M = None if bias is None else bias.to(x.dtype)
+            qkv, between = _project(x, cast, bias_M, a, b, scale, beside=beside)
             kept = [x, cast, between, a, b]
         else:
             both = scales.weight.both
@@ -137,12 +141,13 @@ class _NormMlp(torch.autograd.Function):
         scales: Mlp8 | None, a1: Tensor | None, b1: Tensor | None, scale1: float, a2: Tensor | None,
         b2: Tensor | None, scale2: float,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        summed, x, rstd = add_norm(residual, delta, norm, eps, fp8=None if scales is None else scales.x)
+        beside = lowrank.room(residual, gate_up, a1)
+        summed, x, rstd = add_norm(residual, delta, norm, eps, into=beside, fp8=None if scales is None else scales.x)
         if scales is None:
             wide, narrow = gate_up.to(x.dtype), down.to(x.dtype)
-            hidden, between1 = _project(x, wide, None, a1, b1, scale1)
+            hidden, between1 = _project(x, wide, None, a1, b1, scale1, beside=beside)
             h = swiglu(hidden)
-            out, between2 = _project(h, narrow, None, a2, b2, scale2)
+            out, between2 = _project(h, narrow, None, a2, b2, scale2, beside=None)
             ctx.save_for_backward(
                 summed, rstd, norm, x, hidden, h, wide, narrow, between1, a1, b1, between2, a2, b2
             )  # fmt: skip
