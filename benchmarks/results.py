@@ -8,7 +8,7 @@ import subprocess
 import sys
 import uuid
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from datetime import date
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -64,6 +64,11 @@ class Call:
             call=self.id,
             date=date.today().isoformat(),
         )
+
+    def share(self, *, variant: str, metric: str, value: float, low: float, high: float) -> Result:
+        """A share of questions, with its 95 % interval for the spread."""
+        row = self.result(variant=variant, metric=metric, unit="share of questions", values=[value])
+        return replace(row, low=low, high=high)
 
 
 def write(results: Sequence[Result], file: Path) -> None:

@@ -16,7 +16,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -49,15 +48,20 @@ def config(path: Path, *, model: str, oversample: int, questions: int | None) ->
     return path
 
 
-def ours(file: Path, overrides: list[str], *, folder: Path) -> dict[str, Any]:
-    """One run of the command, timed from outside, with its own figures."""
+def trained(file: Path, overrides: list[str], *, folder: Path) -> float:
+    """One run of the command; its seconds, taken from outside."""
     began = time.monotonic()
     command = [sys.executable, "-m", "flatout", "train", str(file), *overrides, "--run", str(folder)]
     done = subprocess.run(command, capture_output=True, text=True)
-    whole_s = time.monotonic() - began
     if done.returncode:
         sys.exit(f"{folder.name}: exit {done.returncode}: {done.stderr.strip()[-800:]}")
     print(done.stdout[-3000:], flush=True)
+    return time.monotonic() - began
+
+
+def ours(file: Path, overrides: list[str], *, folder: Path) -> dict[str, Any]:
+    """A run's own figures."""
+    whole_s = trained(file, overrides, folder=folder)
     events = {event.kind: event.data for event in Run.open(folder).events()}
     dataset, verdict, end = events["dataset"], events["rft"], events["end"]["outcome"]
     ends = dict(zip(("before", "after"), zip(verdict["accuracy"], verdict["intervals"], strict=True), strict=True))
@@ -89,8 +93,7 @@ def results(call: Call, variant: str, runs: list[dict[str, Any]]) -> list[Result
     rows = [call.result(variant=variant, metric=m, unit=u, values=[run[m] for run in runs]) for m, u in UNITS.items()]
     for name in (name for name in INTERVALS if name in runs[0]):
         value, low, high = runs[0][name]
-        row = call.result(variant=variant, metric=name, unit="share of questions", values=[value])
-        rows.append(replace(row, low=low, high=high))
+        rows.append(call.share(variant=variant, metric=name, value=value, low=low, high=high))
     return rows
 
 

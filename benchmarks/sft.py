@@ -11,20 +11,16 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
-import sys
 import tempfile
-import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from benchmarks.results import FOLDER, Call, Result, git_commit, table, write
-from benchmarks.rft import asked_both
+from benchmarks.rft import asked_both, trained
 from flatout.record import Run
 from flatout.tasks import Worked, open_task
 
-UNITS = {"train_s": "s", "loss_before": "nats a token", "loss_after": "nats a token"}
+UNITS = {"whole_s": "s", "loss_before": "nats a token", "loss_after": "nats a token"}
 
 
 def write_rows(path: Path, task: str, *, limit: int | None) -> Path:
@@ -50,21 +46,16 @@ def config(path: Path, *, model: str, rows: Path, epochs: int) -> Path:
 
 
 def ours(file: Path, overrides: list[str], *, folder: Path) -> dict[str, Any]:
-    began = time.monotonic()
-    command = [sys.executable, "-m", "flatout", "train", str(file), *overrides, "--run", str(folder)]
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode:
-        sys.exit(f"{folder.name}: exit {done.returncode}: {done.stderr.strip()[-800:]}")
+    whole_s = trained(file, overrides, folder=folder)
     losses = [event.data["val_loss"] for event in Run.open(folder).events() if event.kind == "eval"]
-    return {"train_s": time.monotonic() - began, "loss_before": losses[0], "loss_after": losses[-1]}
+    return {"whole_s": whole_s, "loss_before": losses[0], "loss_after": losses[-1]}
 
 
 def results(call: Call, variant: str, found: dict[str, Any]) -> list[Result]:
     rows = [call.result(variant=variant, metric=m, unit=u, values=[found[m]]) for m, u in UNITS.items()]
     for name in ("before", "after", "gain"):
         value, low, high = found[name]
-        row = call.result(variant=variant, metric=name, unit="share of questions", values=[value])
-        rows.append(replace(row, low=low, high=high))
+        rows.append(call.share(variant=variant, metric=name, value=value, low=low, high=high))
     return rows
 
 

@@ -591,17 +591,20 @@ def _way_out(job: Job, *, budget: float, precision: str, path: BlockPath) -> str
     if job.adapters is not None and job.adapters.base_bits != 4:
         bases.append(("lora.base: 4-bit", replace(job, adapters=replace(job.adapters, base_bits=4))))
     whole = job.sequence_length
-    for length in (
-        n for n in (whole, whole // 2, whole // 4) if n == whole or (n >= 128 and job.batch_tokens % n == 0)
-    ):
-        for words, other in bases:
-            shorter = replace(other, sequence_length=length)
-            how: BlockPath = "eager" if words else path  # the fused segments take no 4-bit weights
-            needs = _memory(shorter, micro_batch=1, recompute="full", precision=precision, path=how).gib
+    lengths = [("", whole)]
+    lengths += [
+        (f"data.sequence_length: {n}", n) for n in (whole // 2, whole // 4) if n >= 128 and job.batch_tokens % n == 0
+    ]
+    for shorter, length in lengths:
+        for smaller, other in bases:
+            how: BlockPath = "eager" if smaller else path  # the fused segments take no 4-bit weights
+            tried = replace(other, sequence_length=length)
+            needs = _memory(tried, micro_batch=1, recompute="full", precision=precision, path=how).gib
             if needs <= budget:
-                changes = [*filter(None, [words]), *([f"data.sequence_length: {length}"] if length != whole else [])]
-                pinned = "plan.micro_batch: 1 and plan.recompute: full"
-                return f"{' and '.join(changes) or pinned} would fit ({needs:.1f} GiB, with full recomputation)"
+                changes = (
+                    " and ".join(filter(None, (smaller, shorter))) or "plan.micro_batch: 1 and plan.recompute: full"
+                )
+                return f"{changes} would fit ({needs:.1f} GiB, with full recomputation)"
     return "a smaller model, shorter sequences or a larger device would fit"
 
 
@@ -689,12 +692,10 @@ def job_of(
     generator = None
     if settings.recipe == "rft":
         settings = _of_runs(settings)
-    shape = shape_of(settings)
-    if settings.recipe == "rft":
         name = settings.rft.generator
-        generator = shape if name is None else named_shape(ModelSettings(name=name))
+        generator = shape_of(settings) if name is None else named_shape(ModelSettings(name=name))
     return Job(
-        shape=shape,
+        shape=shape_of(settings),
         hardware=hardware,
         sequence_length=settings.data.sequence_length,
         batch_tokens=train.batch_tokens,

@@ -14,7 +14,7 @@ from typing import Any
 
 from flatout.insight.attach import Asked, Watched, watch
 from flatout.insight.diagnose import ranked
-from flatout.insight.diagnose.observed import Observed
+from flatout.insight.diagnose.observed import Observed, seconds_of
 from flatout.record import Diagnosis, Finding
 
 ALL_TOGETHER = "all together"
@@ -123,9 +123,7 @@ def seconds_per_token(run: Watched) -> float | None:
     if len(steps) < 2:
         return None
     tokens = sum(m["real"] if m["real"] is not None else m["tokens"] or 0 for s in steps for m in s["micro"])
-    # The device's own clock where there is one: the host runs a step or two ahead of it, and further as steps go by.
-    seconds = sum(sum((step.get("device") or {}).values()) or step["seconds"] for step in steps)
-    return float(seconds / (tokens or len(steps)))
+    return sum(map(seconds_of, steps)) / (tokens or len(steps))
 
 
 def _loss_differences(before: Watched, after: Watched) -> list[float]:
@@ -155,7 +153,7 @@ def _loader(seen: Observed) -> Change | None:
     loader = next((found for found in seen.facts["loaders"] if not found["evaluating"]), None)
     if loader is None:
         return None
-    workers = 2 * loader["num_workers"] or min(8, max(2, int(seen.facts["cores"]) // max(1, seen.world)))
+    workers = 2 * loader["num_workers"] or min(8, max(2, seen.cores // max(1, seen.world)))
     pinned = {"pin_memory": True} if seen.on_gpu else {}
     return Change(switch={"loader": {"num_workers": workers, "persistent_workers": True, **pinned}})
 

@@ -8,10 +8,9 @@ from collections.abc import Mapping
 from flatout.insight.diagnose import fixes
 from flatout.insight.diagnose.host import WORTH, _finding, waits
 from flatout.insight.diagnose.observed import Observed, short
+from flatout.probe.agent import ENOUGH_TOKENS
 from flatout.record import Finding
 
-# Tokens of a micro-batch from which on thin work is no matter of the batch any more.
-_ENOUGH_TOKENS = 2048
 _DEBUG_VARIABLES: Mapping[str, tuple[str, ...]] = {
     "TORCH_DISTRIBUTED_DEBUG": ("DETAIL",),
     "NCCL_DEBUG": ("INFO", "TRACE"),
@@ -138,7 +137,7 @@ def small_batch(seen: Observed) -> Finding | None:
     least = max(least, 0.4) if seen.is_disturbed else least
     if gain < least or 1 - twice[1] / twice[0] < 0.07:
         return None
-    if seen.on_gpu and tokens is not None and tokens >= _ENOUGH_TOKENS:
+    if seen.on_gpu and tokens is not None and tokens >= ENOUGH_TOKENS:
         return None
     if seen.accumulation == 1:  # fewer steps for as many tokens
         gain += (1 - 1 / times) * seen.share("optimizer")

@@ -25,7 +25,7 @@ def data_starvation(seen: Observed) -> Finding | None:
         share = min(share, seen.idle_share)
     if share < 0.08:
         return _uneven_data(seen)
-    cores = max(1, int(seen.facts["cores"] or 1) // max(1, seen.world))
+    cores = max(1, seen.cores // max(1, seen.world))
     workers = min(8, max(2, cores))
     # With workers the batch is made while the step runs: the longer of the two is what remains.
     gain = 1 - max(1 - share, share / workers)

@@ -35,8 +35,7 @@ class Observed:
 
     @cached_property
     def seconds(self) -> float:
-        """By the device's clock where there is one: the host's runs ahead of it."""
-        return sum(float(sum((step["device"] or {}).values()) or step["seconds"] or 0.0) for step in self.steps)
+        return sum(map(seconds_of, self.steps))
 
     @property
     def step_s(self) -> float:
@@ -70,15 +69,15 @@ class Observed:
         busy = [float(sample["cpu"]) for sample in self.samples if "cpu" in sample]
         if not busy:
             return None
-        cores = os.cpu_count() or 1
+        of_all = os.cpu_count() or 1
         own = sum(step.get("cpu_s") or 0.0 for step in self.steps) / self.seconds
-        out_of_reach = max(0, cores - int(self.facts["cores"] or cores))
-        return max(0.0, sum(busy) / len(busy) * cores - own * self.world - out_of_reach)
+        out_of_reach = max(0, of_all - self.cores)
+        return max(0.0, sum(busy) / len(busy) * of_all - own * self.world - out_of_reach)
 
     @property
     def is_disturbed(self) -> bool:
         """Whether replays on more threads say nothing here, because the cores for them are taken."""
-        return not self.on_gpu and (self.others_cores or 0.0) > 0.25 * int(self.facts["cores"] or os.cpu_count() or 1)
+        return not self.on_gpu and (self.others_cores or 0.0) > 0.25 * self.cores
 
     # -- where the host was
 
@@ -159,6 +158,11 @@ class Observed:
         return int(self.facts["world"])
 
     @property
+    def cores(self) -> int:
+        """Those the job may use."""
+        return int(self.facts["cores"])
+
+    @property
     def framework(self) -> str:
         return str(self.facts["framework"])
 
@@ -213,6 +217,11 @@ class Observed:
 
     def counts(self, name: str) -> int:
         return int(self.facts.get("totals", {}).get(name, 0))
+
+
+def seconds_of(step: Mapping[str, Any]) -> float:
+    """By the device's clock where there is one: the host's runs ahead of it, and further as steps go by."""
+    return float(sum((step["device"] or {}).values()) or step["seconds"] or 0.0)
 
 
 def _real_tokens(steps: Sequence[Mapping[str, Any]]) -> float:
