@@ -74,7 +74,6 @@ def main() -> None:
     if options.gsm8k is not None:
         train, test = (f"gsm8k:{options.gsm8k}/{name}.jsonl" for name in ("train", "test"))
         jobs["gsm8k"] = (train, test, 2)
-    found: list[Result] = []
     with tempfile.TemporaryDirectory() as name:
         scratch = Path(name)
         for variant, (learnt, measured, epochs) in jobs.items():
@@ -83,9 +82,9 @@ def main() -> None:
             told = ours(file, options.set, folder=scratch / variant)
             told |= asked_both(options.model, scratch / variant, measured, limit=options.limit, name="")
             call = Call(benchmark="sft", commit=options.commit or git_commit())
-            found += results(call, variant, told)
-            print(table(found[-6:]), flush=True)
-    write(found, options.to)
+            found = results(call, variant, told)
+            write(found, options.to)
+            print(table(found), flush=True)
 
 
 if __name__ == "__main__":

@@ -19,6 +19,8 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 def convert(file: Path, tokenizer: Path, to: Path, *, dtype: torch.dtype) -> None:
     read = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
     config = read.config
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config  # of the file, which is not what is written
     config.bos_token_id, config.eos_token_id, config.pad_token_id = 1, 2, 2
     fresh = LlamaForCausalLM(config)
     fresh.load_state_dict(read.state_dict())

@@ -690,3 +690,24 @@ def test_a_generator_that_does_not_fit_is_refused_with_the_figures() -> None:
         layers=80, hidden=8192, heads=64, kv_heads=8, head_dim=128, intermediate=28672, vocab=128256, positions=4096
     )
     assert "sampling needs 131." in refusal(job(hardware="A100-40GB", length=512, generator=huge))
+
+
+def test_passes_are_recorded_where_adapters_leave_memory() -> None:
+    adapters = Adapters(rank=16, alpha=32.0, targets=("q", "v"))
+
+    def of(**changes: Any) -> Plan:
+        return decide(job(**{"hardware": "H200", "adapters": adapters, "length": 1024, "sequences": 8} | changes))
+
+    assert of().decisions.graphs is True
+    assert "host" in of().reasons["graphs"]
+    for changes, word in (
+        ({"adapters": None}, "gradients"),
+        ({"hardware": "CPU"}, "nothing is launched"),
+        ({"pins": {"fused_mlp": False}}, "kernel"),
+        ({"pins": {"recompute": "full"}}, "recomputed"),
+        ({"sequences": 64, "pins": {"memory_fraction": 0.2, "micro_batch": 64}}, "peak"),
+    ):
+        plan = of(**changes)
+        assert plan.decisions.graphs is False, changes
+        assert word in plan.reasons["graphs"], changes
+    assert of(pins={"graphs": False}).decisions.graphs is False

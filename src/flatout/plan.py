@@ -46,6 +46,8 @@ COMPILE_S = 40.0
 LOSS_ROWS = {"gpu": 8192, "cpu": 2048}
 # More completions at once than this gain nothing: by then the weights are no longer what a step reads most.
 MOST_ROWS = {"gpu": 2048, "cpu": 32}
+# A pass is recorded only if the predicted peak is at most this share of the device's memory.
+GRAPHS_SHARE = 0.5
 # Why a model of another architecture has no fast paths.
 ADAPTED = "the model runs as transformers builds it"
 # Narrower layers gain nothing by 8-bit matmuls.
@@ -260,6 +262,8 @@ def decide(job: Job) -> Plan:
     settle("attention", *_attention(job, precision=precision))
     settle("loss_chunk", *_loss_chunk(job, micro_batch * job.sequence_length))
     settle("tf32", *_tf32(job))
+    memory = _memory(job, micro_batch=micro_batch, recompute=recompute, precision=precision, path=path)
+    settle("graphs", *_graphs(job, chosen, memory))
     settle("fused_optimizer", True, "one pass over weights, gradients and moments instead of many")
     settle("workers", *_workers(job))
     ahead = 4 if job.pins.preset == "max" else 2
@@ -272,7 +276,6 @@ def decide(job: Job) -> Plan:
     settle("threads", *_threads(job))
 
     decisions = Decisions(**chosen)
-    memory = _memory(job, micro_batch=micro_batch, recompute=recompute, precision=precision, path=path)
     rows = None
     if job.generator is not None:
         rows, reasons["rows"] = _rows(job, job.generator, precision=precision)
@@ -472,6 +475,20 @@ def _workers(job: Job) -> tuple[int, str]:
         return 2, "the number of CPU cores is not known; more are added if the device waits for data"
     count = max(1, min(4, cores // job.num_ranks - 1))
     return count, f"{cores} cores for {job.num_ranks} rank(s); more are added if the device waits for data"
+
+
+def _graphs(job: Job, chosen: Mapping[str, Any], memory: Memory) -> tuple[bool, str]:
+    """Where launches may take longer than what they launch, and memory is left for what a recording keeps to itself."""
+    if job.device == "cpu":
+        return False, "nothing is launched"
+    if job.adapters is None:
+        return False, "gradients that stay in place would be read and written once more"
+    if not _fused(chosen) or chosen["recompute"] != "none":
+        return False, "only where every segment has its kernel and nothing is recomputed"
+    total_gib = job.hardware.memory_gib
+    if total_gib is None or memory.gib > GRAPHS_SHARE * (job.pins.memory_fraction or 1.0) * total_gib:
+        return False, f"a recording keeps its activations: only where the peak is under {GRAPHS_SHARE:.0%} of memory"
+    return True, "adapters mean many small kernels: launched whole, they do not wait for the host"
 
 
 def _segments(job: Job) -> tuple[bool, str]:

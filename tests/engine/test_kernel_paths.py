@@ -171,6 +171,20 @@ def test_a_steady_step_never_waits_for_the_device() -> None:
     assert waits == []
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("base_bits", [16, 4])
+def test_adapters_learn_the_same_from_recorded_passes(base_bits: int) -> None:
+    spec = Adapters(rank=4, alpha=8.0, targets=("q", "k", "v", "o", "gate", "up", "down"), base_bits=base_bits)
+    here = replace(active(**ALL), device=torch.device("cuda"), dtype=torch.bfloat16)
+    as_they_come = train(build(active=here, adapters=spec), steps=20, size=2)
+    whole = build(active=replace(here, graphs=True), adapters=spec)
+    assert as_they_come[-1].loss < as_they_come[0].loss
+    for one, other in zip(as_they_come, train(whole, steps=20, size=2), strict=True):
+        assert other.loss == pytest.approx(one.loss, rel=1e-3)
+        assert other.grad_norm == pytest.approx(one.grad_norm, rel=2e-2)
+    assert whole.replay
+
+
 def _head(head_loss: HeadLoss, targets: torch.Tensor, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return head_loss(hidden, weight, targets)
 

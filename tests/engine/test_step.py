@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from flatout.config.settings import TrainSettings
-from flatout.cost import ModelShape
+from flatout.cost import Adapters, ModelShape
 from flatout.data.stream import Batch
 from flatout.engine.prepare import prepare
 from flatout.engine.ranks import Ranks
 from flatout.engine.resolve import Active
 from flatout.engine.step import Engine, StepFacts
-from flatout.model import Decoder
+from flatout.model import Decoder, lora
 from flatout.optim import adamw, schedule
 from flatout.probe import Phases
 
@@ -32,9 +32,19 @@ ACTIVE = Active(
 )
 
 
-def build(*, active: Active = ACTIVE, recompute: str = "none", clip: float | None = 1.0, lr: float = 1e-2) -> Engine:
+def build(
+    *,
+    active: Active = ACTIVE,
+    recompute: str = "none",
+    clip: float | None = 1.0,
+    lr: float = 1e-2,
+    adapters: Adapters | None = None,
+) -> Engine:
     model = Decoder(SHAPE, compute_dtype=active.dtype).to(active.device)
     model.initialise(5)
+    if adapters is not None:
+        lora.freeze(model, device=active.device, base_bits=adapters.base_bits, seed=0)
+        lora.attach(model, adapters, seed=1)
     train = TrainSettings(lr=lr, schedule="constant", weight_decay=0.1)
     head_loss, eight = prepare(model, active=active, recompute=recompute, loss_chunk=16)
     return Engine(
@@ -212,3 +222,20 @@ def test_compiled_bf16_follows_the_plain_path(recompute: str) -> None:
     fast = train(build(active=active, recompute=recompute), steps=20)
     for one, other in zip(plain, fast, strict=True):
         assert other.loss == pytest.approx(one.loss, rel=0.02)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("size", [4, 8])
+def test_recorded_passes_are_the_same_passes(size: int) -> None:
+    here = replace(ACTIVE, device=torch.device("cuda"), dtype=torch.bfloat16, varlen=True)
+    as_they_come, whole = build(active=here), build(active=replace(here, graphs=True))
+    for one, other in zip(train(as_they_come, steps=8, size=size), train(whole, steps=8, size=size), strict=True):
+        assert other.loss == pytest.approx(one.loss, rel=1e-3)
+        assert other.grad_norm == pytest.approx(one.grad_norm, rel=1e-2)
+    assert whole.replay, "passes were recorded"
+    whole.forget()
+    assert not whole.replay
+    assert all(p.grad is None for p in whole.parameters)
+    # And on from there: an abandoned step is taken again, in any size.
+    one, other = train(as_they_come, steps=3, size=2), train(whole, steps=3, size=2)
+    assert other[-1].loss == pytest.approx(one[-1].loss, rel=1e-3)

@@ -175,6 +175,7 @@ class Decisions:
     fp8: bool | None = setting(None, "8-bit matmuls in the fused segments")
     loss_chunk: int | None = setting(None, "rows of logits held at a time by the loss", gt=0)
     tf32: bool | None = setting(None, "TF32 for the matmuls that stay in fp32")
+    graphs: bool | None = setting(None, "forward and backward pass recorded once and launched whole")
     fused_optimizer: bool | None = setting(None, "one-kernel AdamW")
     workers: int | None = setting(None, "loader workers", ge=0)
     prefetch: int | None = setting(None, "steps of data kept ready ahead of the device", gt=0)

@@ -37,6 +37,7 @@ class Active:
     fused_mlp: bool = False
     fused_loss: bool = False
     fp8: bool = False
+    graphs: bool = False
 
 
 def check_build(hardware: Hardware) -> None:
@@ -103,6 +104,9 @@ def resolve(plan: Plan, *, local_rank: int, deterministic: bool) -> Active:
     kernels, words = _kernels(plan, dtype, device)
     facts |= words
     compiler, facts["compile"] = _compiler(wish.compile or "none", on_gpu=on_gpu)
+    problem = _no_graphs(plan, compiler, on_gpu=on_gpu)
+    if wish.graphs:
+        facts["graphs"] = f"off: {problem}" if problem else "forward and backward pass launched whole"
     facts["optimizer"] = "AdamW, fused" if wish.fused_optimizer else "AdamW, one operation at a time"
     return Active(
         device=device,
@@ -113,8 +117,21 @@ def resolve(plan: Plan, *, local_rank: int, deterministic: bool) -> Active:
         compile=compiler,
         fused_optimizer=bool(wish.fused_optimizer),
         facts=facts,
+        graphs=bool(wish.graphs) and problem is None,
         **kernels,
     )
+
+
+def _no_graphs(plan: Plan, compiler: str, *, on_gpu: bool) -> str | None:
+    """Why passes cannot be recorded, or None."""
+    wish, adapters = plan.decisions, plan.job.adapters
+    if not on_gpu:
+        return "nothing is launched on a CPU"
+    if plan.job.shape.adapter:
+        return "the model runs as transformers builds it"
+    if compiler != "none" or wish.recompute != "none" or wish.fp8:
+        return "not with compile, recompute or fp8"
+    return "dropout draws anew in every pass" if adapters is not None and adapters.dropout else None
 
 
 def _kernels(plan: Plan, dtype: torch.dtype, device: torch.device) -> tuple[dict[str, bool], dict[str, str]]:

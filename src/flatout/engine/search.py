@@ -75,7 +75,7 @@ def chosen(trials: Sequence[Trial]) -> Trial:
 
 def key_of(plan: Plan) -> str:
     """All that the answer depends on."""
-    loose = ("micro_batch", "accumulation", "loss_chunk", "workers", "prefetch", "pin_memory", "manual_gc")
+    loose = ("micro_batch", "accumulation", "loss_chunk", "workers", "prefetch", "pin_memory", "manual_gc", "graphs")
     facts = {
         "versions": [__version__, str(torch.__version__)],
         "device": [plan.job.hardware.name, plan.job.hardware.memory_gib],

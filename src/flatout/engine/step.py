@@ -19,6 +19,7 @@ from flatout.data.stream import Batch
 from flatout.engine.faults import OutOfMemory, is_out_of_memory
 from flatout.engine.prepare import EightBits, HeadLoss, attend_for
 from flatout.engine.ranks import Ranks
+from flatout.engine.replay import Replay
 from flatout.engine.resolve import Active
 from flatout.model import Model
 from flatout.optim import Schedule
@@ -87,6 +88,7 @@ class Engine:
         start = SCALE_START if self.scale_moves else 2.0 ** round(math.log2(batch_tokens)) if eight is not None else 1.0
         self.scale = torch.tensor(start, device=device)
         self.scale_streak = torch.zeros((), dtype=torch.int32, device=device)
+        self.replay = Replay(self.loss, self.parameters) if active.graphs else None
         self._pending: deque[_Pending] = deque()
         self._spans: dict[int, tuple[Span, ...]] = {}
         self._clock: float | None = None
@@ -146,12 +148,22 @@ class Engine:
         """Forward and backward of every micro-batch; the loss is added up in place."""
         for host_batch in batches:
             self.phases.mark("data")
+            if self.replay is not None and (recorded := self.replay.of(host_batch, self.active.device)):
+                recorded.take(host_batch)
+                self.phases.mark("forward")
+                recorded.forward.replay()
+                self.phases.mark("backward")
+                torch.div(self.scale, denominator, out=recorded.gradient)
+                recorded.backward.replay()
+                loss += recorded.total / denominator
+                continue
             batch = host_batch.to(self.active.device)
             self.phases.mark("forward")
             part = self.loss(batch) / denominator
             self.phases.mark("backward")
             (part * self.scale if self.scaled else part).backward()
             loss += part.detach()
+            del part  # with it the graph, whose leaves would tie a recording to this stream
 
     def rehearse(self, host_batch: Batch) -> None:
         """A forward and a backward pass whose gradients nobody uses; `forget` ends a rehearsal."""
@@ -168,6 +180,8 @@ class Engine:
     def forget(self) -> None:
         """Drops the gradients of passes that led to no update, and the memory they took."""
         self.optimizer.zero_grad(set_to_none=True)
+        if self.replay is not None:
+            self.replay.forget()
         if self.eight is not None:
             self.eight.forget()
         if self.active.device.type == "cuda":
@@ -222,7 +236,7 @@ class Engine:
         elif not not_finite.item():  # the plain path asks the device, and waits
             torch._foreach_div_(gradients, divisor)
             self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
+        self.optimizer.zero_grad(set_to_none=not self.replay)
         if self.scale_moves:
             torch._amp_update_scale_(self.scale, self.scale_streak, not_finite, 2.0, 0.5, SCALE_GROWTH_INTERVAL)
         return norm

@@ -73,7 +73,12 @@ class Store(Protocol):
 
 
 def logits(hidden_NC: Tensor, weight_VC: Tensor) -> Tensor:
-    return F.linear(hidden_NC, weight_VC.to(hidden_NC.dtype))
+    """In fp32: beyond 16, where a trained model's likely tokens are, bf16 knows steps of an eighth only."""
+    weight_CV = weight_VC.to(hidden_NC.dtype).t()
+    if hidden_NC.is_cuda and hidden_NC.dtype != torch.float32:
+        out: Tensor = torch.mm(hidden_NC, weight_CV, out_dtype=torch.float32)
+        return out
+    return (hidden_NC @ weight_CV).float()
 
 
 def logits_after(model: Decoder, tokens_N: Tensor, positions_N: Tensor, attend: Attend, at: Tensor) -> Tensor:

@@ -480,14 +480,14 @@ def _common(prompts: Sequence[Prompt]) -> int:
 def _logits(model: Decoder, tokens: Sequence[int], attend: Cached) -> Tensor:
     """After the last token of each row."""
     ids = torch.tensor(tokens, device=attend.positions_N.device)
-    return logits_after(model, ids, attend.positions_N, attend, attend.last_R).float()
+    return logits_after(model, ids, attend.positions_N, attend, attend.last_R)
 
 
 def _logprobs(hidden_NC: Tensor, weight_VC: Tensor, targets_N: Tensor) -> Tensor:
     """Of each target; the logits of all tokens never exist at once."""
     parts = []
     for hidden, targets in zip(hidden_NC.split(LOGIT_ROWS), targets_N.split(LOGIT_ROWS), strict=True):
-        found = logits(hidden, weight_VC).float()
+        found = logits(hidden, weight_VC)
         parts.append(found.gather(-1, targets[:, None])[:, 0] - found.logsumexp(-1))
     return torch.cat(parts)
 

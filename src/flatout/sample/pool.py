@@ -140,7 +140,7 @@ class Pool:
         admitted = prompts[: len(starts)]
         if not admitted:
             vocab = self.model.head_weight.shape[0]
-            return torch.empty(0, vocab, dtype=self.model.compute_dtype, device=self._begin_R.device)
+            return torch.empty(0, vocab, device=self._begin_R.device)
         found = self._read(admitted, starts)
         self._set_begin(
             [

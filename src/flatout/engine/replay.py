@@ -1,0 +1,76 @@
+"""A micro-batch's passes recorded as CUDA graphs: one launch for each, where a host is slower than its device.
+
+A layer with adapters is about 150 launches there and back, and a host takes milliseconds for them whatever the size
+of the batch. Every micro-batch of a run has the same shapes (see `data.packed`), so one recording serves them all.
+Used by `Engine`, with gradients that stay in place and are added to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from flatout.data.stream import Batch
+
+# Of all that could record a call of its own meanwhile, only this thread's are looked at: loaders pin memory in theirs.
+MODE = "thread_local"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recorded:
+    """The passes over one shape, and the places they read from and write to."""
+
+    batch: Batch
+    total: Tensor  # the loss, summed over targets
+    gradient: Tensor  # of that loss
+    forward: torch.cuda.CUDAGraph
+    backward: torch.cuda.CUDAGraph
+
+    def take(self, host_batch: Batch) -> None:
+        given = host_batch.tensors
+        for name, place in self.batch.tensors.items():
+            place.copy_(given[name], non_blocking=True)
+
+
+class Replay:
+    """Recordings by shape. A shape's first micro-batch runs as it is, which builds its kernels."""
+
+    def __init__(self, loss: Callable[[Batch], Tensor], parameters: Sequence[nn.Parameter]) -> None:
+        self._loss, self._parameters = loss, parameters
+        self._known: dict[Any, Recorded | None] = {}
+        self._memory: Any = None  # that all recordings share, since no two run at once
+
+    def __bool__(self) -> bool:
+        """Whether there is a recording, and gradients therefore have to stay where they are."""
+        return any(self._known.values())
+
+    def of(self, batch: Batch, device: torch.device) -> Recorded | None:
+        """The recording for a batch like this; None the first time."""
+        sizes = tuple((name, tensor.shape) for name, tensor in batch.tensors.items())
+        key = (sizes, batch.num_sequences, batch.longest)
+        if key not in self._known:
+            self._known[key] = None
+        elif self._known[key] is None:
+            self._known[key] = self._record(batch.to(device))
+        return self._known[key]
+
+    def forget(self) -> None:
+        self._known.clear()
+        self._memory = None
+
+    def _record(self, batch: Batch) -> Recorded:
+        for parameter in self._parameters:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        forward, backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+        gradient = torch.ones((), device=batch.tokens.device)
+        self._memory = self._memory or torch.cuda.graph_pool_handle()
+        with torch.cuda.graph(forward, pool=self._memory, capture_error_mode=MODE):
+            total = self._loss(batch)
+        with torch.cuda.graph(backward, pool=self._memory, capture_error_mode=MODE):
+            total.backward(gradient)
+        return Recorded(batch=batch, total=total.detach(), gradient=gradient, forward=forward, backward=backward)
