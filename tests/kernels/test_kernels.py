@@ -51,6 +51,36 @@ def test_norm(with_delta: bool, n: int, c: int) -> None:
     assert off(found_dw, dw) < 1e-6
 
 
+@torch.no_grad()
+def test_a_residual_in_fp32_beside_16_bit_matmuls() -> None:
+    n, c, heads, d, f = 7, 48, 3, 16, 64
+    residual, delta, half = random(n, c), random(n, c, seed=2, dtype=torch.float16), torch.float16
+    weight, qkv = 1 + 0.1 * random(c, seed=1), random(3 * heads * d, c, seed=3, dtype=half) / 8
+    gate_up, down = random(2 * f, c, seed=4, dtype=half) / 8, random(c, f, seed=5, dtype=half) / 8
+    turns = random(n, 1, d // 2, seed=6)
+    exact = rms_norm(residual + delta.float(), weight, 1e-5)
+
+    summed, normed, _ = norm.add_norm(residual, delta, weight, 1e-5, dtype=half)
+    assert torch.equal(summed, residual + delta.float()), "nothing is rounded"
+    assert normed.dtype == half
+    assert off(normed, exact) < 1e-3
+    assert segments.norm(residual, delta, weight, eps=1e-5, dtype=half).equal(normed)
+    found, q, _, v = segments.norm_qkv_rope(
+        residual, delta, weight, qkv, None, None, None, turns.cos(), turns.sin(), eps=1e-5, heads=heads, groups=heads,
+        dtype=half,
+    )  # fmt: skip
+    heads_NHD = (exact @ qkv.float().t()).view(n, -1, d)
+    assert found.equal(summed)
+    assert {q.dtype, v.dtype} == {half}
+    assert off(q, rotate(heads_NHD[:, :heads], turns.cos(), turns.sin())) < 2e-3
+    assert off(v, heads_NHD[:, 2 * heads :]) < 2e-3
+    found, out = segments.norm_mlp(residual, delta, weight, gate_up, down, eps=1e-5, dtype=half)
+    gate, up = (exact @ gate_up.float().t()).chunk(2, dim=-1)
+    assert found.equal(summed)
+    assert out.dtype == half
+    assert off(out, (F.silu(gate) * up) @ down.float().t()) < 3e-3
+
+
 def test_norm_of_rows_with_gaps() -> None:
     n, c = 7, 48
     residual, delta, d_normed = (random(n, c, seed=seed) for seed in (0, 2, 3))

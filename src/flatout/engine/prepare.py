@@ -99,7 +99,7 @@ def unprepared(model: Model) -> Model:
     twin = copy.copy(model)
     twin._modules = dict(model._modules)
     twin.blocks = nn.ModuleList(copy.copy(block) for block in model.blocks)
-    twin.norm_kernel = None
+    twin.norm_kernel = twin.residual_dtype = None
     for block in twin.blocks:
         assert isinstance(block, Block)
         block.recompute, block.qkv_kernel, block.mlp_kernel = "none", None, None

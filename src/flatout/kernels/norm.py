@@ -74,14 +74,17 @@ def add_norm(
     *,
     into: Tensor | None = None,
     fp8: Scale | None = None,
+    dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(residual + delta, its RMSNorm, the norm's scale of each row).
 
-    With `fp8` the norm comes in 8 bits, with `into` in the first columns of that matrix. Delta's rows may have gaps.
+    With `fp8` the norm comes in 8 bits, with `into` in the first columns of that matrix, else in `dtype`, or the
+    residual's. Delta's rows may have gaps.
     """
     n, c = residual_NC.shape
     summed = residual_NC if delta_NC is None else torch.empty_like(residual_NC)
-    normed = torch.empty_like(residual_NC, dtype=None if fp8 is None else fp8.dtype) if into is None else into[:, :c]
+    dtype = dtype if fp8 is None else fp8.dtype
+    normed = torch.empty_like(residual_NC, dtype=dtype) if into is None else into[:, :c]
     rstd = torch.empty(n, dtype=torch.float32, device=residual_NC.device)
     rows = max(1, 4096 // width(c))
     _norm_forward[(cdiv(n, rows),)](

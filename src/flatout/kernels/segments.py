@@ -69,10 +69,11 @@ class _NormQkvRope(torch.autograd.Function):
     def forward(
         ctx: Any, residual: Tensor, delta: Tensor | None, norm: Tensor, weight: Tensor, bias: Tensor | None,
         q_norm: Tensor | None, k_norm: Tensor | None, cos: Tensor, sin: Tensor, eps: float, heads: int, groups: int,
-        scales: Qkv8 | None, a: Tensor | None, b: Tensor | None, scale: float,
+        scales: Qkv8 | None, a: Tensor | None, b: Tensor | None, scale: float, dtype: torch.dtype | None,
     ) -> tuple[Tensor | None, Tensor, Tensor, Tensor]:  # fmt: skip
         beside = lowrank.room(residual, weight, a)
-        summed, x, rstd = add_norm(residual, delta, norm, eps, into=beside, fp8=None if scales is None else scales.x)
+        fp8_x = None if scales is None else scales.x
+        summed, x, rstd = add_norm(residual, delta, norm, eps, into=beside, fp8=fp8_x, dtype=dtype)
         if scales is None:
             cast = weight.to(x.dtype)
             bias_M = None if bias is None else bias.to(x.dtype)
@@ -131,7 +132,7 @@ class _NormQkvRope(torch.autograd.Function):
         d_input, d_norm = add_norm_backward(dx, d_summed, summed, rstd, norm)
         d_delta = d_input if ctx.has_delta else None
         beside = (None,) * 6  # cos, sin, eps, heads, groups, scales
-        return d_input, d_delta, d_norm, d_weight, d_bias, d_q_norm, d_k_norm, *beside, d_a, d_b, None
+        return d_input, d_delta, d_norm, d_weight, d_bias, d_q_norm, d_k_norm, *beside, d_a, d_b, None, None
 
 
 class _NormMlp(torch.autograd.Function):
@@ -139,10 +140,11 @@ class _NormMlp(torch.autograd.Function):
     def forward(
         ctx: Any, residual: Tensor, delta: Tensor, norm: Tensor, gate_up: Tensor, down: Tensor, eps: float,
         scales: Mlp8 | None, a1: Tensor | None, b1: Tensor | None, scale1: float, a2: Tensor | None,
-        b2: Tensor | None, scale2: float,
+        b2: Tensor | None, scale2: float, dtype: torch.dtype | None,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         beside = lowrank.room(residual, gate_up, a1)
-        summed, x, rstd = add_norm(residual, delta, norm, eps, into=beside, fp8=None if scales is None else scales.x)
+        fp8_x = None if scales is None else scales.x
+        summed, x, rstd = add_norm(residual, delta, norm, eps, into=beside, fp8=fp8_x, dtype=dtype)
         if scales is None:
             wide, narrow = gate_up.to(x.dtype), down.to(x.dtype)
             hidden, between1 = _project(x, wide, None, a1, b1, scale1, beside=beside)
@@ -182,13 +184,15 @@ class _NormMlp(torch.autograd.Function):
             dx = fp8.matmul(g, w.cols, g_inverse, w.inverse, dtype=dtype, fast=True)
             d_gate_up = fp8.matmul(fp8.transposed(g), x_cols, g_inverse, scales.x.inverse, dtype=wide_type, fast=False)
         d_input, d_norm = add_norm_backward(dx, d_summed, summed, rstd, norm)
-        return d_input, d_input, d_norm, d_gate_up, d_down, None, None, *low[:2], None, *low[2:], None
+        return d_input, d_input, d_norm, d_gate_up, d_down, None, None, *low[:2], None, *low[2:], None, None
 
 
 class _Norm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, residual: Tensor, delta: Tensor, norm: Tensor, eps: float) -> Tensor:
-        summed, x, rstd = add_norm(residual, delta, norm, eps)
+    def forward(
+        ctx: Any, residual: Tensor, delta: Tensor, norm: Tensor, eps: float, dtype: torch.dtype | None
+    ) -> Tensor:
+        summed, x, rstd = add_norm(residual, delta, norm, eps, dtype=dtype)
         ctx.save_for_backward(summed, rstd, norm)
         return x
 
@@ -196,7 +200,7 @@ class _Norm(torch.autograd.Function):
     def backward(ctx: Any, dx: Tensor) -> tuple[Any, ...]:
         summed, rstd, norm = ctx.saved_tensors
         d_input, d_norm = add_norm_backward(dx.contiguous(), None, summed, rstd, norm)
-        return d_input, d_input, d_norm, None
+        return d_input, d_input, d_norm, None, None
 
 
 def norm_qkv_rope(
@@ -217,15 +221,17 @@ def norm_qkv_rope(
     heads: int,
     groups: int,
     scales: Qkv8 | None = None,
+    dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(residual + delta, q_NHD, k_NGD, v_NGD); views of the projection, or beside it if q and k are normed.
 
-    `a`, `b` and `scale` are the projection's adapter, see `lowrank`; a frozen weight gets no gradient.
+    `a`, `b` and `scale` are the projection's adapter, see `lowrank`; a frozen weight gets no gradient. `dtype` is that
+    of the matmuls where the residual has another; such a residual is for passes without gradients.
     """
     n = residual_NC.shape[0]
     summed, q, k, v = _NormQkvRope.apply(
         residual_NC, delta_NC, norm_C, weight, bias, q_norm_D, k_norm_D, cos.view(n, -1), sin.view(n, -1), eps, heads,
-        groups, scales if torch.is_grad_enabled() else None, a, b, scale,
+        groups, scales if torch.is_grad_enabled() else None, a, b, scale, dtype,
     )  # fmt: skip
     return (residual_NC if summed is None else summed), q, k, v
 
@@ -245,15 +251,18 @@ def norm_mlp(
     *,
     eps: float,
     scales: Mlp8 | None = None,
+    dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(residual + delta, the MLP of its norm); adapters of gate and up first, then down's."""
     scales = scales if torch.is_grad_enabled() else None
     low = (a1, b1, scale1, a2, b2, scale2)
-    summed, out = _NormMlp.apply(residual_NC, delta_NC, norm_C, gate_up, down, eps, scales, *low)
+    summed, out = _NormMlp.apply(residual_NC, delta_NC, norm_C, gate_up, down, eps, scales, *low, dtype)
     return summed, out
 
 
-def norm(residual_NC: Tensor, delta_NC: Tensor, norm_C: Tensor, *, eps: float) -> Tensor:
+def norm(
+    residual_NC: Tensor, delta_NC: Tensor, norm_C: Tensor, *, eps: float, dtype: torch.dtype | None = None
+) -> Tensor:
     """RMSNorm of residual + delta, at the end of a model."""
-    x: Tensor = _Norm.apply(residual_NC, delta_NC, norm_C, eps)
+    x: Tensor = _Norm.apply(residual_NC, delta_NC, norm_C, eps, dtype)
     return x

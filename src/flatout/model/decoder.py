@@ -164,6 +164,8 @@ class Decoder(nn.Module):
         self.norm = nn.Parameter(torch.ones(shape.hidden))
         self.head = None if shape.tied else nn.Parameter(torch.empty(shape.vocab, shape.hidden))
         self.norm_kernel: Callable[..., Tensor] | None = None
+        # Of what the blocks add up, where kernels take it apart from the compute type; see `sample.reader`.
+        self.residual_dtype: torch.dtype | None = None
         self.frequencies: Tensor
         self.register_buffer("frequencies", rope.frequencies(shape), persistent=False)
         self.amplitude = rope.amplitude(shape)
@@ -192,7 +194,7 @@ class Decoder(nn.Module):
         cos, sin = angles.cos(), angles.sin()
         if self.amplitude != 1.0:
             cos, sin = self.amplitude * cos, self.amplitude * sin
-        return F.embedding(tokens_N, self.embedding).to(self.compute_dtype), cos, sin
+        return F.embedding(tokens_N, self.embedding).to(self.residual_dtype or self.compute_dtype), cos, sin
 
     def leave(self, residual_NC: Tensor, delta_NC: Tensor) -> Tensor:
         if self.norm_kernel is not None:

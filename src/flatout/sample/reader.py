@@ -84,16 +84,24 @@ def _blocks(model: Decoder) -> list[Block]:
 
 
 def _fuse(model: Decoder) -> None:
-    """The segments' kernels, where the model has none of its own."""
+    """The segments' kernels, where the model has none of its own.
+
+    What the blocks add up is kept in fp32 between them: its rounding is most of what 16 bits do to a log-probability,
+    and beside the cache its bytes are few.
+    """
     from flatout.kernels import segments
 
-    shape = model.shape
+    if model.norm_kernel is not None:
+        return
+    shape, eps, dtype = model.shape, model.shape.norm_eps, None
     # The rotation with norms takes heads of a power of two only.
     rotates = not shape.qk_norm or shape.head_dim & (shape.head_dim - 1) == 0
+    if rotates:
+        model.residual_dtype, dtype = torch.float32, model.compute_dtype
     for block in _blocks(model):
         if rotates:
-            block.qkv_kernel = block.qkv_kernel or partial(
-                segments.norm_qkv_rope, eps=shape.norm_eps, heads=shape.heads, groups=shape.kv_heads
+            block.qkv_kernel = partial(
+                segments.norm_qkv_rope, eps=eps, heads=shape.heads, groups=shape.kv_heads, dtype=dtype
             )
-        block.mlp_kernel = block.mlp_kernel or partial(segments.norm_mlp, eps=shape.norm_eps)
-    model.norm_kernel = model.norm_kernel or partial(segments.norm, eps=shape.norm_eps)
+        block.mlp_kernel = partial(segments.norm_mlp, eps=eps, dtype=dtype)
+    model.norm_kernel = partial(segments.norm, eps=eps, dtype=dtype)
