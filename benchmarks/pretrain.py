@@ -30,12 +30,14 @@ def ours(example: str, overrides: list[str], *, folder: Path) -> dict[str, float
     """One run of the command; its own summary."""
     command = [sys.executable, "-m", "flatout", "train", example, *overrides, "--run", str(folder)]
     subprocess.run(command, check=True, capture_output=True, text=True)
-    end = next(event.data for event in Run.open(folder).events() if event.kind == "end")["outcome"]
+    run = Run.open(folder)
+    end = next(event.data for event in run.events() if event.kind == "end")["outcome"]
     speed = end["speed"]
     return {
         "tokens_per_s": speed["tokens_per_s"],
         "mfu": speed["mfu_common"],
         "peak_gib": end["peak_gib"],
+        "predicted_gib": run.plan["predicted"]["peak_gib"],
         "unattributed_share": speed["unattributed_share"],
         "data_share": speed["data_share"],
     }
