@@ -14,14 +14,13 @@ import argparse
 import json
 import random
 import time
-from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from benchmarks import peers
-from benchmarks.results import FOLDER, Call, git_commit, table, write
+from benchmarks.results import FOLDER, measuring
 from flatout.cost import ModelShape
 from flatout.data.tokenizer import ByteTokenizer
 from flatout.hardware import detect
@@ -146,29 +145,20 @@ def main() -> None:
     }
     for name, (prompts, many) in jobs.items():
         print(name, "first", f"{timed(generator, prompts, samples=many, new=new, seed=9):.2f} s", flush=True)
-    measured: dict[str, list[dict[str, float]]] = defaultdict(list)
-    for repeat in range(options.repeats):
-        for name, (prompts, many) in jobs.items():
-            if device.type == "cuda":
-                torch.cuda.reset_peak_memory_stats()
-            seconds = timed(generator, prompts, samples=many, new=new, seed=repeat)
-            peak = torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else 0.0
-            measured[name].append({"tokens_per_s": len(prompts) * many * new / seconds, "peak_gib": peak})
-            print(name, repeat, measured[name][-1], flush=True)
-        for variant in filter(None, options.peers.split(",")):
-            if (found := peer(options.peer_script, variant, seconds=options.peer_seconds)) is not None:
-                measured[variant].append(found)
-                print(variant, repeat, found, flush=True)
-
-    call = Call(benchmark="generate-360m", commit=options.commit or git_commit())
-    results = [
-        call.result(variant=variant, metric=metric, unit=unit, values=[run[metric] for run in runs])
-        for variant, runs in measured.items()
-        for metric, unit in UNITS.items()
-    ]
-    if not options.small:
-        write(results, options.to)
-    print(table(results))
+    to = None if options.small else options.to
+    with measuring("generate-360m", commit=options.commit, units=UNITS, to=to) as measured:
+        for repeat in range(options.repeats):
+            for name, (prompts, many) in jobs.items():
+                if device.type == "cuda":
+                    torch.cuda.reset_peak_memory_stats()
+                seconds = timed(generator, prompts, samples=many, new=new, seed=repeat)
+                peak = torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else 0.0
+                measured[name].append({"tokens_per_s": len(prompts) * many * new / seconds, "peak_gib": peak})
+                print(name, repeat, measured[name][-1], flush=True)
+            for variant in filter(None, options.peers.split(",")):
+                if (found := peer(options.peer_script, variant, seconds=options.peer_seconds)) is not None:
+                    measured[variant].append(found)
+                    print(variant, repeat, found, flush=True)
 
 
 if __name__ == "__main__":

@@ -19,14 +19,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from benchmarks import peers
-from benchmarks.results import FOLDER, Call, git_commit, table, write
+from benchmarks.results import FOLDER, measuring
 from flatout.record import Run
 
 PROMPT, SHORTEST, LONGEST = 24, 48, 128
@@ -151,7 +150,6 @@ def main() -> None:
     parser.add_argument("--to", type=Path, default=FOLDER / "lora-360m.jsonl")
     options = parser.parse_args()
 
-    measured: dict[str, list[dict[str, float]]] = defaultdict(list)
     with tempfile.TemporaryDirectory() as name:
         scratch = Path(name)
         write_rows(rows := scratch / "rows.jsonl", count=options.examples)
@@ -159,28 +157,26 @@ def main() -> None:
             fit(scratch, rows, steps=20)
             return
         file = config(scratch / "lora.yaml", rows=rows, model=options.model, steps=options.steps)
-        for repeat in range(options.repeats):
-            for variant, *more in (v.split(":") for v in options.variants.split(",") if v):
-                began = time.time()
-                done = ours(file, [*VARIANTS.get(variant, []), *more], folder=scratch / f"{variant}-{repeat}")
-                if done.refused:
-                    print(variant, done.refused, flush=True)
-                    continue
-                measured[variant].append(done.figures)
-                print(variant, repeat, done.figures, f"{time.time() - began:.0f} s", flush=True)
-            for variant in filter(None, options.peers.split(",")):
-                if (found := peer(options.peer_script, variant, seconds=options.peer_seconds)) is not None:
-                    measured[variant].append(found)
-                    print(variant, repeat, found, flush=True)
+        with measuring("lora-360m", commit=options.commit, units=UNITS, to=options.to) as measured:
+            compare(options, file, scratch, measured)
 
-    call = Call(benchmark="lora-360m", commit=options.commit or git_commit())
-    results = [
-        call.result(variant=variant, metric=metric, unit=unit, values=[run[metric] for run in runs])
-        for variant, runs in measured.items()
-        for metric, unit in UNITS.items()
-    ]
-    write(results, options.to)
-    print(table(results))
+
+def compare(
+    options: argparse.Namespace, file: Path, scratch: Path, measured: dict[str, list[dict[str, float]]]
+) -> None:
+    for repeat in range(options.repeats):
+        for variant, *more in (v.split(":") for v in options.variants.split(",") if v):
+            began = time.time()
+            done = ours(file, [*VARIANTS.get(variant, []), *more], folder=scratch / f"{variant}-{repeat}")
+            if done.refused:
+                print(variant, done.refused, flush=True)
+                continue
+            measured[variant].append(done.figures)
+            print(variant, repeat, done.figures, f"{time.time() - began:.0f} s", flush=True)
+        for variant in filter(None, options.peers.split(",")):
+            if (found := peer(options.peer_script, variant, seconds=options.peer_seconds)) is not None:
+                measured[variant].append(found)
+                print(variant, repeat, found, flush=True)
 
 
 if __name__ == "__main__":

@@ -14,11 +14,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import defaultdict
 from pathlib import Path
 
 from benchmarks import peers
-from benchmarks.results import FOLDER, Call, git_commit, table, write
+from benchmarks.results import FOLDER, measuring
 from flatout.record import Run
 
 EXAMPLES = {name: f"examples/{name}.yaml" for name in ("pretrain-124m", "pretrain-360m", "pretrain-1b")}
@@ -67,8 +66,11 @@ def main() -> None:
         common += ["data.source=tokens", f"data.path={options.tokens}", "data.tokenizer=byte"]
     variants = {name: rest for name, *rest in (v.split(":") for v in options.variants.split(",") if v)}
     peers = [name for name in options.peers.split(",") if name]
-    measured: dict[str, list[dict[str, float]]] = defaultdict(list)
-    with tempfile.TemporaryDirectory() as scratch:
+    to = options.to or FOLDER / f"{options.benchmark}.jsonl"
+    with (
+        tempfile.TemporaryDirectory() as scratch,
+        measuring(options.benchmark, commit=options.commit, units=UNITS, to=to) as measured,
+    ):
         for repeat in range(options.repeats):
             for name, overrides in variants.items():
                 began = time.time()
@@ -80,15 +82,6 @@ def main() -> None:
                 if (found := peer(options.peer_script, name, seconds=options.peer_seconds)) is not None:
                     measured[name].append(found)
                     print(name, repeat, found, f"{time.time() - began:.0f} s", flush=True)
-
-    call = Call(benchmark=options.benchmark, commit=options.commit or git_commit())
-    results = [
-        call.result(variant=name, metric=metric, unit=unit, values=[run[metric] for run in runs])
-        for name, runs in measured.items()
-        for metric, unit in UNITS.items()
-    ]
-    write(results, options.to or FOLDER / f"{options.benchmark}.jsonl")
-    print(table(results))
 
 
 if __name__ == "__main__":

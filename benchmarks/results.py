@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import signal
 import statistics
 import subprocess
 import sys
 import uuid
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from datetime import date
 from importlib.metadata import PackageNotFoundError, version
@@ -69,6 +72,27 @@ class Call:
         """A share of questions, with its 95 % interval for the spread."""
         row = self.result(variant=variant, metric=metric, unit="share of questions", values=[value])
         return replace(row, low=low, high=high)
+
+
+@contextmanager
+def measuring(
+    benchmark: str, *, commit: str | None, units: Mapping[str, str], to: Path | None
+) -> Iterator[dict[str, list[dict[str, float]]]]:
+    """Variants' repeats by metric, to be filled in; written and printed at the end, or where SIGTERM cut it short."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    measured: dict[str, list[dict[str, float]]] = defaultdict(list)
+    try:
+        yield measured
+    finally:
+        call = Call(benchmark=benchmark, commit=commit or git_commit())
+        results = [
+            call.result(variant=variant, metric=metric, unit=unit, values=[run[metric] for run in runs])
+            for variant, runs in measured.items()
+            for metric, unit in units.items()
+        ]
+        if to is not None:
+            write(results, to)
+        print(table(results), flush=True)
 
 
 def write(results: Sequence[Result], file: Path) -> None:
