@@ -19,7 +19,7 @@ from flatout.engine.prepare import HeadLoss, attend_for, prepare
 from flatout.engine.resolve import Active
 from flatout.engine.step import Engine
 from flatout.kernels import rope, swiglu
-from flatout.model import Decoder, lora
+from flatout.model import Decoder, Masked, Short, Varlen, lora
 
 ALL = {"fused_qkv": True, "fused_mlp": True, "fused_loss": True}
 
@@ -182,6 +182,15 @@ def test_adapters_learn_the_same_from_recorded_passes() -> None:
         assert other.loss == pytest.approx(one.loss, rel=1e-3)
         assert other.grad_norm == pytest.approx(one.grad_norm, rel=2e-2)
     assert whole.replay
+
+
+def test_short_documents_have_a_kernel_of_their_own() -> None:
+    batch = replace(micro_batches(0, 4)[0], cu_seqlens=torch.tensor([0, 5, 32, 32], dtype=torch.int32), longest=27)
+    packed = active(varlen=True)
+    assert isinstance(attend_for(batch, active=replace(packed, short=128)), Short)
+    assert isinstance(attend_for(batch, active=replace(packed, short=26)), Varlen)
+    assert isinstance(attend_for(batch, active=packed), Varlen)
+    assert isinstance(attend_for(batch, active=active()), Masked)
 
 
 def _head(head_loss: HeadLoss, targets: torch.Tensor, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

@@ -9,8 +9,9 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="no Triton for this platform")
 
-from flatout.kernels import fp8, head, lowrank, norm, rope, rows, segments, swiglu
+from flatout.kernels import documents, fp8, head, lowrank, norm, rope, rows, segments, swiglu
 from flatout.losses import linear_cross_entropy, row_loss
+from flatout.model import Masked, Short
 from flatout.model.decoder import linear, rms_norm, rotate
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -369,3 +370,27 @@ def test_loss_in_8_bits_is_near_the_plain_path() -> None:
         torch.autograd.grad(found, [hidden, weight]), torch.autograd.grad(expected, [hidden, weight]), strict=True
     ):
         assert off(a, b) < EIGHT_BITS
+
+
+@pytest.mark.parametrize(
+    ("lengths", "heads", "groups", "d"),
+    [([5, 1, 10], 3, 1, 16), ([33, 40, 23], 4, 2, 16), ([128, 70, 65, 64, 57], 2, 2, 32)],
+)
+def test_attention_inside_short_documents(lengths: list[int], heads: int, groups: int, d: int) -> None:
+    n, longest = sum(lengths), max(lengths)
+    # Views of one projection, and empty documents after the last, as in training.
+    qkv = random(n, heads + 2 * groups, d)
+    q, k, v = (x.detach().requires_grad_() for x in qkv.split([heads, groups, groups], dim=1))
+    ends = torch.tensor([0, *lengths, 0, 0], dtype=torch.int32, device=DEVICE).cumsum(0).int()
+    d_out = random(n, heads, d + 16, seed=1)[..., :d]
+    results = []
+    for attend in (Masked.of(ends[:-2], batch=1, length=n), Short(cu_seqlens=ends, longest=longest)):
+        out = attend(q, k, v)
+        results.append([out, *torch.autograd.grad(out, [q, k, v], d_out)])
+    for expected, found in zip(*results, strict=True):
+        assert found.shape == expected.shape
+        assert off(found, expected) < 1e-5
+
+
+def test_heads_that_have_a_tile() -> None:
+    assert [d for d in (8, 16, 64, 80, 96, 128, 256) if documents.fits(d)] == [16, 64, 128]

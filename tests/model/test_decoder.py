@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from flatout.cost import ModelShape
-from flatout.model import Decoder, Masked, Rectangular, Varlen
+from flatout.model import Decoder, Masked, Rectangular, Short, Varlen
 
 SHAPE = ModelShape(layers=2, hidden=64, heads=4, kv_heads=2, head_dim=16, intermediate=128, vocab=90, positions=48)
 LENGTHS = [[5, 13, 30], [48], [1, 1, 20, 26]]
@@ -89,11 +89,12 @@ def test_a_block_compiles_whole_with_every_attend() -> None:
 
 
 @pytest.mark.gpu
-def test_the_varlen_kernel_equals_the_mask() -> None:
+@pytest.mark.parametrize("kernel", [Varlen, Short])
+def test_the_kernels_for_packed_documents_equal_the_mask(kernel: type[Varlen | Short]) -> None:
     model = build(dtype=torch.bfloat16, device="cuda")
     tokens, positions, ends = packed("cuda")
     outputs, gradients = [], []
-    for attend in (Masked.of(ends, batch=len(LENGTHS), length=48), Varlen(cu_seqlens=ends, longest=48)):
+    for attend in (Masked.of(ends, batch=len(LENGTHS), length=48), kernel(cu_seqlens=ends, longest=48)):
         model.zero_grad()
         out = model(tokens, positions, attend, logits)
         out.float().square().mean().backward()

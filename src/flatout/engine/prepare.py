@@ -14,7 +14,7 @@ from flatout.config.settings import Recompute
 from flatout.data.stream import Batch
 from flatout.engine.resolve import Active
 from flatout.losses import RowLoss, linear_cross_entropy, row_loss
-from flatout.model import Attend, Block, Decoder, Foreign, Masked, Model, Rectangular, Varlen
+from flatout.model import Attend, Block, Decoder, Foreign, Masked, Model, Rectangular, Short, Varlen
 
 # (hidden_NC, head weight_VC, targets_N) -> summed loss
 HeadLoss = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -184,8 +184,10 @@ def attend_for(batch: Batch, *, active: Active) -> Attend:
     """The attention that fits a batch's layout."""
     if batch.cu_seqlens is None:
         return Rectangular(batch=batch.num_sequences, repeat_kv=active.repeat_kv)
+    longest = batch.longest or batch.sequence_length
+    if longest <= active.short:
+        return Short(cu_seqlens=batch.cu_seqlens, longest=longest)
     if active.varlen:
-        longest = batch.longest or batch.sequence_length
         return Varlen(cu_seqlens=batch.cu_seqlens, longest=longest, repeat_kv=active.repeat_kv)
     return Masked.of(batch.cu_seqlens, batch=batch.num_sequences, length=batch.sequence_length)
 

@@ -13,7 +13,7 @@ import torch
 from flatout.cost import ModelShape
 from flatout.errors import EnvironmentLacks
 from flatout.hardware import Hardware, unsupported_build
-from flatout.model import Rectangular, Varlen
+from flatout.model import Attend, Rectangular, Short, Varlen
 from flatout.plan import Plan
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -38,6 +38,7 @@ class Active:
     fused_loss: bool = False
     fp8: bool = False
     graphs: bool = False
+    short: int = 0  # documents of at most so many tokens have a kernel of their own
 
 
 def check_build(hardware: Hardware) -> None:
@@ -104,6 +105,11 @@ def resolve(plan: Plan, *, local_rank: int, deterministic: bool) -> Active:
     kernels, words = _kernels(plan, dtype, device)
     facts |= words
     compiler, facts["compile"] = _compiler(wish.compile or "none", on_gpu=on_gpu)
+    short = 0
+    # Selective recomputation keeps what the library's kernel gave, and knows of no other.
+    if varlen and plan.job.pins.attention is None and compiler == "none" and wish.recompute != "selective":
+        short, more = _short(plan.job.shape, dtype, device)
+        facts["attention"] += f", {more}"
     problem = _no_graphs(plan, compiler, on_gpu=on_gpu)
     if wish.graphs:
         facts["graphs"] = f"off: {problem}" if problem else "forward and backward pass launched whole"
@@ -118,6 +124,7 @@ def resolve(plan: Plan, *, local_rank: int, deterministic: bool) -> Active:
         fused_optimizer=bool(wish.fused_optimizer),
         facts=facts,
         graphs=bool(wish.graphs) and problem is None,
+        short=short,
         **kernels,
     )
 
@@ -264,21 +271,48 @@ def _try_varlen(shape: ModelShape, dtype: torch.dtype, device: torch.device) -> 
     """Why the variable-length kernel needs keys and values repeated here; None if its groups are right as they are."""
     if shape.heads == shape.kv_heads:
         return None
-    ends = torch.tensor([0, 48, 128], dtype=torch.int32, device=device)
+    repeated, as_they_are = (Varlen(cu_seqlens=_ends(device), longest=80, repeat_kv=repeat) for repeat in (True, False))
+    return _differs(as_they_are, repeated, shape, dtype, device)
+
+
+def _short(shape: ModelShape, dtype: torch.dtype, device: torch.device) -> tuple[int, str]:
+    """Up to how many tokens a document has the kernel for short ones here, and in words."""
+    problem = _no_triton(device)
+    if problem is None:
+        from flatout.kernels.documents import LONGEST, fits
+
+        if fits(shape.head_dim):
+            ours = Short(cu_seqlens=_ends(device), longest=LONGEST)
+            library = Varlen(cu_seqlens=_ends(device), longest=80, repeat_kv=True)
+            problem = _differs(ours, library, shape, dtype, device)
+            if problem is None:
+                return LONGEST, f"our own where no document is longer than {LONGEST} tokens"
+        else:
+            problem = f"no tile for heads of {shape.head_dim}"
+    return 0, f"for short documents too: {problem}"
+
+
+def _ends(device: torch.device) -> torch.Tensor:
+    """Of two documents and an empty one, to try a kernel on."""
+    return torch.tensor([0, 48, 128, 128], dtype=torch.int32, device=device)
+
+
+def _differs(tried: Attend, plain: Attend, shape: ModelShape, dtype: torch.dtype, device: torch.device) -> str | None:
+    """Why one attention cannot stand for another, gradients included; None if it can."""
     generator = torch.Generator(device).manual_seed(0)
     heads = (shape.heads, shape.kv_heads, shape.kv_heads)
     inputs = [torch.randn(128, h, shape.head_dim, device=device, dtype=dtype, generator=generator) for h in heads]
     found = []
     try:
-        for repeat_kv in (True, False):
+        for attend in (plain, tried):
             given = [x.clone().requires_grad_() for x in inputs]
-            out = Varlen(cu_seqlens=ends, longest=80, repeat_kv=repeat_kv)(*given)
+            out = attend(*given)
             out.float().square().sum().backward()
             found.append([out.detach().float(), *(x.grad.float() for x in given if x.grad is not None)])
-    except (RuntimeError, ValueError) as error:
-        return str(error).strip().splitlines()[0][:100]
+    except Exception as error:  # whatever a compiler or library raises on this machine is the answer asked for
+        return f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"[:120]
     apart = max(float((a - b).norm() / a.norm()) for a, b in zip(*found, strict=True))
-    return None if apart < 2e-2 else f"its groups differ by {apart:.2g}"
+    return None if apart < 2e-2 else f"it differs by {apart:.2g}"
 
 
 def _enable(name: str, *, math: bool) -> None:

@@ -23,7 +23,7 @@ from flatout.cost import Adapters, ModelShape
 from flatout.engine.prepare import prepare
 from flatout.engine.resolve import Active
 from flatout.losses import linear_cross_entropy, row_loss
-from flatout.model import Attend, Block, Decoder, Masked, Rectangular, Varlen
+from flatout.model import Attend, Block, Decoder, Masked, Rectangular, Short, Varlen
 from flatout.model.decoder import linear
 from flatout.model.lora import Adapter
 from flatout.optim import adamw
@@ -113,6 +113,14 @@ def _trials(device: torch.device) -> Iterator[_Trial]:
             against="mask",
             fast=_attention(shape, Varlen(cu_seqlens=ends, longest=length), tokens, dtype, device, None),
             plain=_attention(shape, Masked.of(ends, batch=batch, length=length), tokens, dtype, device, None),
+            tolerance=limit,
+        )
+        short, few = torch.arange(0, tokens + 1, 64, dtype=torch.int32, device=device), 64
+        yield _Trial(
+            path="packed documents: short ones",
+            against="variable-length flash",
+            fast=_attention(shape, Short(cu_seqlens=short, longest=few), tokens, dtype, device, None),
+            plain=_attention(shape, Varlen(cu_seqlens=short, longest=few), tokens, dtype, device, None),
             tolerance=limit,
         )
         yield _Trial(

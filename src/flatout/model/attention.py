@@ -90,6 +90,19 @@ class Masked:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Short:
+    """Packed documents none of which is longer than a tile, by a kernel of our own: see `kernels.documents`."""
+
+    cu_seqlens: Tensor
+    longest: int
+
+    def __call__(self, q_NHD: Tensor, k_NGD: Tensor, v_NGD: Tensor) -> Tensor:
+        from flatout.kernels import documents
+
+        return documents.attend(q_NHD, k_NGD, v_NGD, self.cu_seqlens, self.longest)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Varlen:
     """Packed documents by torch's variable-length flash kernel: bf16 or fp16 on CUDA.
 

@@ -1,0 +1,156 @@
+"""Causal attention inside packed documents that are short: all keys of a document lie in one tile.
+
+The libraries' kernel is made for long sequences. It takes tiles of its own size however short a document is, gives the
+gradients of keys and values once per query head, to be summed afterwards, and keeps what it summed. Here a program has
+a document and the heads that share its keys: scores are made again in the backward pass, sums over those heads stay in
+registers, and nothing is kept but q, k and v.
+
+Legend: N tokens, S documents, H query heads, G key/value heads, D head width, T tokens of a tile, B queries at a time.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from flatout.kernels.launch import width
+
+# No document may be longer.
+LONGEST = 128
+QUERIES = 64
+
+
+@triton.jit
+def _scores(q, k, row, col, length, scale, PRECISION: tl.constexpr):
+    """Of a block of queries and all keys of the document; of what comes later, or after its end, minus infinity."""
+    s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
+    return tl.where((row[:, None] >= col[None, :]) & (col[None, :] < length), s, float("-inf"))
+
+
+@triton.jit
+def _forward(
+    q, k, v, out, ends, q_row, q_head, k_row, k_head, v_row, v_head, scale,
+    HEADS: tl.constexpr, D: tl.constexpr, T: tl.constexpr, B: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    begin = tl.load(ends + tl.program_id(0)).to(tl.int64)
+    length = tl.load(ends + tl.program_id(0) + 1) - begin
+    if length == 0:
+        return
+    group = tl.program_id(1)
+    o_row = tl.num_programs(1) * HEADS * D
+    col, d = tl.arange(0, T), tl.arange(0, D)
+    inside = (col < length)[:, None]
+    # One pointer to where the document begins, and short offsets from it: they take half the registers.
+    k_TD = tl.load(k + begin * k_row + group * k_head + (col[:, None] * k_row + d[None, :]), mask=inside, other=0.0)
+    v_TD = tl.load(v + begin * v_row + group * v_head + (col[:, None] * v_row + d[None, :]), mask=inside, other=0.0)
+    blocks = (length.to(tl.int32) + B - 1) // B
+    for turn in range(HEADS * blocks):
+        head = group * HEADS + turn // blocks
+        row = turn % blocks * B + tl.arange(0, B)
+        known = (row < length)[:, None]
+        at = row[:, None] * q_row + d[None, :]
+        q_BD = tl.load(q + begin * q_row + head * q_head + at, mask=known, other=0.0)
+        s_BT = _scores(q_BD, k_TD, row, col, length, scale, PRECISION)
+        p_BT = tl.exp(s_BT - tl.max(s_BT, axis=1)[:, None])
+        mixed = tl.dot(p_BT.to(v_TD.dtype), v_TD, input_precision=PRECISION) / tl.sum(p_BT, axis=1)[:, None]
+        at = row[:, None] * o_row + d[None, :]
+        tl.store(out + begin * o_row + head * D + at, mixed.to(out.dtype.element_ty), mask=known)
+
+
+@triton.jit
+def _backward(
+    q, k, v, d_out, dq, dk, dv, ends, q_row, q_head, k_row, k_head, v_row, v_head, o_row, o_head, scale,
+    HEADS: tl.constexpr, D: tl.constexpr, T: tl.constexpr, B: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    begin = tl.load(ends + tl.program_id(0)).to(tl.int64)
+    length = tl.load(ends + tl.program_id(0) + 1) - begin
+    if length == 0:
+        return
+    group = tl.program_id(1)
+    groups = tl.num_programs(1)
+    dq_row, dk_row = groups * HEADS * D, groups * D
+    col, d = tl.arange(0, T), tl.arange(0, D)
+    inside = (col < length)[:, None]
+    # One pointer to where the document begins, and short offsets from it: they take half the registers.
+    k_TD = tl.load(k + begin * k_row + group * k_head + (col[:, None] * k_row + d[None, :]), mask=inside, other=0.0)
+    v_TD = tl.load(v + begin * v_row + group * v_head + (col[:, None] * v_row + d[None, :]), mask=inside, other=0.0)
+    dk_TD = tl.zeros((T, D), dtype=tl.float32)
+    dv_TD = tl.zeros((T, D), dtype=tl.float32)
+    blocks = (length.to(tl.int32) + B - 1) // B
+    for turn in range(HEADS * blocks):
+        head = group * HEADS + turn // blocks
+        row = turn % blocks * B + tl.arange(0, B)
+        known = (row < length)[:, None]
+        at = row[:, None] * q_row + d[None, :]
+        q_BD = tl.load(q + begin * q_row + head * q_head + at, mask=known, other=0.0)
+        at = row[:, None] * o_row + d[None, :]
+        d_BD = tl.load(d_out + begin * o_row + head * o_head + at, mask=known, other=0.0)
+        # Keys by queries: as they come, scores are then the left side of the two sums over queries.
+        s_TB = tl.dot(k_TD, tl.trans(q_BD), input_precision=PRECISION) * scale
+        s_TB = tl.where((col[:, None] <= row[None, :]) & inside, s_TB, float("-inf"))
+        p_TB = tl.exp(s_TB - tl.max(s_TB, axis=0)[None, :])
+        p_TB = p_TB / tl.sum(p_TB, axis=0)[None, :]
+        dv_TD += tl.dot(p_TB.to(d_BD.dtype), d_BD, input_precision=PRECISION)
+        dp_TB = tl.dot(v_TD, tl.trans(d_BD), input_precision=PRECISION)
+        ds_TB = (p_TB * (dp_TB - tl.sum(p_TB * dp_TB, axis=0)[None, :]) * scale).to(k_TD.dtype)
+        dk_TD += tl.dot(ds_TB, q_BD, input_precision=PRECISION)
+        dq_BD = tl.dot(tl.trans(ds_TB), k_TD, input_precision=PRECISION)
+        at = row[:, None] * dq_row + d[None, :]
+        tl.store(dq + begin * dq_row + head * D + at, dq_BD.to(dq.dtype.element_ty), mask=known)
+    first, at = begin * dk_row + group * D, col[:, None] * dk_row + d[None, :]
+    tl.store(dk + first + at, dk_TD.to(dk.dtype.element_ty), mask=inside)
+    tl.store(dv + first + at, dv_TD.to(dv.dtype.element_ty), mask=inside)
+
+
+class _Attend(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, ends: Tensor, longest: int) -> Tensor:
+        n, h, d = q.shape
+        out = q.new_empty(n, h, d)
+        sizes = _sizes(q, k, longest)
+        _forward[(ends.shape[0] - 1, k.shape[1])](q, k, v, out, ends, *_strides(q, k, v), d**-0.5, **sizes)
+        ctx.save_for_backward(q, k, v, ends)
+        ctx.sizes = sizes
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, d_out: Tensor) -> tuple[Any, ...]:
+        q, k, v, ends = ctx.saved_tensors
+        d_out = d_out if d_out.stride(-1) == 1 else d_out.contiguous()
+        dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
+        _backward[(ends.shape[0] - 1, k.shape[1])](
+            q, k, v, d_out, dq, dk, dv, ends, *_strides(q, k, v, d_out), q.shape[2] ** -0.5, **ctx.sizes
+        )
+        return dq, dk, dv, None, None
+
+
+def _strides(*tensors: Tensor) -> list[int]:
+    return [stride for x in tensors for stride in x.stride()[:2]]
+
+
+def _sizes(q: Tensor, k: Tensor, longest: int) -> dict[str, Any]:
+    tile = max(16, width(longest))
+    return {
+        "HEADS": q.shape[1] // k.shape[1],
+        "D": q.shape[2],
+        "T": tile,
+        "B": min(QUERIES, tile),
+        "PRECISION": "ieee" if q.dtype == torch.float32 else "tf32",
+        "num_warps": 4 if max(tile, q.shape[2]) <= 64 else 8,
+        "num_stages": 2,
+    }
+
+
+def fits(head_dim: int) -> bool:
+    """Whether heads of this width have a tile."""
+    return 16 <= head_dim <= 128 and head_dim & (head_dim - 1) == 0
+
+
+def attend(q_NHD: Tensor, k_NGD: Tensor, v_NGD: Tensor, ends_S: Tensor, longest: int) -> Tensor:
+    """Each token over its document up to itself. Every token is in a document; empty ones may follow the last."""
+    out: Tensor = _Attend.apply(q_NHD, k_NGD, v_NGD, ends_S, longest)
+    return out
