@@ -292,6 +292,13 @@ def test_few_tokens_take_the_time_of_the_host() -> None:
     assert seconds(micro_tokens=64, path="fp8") > seconds(micro_tokens=64, path="fused")
 
 
+def test_adapters_take_launches_unless_their_passes_are_recorded() -> None:
+    adapted = {"adapters": Adapters(rank=16, alpha=32.0, targets=("q", "v")), "path": "fused"}
+    assert seconds(micro_tokens=64, **adapted) == seconds(micro_tokens=128, **adapted)
+    assert seconds(micro_tokens=64, graphs=True, **adapted) < seconds(micro_tokens=128, graphs=True, **adapted)
+    assert seconds(**adapted) == seconds(graphs=True, **adapted) > seconds(path="fused"), "many tokens hide them"
+
+
 # Hugging Face configurations
 
 LLAMA = {

@@ -637,6 +637,7 @@ def _predict(job: Job, decisions: Decisions, memory: Memory) -> Prediction:
         path=_path(asdict(decisions)),
         recompute=recompute,
         tf32=bool(decisions.tf32),
+        graphs=bool(decisions.graphs),
     )
     rates = Rates(flops=flops, peak_flops=peak, num_devices=job.num_ranks)
     shares = rates.shares(tokens=job.batch_tokens, seconds=seconds or 0.0)
@@ -661,6 +662,7 @@ def _step_s(
     path: BlockPath,
     recompute: str = "none",
     tf32: bool = True,
+    graphs: bool = False,
 ) -> float | None:
     """Predicted seconds of a step; None on a CPU, and where the device's peak is not known."""
     peak = _peak(job, precision=precision, tf32=tf32)
@@ -678,6 +680,7 @@ def _step_s(
         bandwidth=job.hardware.bandwidth,
         path=path,
         adapters=job.adapters,
+        graphs=graphs,
     )
 
 

@@ -24,7 +24,7 @@ from flatout.engine.resolve import Active
 from flatout.model import Model
 from flatout.optim import Schedule
 from flatout.probe import Phases
-from flatout.record import Span
+from flatout.record import WARM_STEPS, Span
 
 # How many steps the host may run ahead of the numbers it reads.
 LAG = 2
@@ -92,6 +92,7 @@ class Engine:
         self._pending: deque[_Pending] = deque()
         self._spans: dict[int, tuple[Span, ...]] = {}
         self._clock: float | None = None
+        self._taken = 0
 
     def begin_step(self, step: int) -> None:
         """Opens a step. The caller marks what it does before calling `step`: evaluating, saving, waiting for data."""
@@ -191,6 +192,10 @@ class Engine:
     def end_step(self) -> None:
         """Closes a step: its evaluation, save and record, if any, are behind it."""
         self.phases.end_step()
+        self._taken += 1
+        if self._taken == WARM_STEPS:
+            # Once: what is measured from here on begins with the host and the device at the same place, as it ends.
+            self.wait()
         pending, now = self._pending[-1], time.perf_counter()
         pending.seconds, self._clock = now - (self._clock or now), now
         pending.time = time.time()
@@ -249,6 +254,10 @@ class Engine:
             if pending.ready is not None:
                 # Two steps old, so it is there; this also keeps the host from running away from the device.
                 pending.ready.synchronize()
+                if not self._pending and self._clock is not None:
+                    # The host was ahead: the last step's time is also what was waited for now.
+                    now = time.perf_counter()
+                    pending.seconds, self._clock = pending.seconds + now - self._clock, now
             self._spans |= {timing.step: timing.spans for timing in self.phases.ready()}
             loss, norm, scale, targets, tokens, padded = pending.numbers.tolist()
             due.append(

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from flatout.insight.speed import loss_ends
 from flatout.insight.story import Story
-from flatout.recipes.verdict import WARM_STEPS
+from flatout.record import WARM_STEPS
 from flatout.terminal import duration, number, percent
 
 # Rows of figures: key, name, value, how it is said, where it comes from.

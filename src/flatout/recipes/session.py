@@ -23,8 +23,8 @@ from flatout.engine.resolve import Active
 from flatout.engine.step import StepFacts
 from flatout.plan import Plan, compile_break_even
 from flatout.probe import Monitor, describe
-from flatout.recipes.verdict import WARM_STEPS, LossTrend, Outcome, Speedometer
-from flatout.record import Recorder, Run, Sink, StepRecord
+from flatout.recipes.verdict import LossTrend, Outcome, Speedometer
+from flatout.record import WARM_STEPS, Recorder, Run, Sink, StepRecord
 
 # Steps between collections of Python garbage when the plan takes them out of Python's hands.
 GC_STEPS = 500

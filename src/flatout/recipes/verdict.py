@@ -9,10 +9,7 @@ from typing import Any
 
 from flatout.config.settings import CriteriaSettings
 from flatout.cost import Rates
-from flatout.record import StepRecord
-
-# Steps at the start that compile, warm caches and fill queues; they do not count towards speed.
-WARM_STEPS = 3
+from flatout.record import WARM_STEPS, StepRecord
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,13 +10,14 @@
 Standard library only, so a run opens on any machine. No other module knows a file name in the folder.
 """
 
-from flatout.record.records import BESIDE, Diagnosis, Event, Finding, Sink, Span, StepRecord
+from flatout.record.records import BESIDE, WARM_STEPS, Diagnosis, Event, Finding, Sink, Span, StepRecord
 from flatout.record.redact import redact, redacted
 from flatout.record.rollup import Rollup
 from flatout.record.run import Recorder, Run
 
 __all__ = [
     "BESIDE",
+    "WARM_STEPS",
     "Diagnosis",
     "Event",
     "Finding",

@@ -11,6 +11,8 @@ from typing import Any, Literal, Protocol
 
 # Phases that are not training: a step's speed is what is left without them.
 BESIDE = ("eval", "save", "profile")
+# Steps at the start of an attempt that compile, warm caches and fill queues; they do not count towards speed.
+WARM_STEPS = 3
 
 
 @dataclass(frozen=True, kw_only=True)
