@@ -79,7 +79,7 @@ def measuring(
     benchmark: str, *, commit: str | None, units: Mapping[str, str], to: Path | None
 ) -> Iterator[dict[str, list[dict[str, float]]]]:
     """Variants' repeats by metric, to be filled in; written and printed at the end, or where SIGTERM cut it short."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     measured: dict[str, list[dict[str, float]]] = defaultdict(list)
     try:
         yield measured
@@ -89,10 +89,12 @@ def measuring(
             call.result(variant=variant, metric=metric, unit=unit, values=[run[metric] for run in runs])
             for variant, runs in measured.items()
             for metric, unit in units.items()
+            if runs
         ]
         if to is not None:
             write(results, to)
         print(table(results), flush=True)
+        signal.signal(signal.SIGTERM, before)
 
 
 def write(results: Sequence[Result], file: Path) -> None:

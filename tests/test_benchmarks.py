@@ -1,12 +1,16 @@
 """What of the doctor's GPU benchmarks can be held to without a GPU: the jobs run, and the judging is right."""
 
+import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 from benchmarks.doctor_gpu import PLANTED, Budget, findings_table, judged, parsed, table
 from benchmarks.doctor_overhead import bound
+from benchmarks.results import measuring, read
 
 from flatout.insight.attach import Watched
 from flatout.insight.diagnose import CAUSES
@@ -87,3 +91,17 @@ def test_the_bound_of_an_overhead() -> None:
     assert found["overhead"] == pytest.approx(0.02)
     assert found["upper_95"] == pytest.approx(0.02 + 2.353 * 0.0081650 / 2, abs=1e-5)
     assert bound([1.0])["upper_95"] is None
+
+
+def test_what_was_measured_is_kept_when_a_benchmark_is_cut_short(tmp_path: Path) -> None:
+    def cut_short() -> None:
+        with measuring("toy", commit="abc", units={"tokens_per_s": "tokens/s"}, to=tmp_path / "toy.jsonl") as measured:
+            measured["one"] += [{"tokens_per_s": 3.0, "beside": 1.0}, {"tokens_per_s": 5.0}]
+            _ = measured["other"]  # begun, and nothing came of it
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(10)
+
+    with pytest.raises(SystemExit):
+        cut_short()
+    (result,) = read(tmp_path / "toy.jsonl")
+    assert (result.variant, result.value, result.low, result.repeats) == ("one", 4.0, 3.0, 2)

@@ -692,6 +692,25 @@ def test_a_generator_that_does_not_fit_is_refused_with_the_figures() -> None:
     assert "sampling needs 131." in refusal(job(hardware="A100-40GB", length=512, generator=huge))
 
 
+def test_short_documents_have_a_kernel_of_their_own() -> None:
+    def of(**changes: Any) -> Plan:
+        return decide(job(**{"packing": "documents", "longest": 128, "sequences": 8} | changes))
+
+    assert of().decisions.attention == "short"
+    assert "128 tokens" in of().reasons["attention"]
+    wide = replace(SMALL, heads=8, kv_heads=8, head_dim=96)
+    for changes in (
+        {"longest": 129},
+        {"longest": None},
+        {"packing": "concat"},
+        {"hardware": "T4"},
+        {"shape": wide},
+        {"pins": {"fused_mlp": False, "compile": "default"}},
+        {"pins": {"attention": "flash"}},
+    ):
+        assert of(**changes).decisions.attention != "short", changes
+
+
 def test_passes_are_recorded_where_adapters_leave_memory() -> None:
     adapters = Adapters(rank=16, alpha=32.0, targets=("q", "v"))
 

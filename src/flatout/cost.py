@@ -491,6 +491,9 @@ def checkpoint_bytes(shape: ModelShape, *, weights_only: bool, adapters: Adapter
     return 4 * trained * (1 if weights_only else 3)
 
 
+# Packed documents of at most so many tokens, and heads of a power of two, have an attention kernel of their own.
+SHORT_DOCUMENT = 128
+
 # What an H200 reached with this decoder, as shares of the datasheet; see docs/predictions.md.
 MATMUL_SHARE: dict[BlockPath, float] = {"eager": 0.66, "compiled": 0.66, "fused": 0.73, "fp8": 0.70}
 FP32_ATTENTION_SHARE = 0.06

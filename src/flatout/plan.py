@@ -18,6 +18,7 @@ from flatout.config.settings import DataSettings, Decisions, LoraSettings, Model
 from flatout.cost import (
     BYTES,
     GIB,
+    SHORT_DOCUMENT,
     TARGETS,
     Adapters,
     BlockPath,
@@ -39,6 +40,8 @@ from flatout.record import Run
 MEMORY_BUDGET = {"safe": 0.75, "balanced": 0.85, "max": 0.92}
 # A micro-batch of this many tokens fills the device; a larger one only costs memory.
 FULL_TOKENS = {"gpu": 65536, "cpu": 4096}
+# The same with adapters on 16-bit weights: 22,528 tokens were as fast as 65,536 on an H200, passes launched whole.
+FULL_TOKENS_ADAPTED = 32768
 # With fewer tokens than this in a micro-batch, recomputing activations to fit more is worth its time.
 THIN_TOKENS = 2048
 # Seconds the first step takes longer with nothing compiled yet, as seen on an H200's host.
@@ -67,6 +70,8 @@ class Job:
     packing: str = "concat"
     # Positions a token attends to on average, where documents end inside sequences; None: half the sequence.
     mean_context: float | None = None
+    # Tokens of the longest document, where documents are packed; None: unknown.
+    longest: int | None = None
     # Share of the tokens that the loss looks at, where only answers are learnt; None: all of them.
     trained_share: float | None = None
     weights_only: bool = False
@@ -259,7 +264,7 @@ def decide(job: Job) -> Plan:
     micro_batch, accumulation, recompute, why = _batch(job, precision=precision, path=path)
     chosen |= {"micro_batch": micro_batch, "accumulation": accumulation, "recompute": recompute}
     reasons |= why
-    settle("attention", *_attention(job, precision=precision))
+    settle("attention", *_attention(job, chosen))
     settle("loss_chunk", *_loss_chunk(job, micro_batch * job.sequence_length))
     settle("tf32", *_tf32(job))
     memory = _memory(job, micro_batch=micro_batch, recompute=recompute, precision=precision, path=path)
@@ -433,19 +438,21 @@ def compile_break_even(job: Job, *, precision: str, compile_s: float = COMPILE_S
 def _step_of(job: Job, *, precision: str, path: BlockPath) -> float | None:
     """Predicted seconds of a step in micro-batches that fill the device, as far as the batch does."""
     tokens = job.rank_sequences * job.sequence_length
-    micro_tokens = min(tokens, FULL_TOKENS[job.device])
+    micro_tokens = min(tokens, _full_tokens(job))
     accumulation = max(1, tokens // micro_tokens)
     return _step_s(job, precision=precision, micro_tokens=micro_tokens, accumulation=accumulation, path=path)
 
 
-def _attention(job: Job, *, precision: str) -> tuple[str, str]:
-    sm = job.hardware.sm
+def _attention(job: Job, chosen: Mapping[str, Any]) -> tuple[str, str]:
+    sm, precision = job.hardware.sm, chosen["precision"]
     if job.device == "cpu":
         return "flash", "torch's blocked CPU kernel: no T x T scores in memory"
     if sm is None or sm < (8, 0):
         return "efficient", "flash kernels need SM 8.0"
     if precision == "fp32":
         return "efficient", "the one fused kernel that takes fp32"
+    if job.packing == "documents" and _short(job, chosen):
+        return "short", f"no document has more than {SHORT_DOCUMENT} tokens: its scores are made whole, in one tile"
     if job.packing == "documents":
         return "flash", "packed documents run by the variable-length flash kernel"
     if sm >= (9, 0) and job.shape.head_dim <= 128:
@@ -477,14 +484,32 @@ def _workers(job: Job) -> tuple[int, str]:
     return count, f"{cores} cores for {job.num_ranks} rank(s); more are added if the device waits for data"
 
 
+def _full_tokens(job: Job) -> int:
+    adapted = job.device == "gpu" and job.adapters is not None and job.adapters.base_bits == 16
+    return FULL_TOKENS_ADAPTED if adapted else FULL_TOKENS[job.device]
+
+
+def _short(job: Job, chosen: Mapping[str, Any]) -> bool:
+    """Whether the kernel for short documents goes with the rest: not compiled, nothing kept of it for a second pass."""
+    width = job.shape.head_dim
+    return (
+        job.longest is not None
+        and job.longest <= SHORT_DOCUMENT
+        and 16 <= width <= 128
+        and width & (width - 1) == 0
+        and chosen["compile"] == "none"
+        and chosen["recompute"] != "selective"
+    )
+
+
 def _graphs(job: Job, chosen: Mapping[str, Any], memory: Memory) -> tuple[bool, str]:
     """Where launches may take longer than what they launch, and memory is left for what a recording keeps to itself."""
     if job.device == "cpu":
         return False, "nothing is launched"
     if job.adapters is None:
         return False, "gradients that stay in place would be read and written once more"
-    if not _fused(chosen) or chosen["recompute"] != "none":
-        return False, "only where every segment has its kernel and nothing is recomputed"
+    if not _fused(chosen) or chosen["compile"] != "none" or chosen["recompute"] != "none":
+        return False, "only where every segment has its kernel, and nothing is compiled or recomputed"
     total_gib = job.hardware.memory_gib
     if total_gib is None or memory.gib > GRAPHS_SHARE * (job.pins.memory_fraction or 1.0) * total_gib:
         return False, f"a recording keeps its activations: only where the peak is under {GRAPHS_SHARE:.0%} of memory"
@@ -555,7 +580,7 @@ def _batch(job: Job, *, precision: str, path: BlockPath) -> tuple[int, int, str,
             )
         sizes = [pins.micro_batch or sequences // pinned]
     else:
-        fitting = [n for n in sizes if n * job.sequence_length <= FULL_TOKENS[job.device]]
+        fitting = [n for n in sizes if n * job.sequence_length <= _full_tokens(job)]
         sizes = fitting or [1]
 
     # Fused kernels overwrite what selective recomputation would keep.
@@ -584,7 +609,7 @@ def _batch(job: Job, *, precision: str, path: BlockPath) -> tuple[int, int, str,
         )
     tokens = size * job.sequence_length
     room = "memory unknown" if budget is None else f"predicted peak {peak(size, mode):.1f} of {total_gib:.1f} GiB"
-    full = tokens >= FULL_TOKENS[job.device] or size == sequences
+    full = tokens >= _full_tokens(job) or size == sequences
     why = {
         "micro_batch": f"{tokens} tokens a pass; {room}; "
         + ("enough to fill the device" if full else "the largest that fits the memory or divides the batch"),
@@ -702,6 +727,7 @@ def job_of(
     num_ranks: int,
     total_steps: int | None = None,
     mean_context: float | None = None,
+    longest: int | None = None,
     trained_share: float | None = None,
     cpu_bf16_ratio: float | None = None,
 ) -> Job:
@@ -724,6 +750,7 @@ def job_of(
         # Rows of recipes sft and rft are packed by document, whatever the setting for running text says.
         packing="documents" if settings.recipe in ("sft", "rft") else settings.data.packing,
         mean_context=mean_context,
+        longest=longest,
         trained_share=trained_share,
         weights_only=settings.save.weights_only,
         cpu_bf16_ratio=cpu_bf16_ratio,

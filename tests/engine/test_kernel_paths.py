@@ -187,8 +187,9 @@ def test_adapters_learn_the_same_from_recorded_passes() -> None:
 def test_short_documents_have_a_kernel_of_their_own() -> None:
     batch = replace(micro_batches(0, 4)[0], cu_seqlens=torch.tensor([0, 5, 32, 32], dtype=torch.int32), longest=27)
     packed = active(varlen=True)
-    assert isinstance(attend_for(batch, active=replace(packed, short=128)), Short)
-    assert isinstance(attend_for(batch, active=replace(packed, short=26)), Varlen)
+    short = replace(packed, attention="short")
+    assert isinstance(attend_for(batch, active=short), Short)
+    assert isinstance(attend_for(replace(batch, longest=129), active=short), Varlen)
     assert isinstance(attend_for(batch, active=packed), Varlen)
     assert isinstance(attend_for(batch, active=active()), Masked)
 

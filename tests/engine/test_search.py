@@ -7,6 +7,7 @@ import torch
 from tests.engine.test_step import SHAPE, T, build, fingerprint, micro_batches, train
 
 from flatout.config.settings import PlanSettings
+from flatout.cost import Adapters, ModelShape
 from flatout.data.stream import Batch
 from flatout.engine import search
 from flatout.engine.ranks import Ranks
@@ -111,6 +112,38 @@ def test_the_plan_keeps_the_batch_and_says_why() -> None:
     found = search.fitted(plan(), [trial(4, 100.0), trial(2, 1234.0), trial(8, None)], size=2, source="measured here")
     assert (found.decisions.micro_batch, found.decisions.accumulation) == (2, 4)
     assert found.reasons["micro_batch"] == "1,234 tokens/s forward and backward, measured here (4: 100, 8: did not fit)"
+
+
+def test_what_the_engine_was_built_with_stays() -> None:
+    middle = ModelShape(
+        layers=32,
+        hidden=960,
+        heads=15,
+        kv_heads=5,
+        head_dim=64,
+        intermediate=2560,
+        vocab=49152,
+        positions=2048,
+        tied=True,
+    )
+    adapted = decide(
+        Job(
+            shape=middle,
+            hardware=named("H200"),
+            sequence_length=2048,
+            batch_tokens=64 * 2048,
+            num_ranks=1,
+            adapters=Adapters(rank=16, alpha=64.0),
+            pins=PlanSettings(micro_batch=32),
+        )
+    )
+    assert adapted.decisions.graphs
+    assert not adapted.but(micro_batch=64).decisions.graphs
+    assert search.candidates(adapted) == [32, 16, 8], "twice the size could not be recorded"
+    found = search.fitted(adapted, [trial(32, 100.0), trial(64, 101.0)], size=64, source="measured here")
+    assert found.decisions.graphs
+    assert found.reasons["graphs"] == adapted.reasons["graphs"]
+    assert "launched one by one" in found.reasons["micro_batch"]
 
 
 def test_what_was_found_is_remembered_for_this_very_case(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="no Triton for this platform")
 
-from flatout.kernels import documents, fp8, head, lowrank, norm, rope, rows, segments, swiglu
+from flatout.kernels import fp8, head, lowrank, norm, rope, rows, segments, swiglu
 from flatout.losses import linear_cross_entropy, row_loss
 from flatout.model import Masked, Short
 from flatout.model.decoder import linear, rms_norm, rotate
@@ -390,7 +390,3 @@ def test_attention_inside_short_documents(lengths: list[int], heads: int, groups
     for expected, found in zip(*results, strict=True):
         assert found.shape == expected.shape
         assert off(found, expected) < 1e-5
-
-
-def test_heads_that_have_a_tile() -> None:
-    assert [d for d in (8, 16, 64, 80, 96, 128, 256) if documents.fits(d)] == [16, 64, 128]

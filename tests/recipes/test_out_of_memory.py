@@ -11,6 +11,7 @@ import torch
 from flatout.config import dump, load, to_mapping
 from flatout.data.stream import Batch
 from flatout.engine.faults import is_out_of_memory, smaller
+from flatout.engine.replay import Replay
 from flatout.engine.step import Engine
 from flatout.errors import RunFailed
 from flatout.recipes import pretrain
@@ -59,6 +60,41 @@ def test_the_run_recovers_and_equals_one_started_smaller(
     assert weights_hash(tmp_path / "large") == weights_hash(tmp_path / "small")
     losses = [[r.loss for r in Run.open(tmp_path / name).steps()] for name in ("small", "large")]
     assert losses[0] == losses[1]
+
+
+def test_recordings_are_dropped_before_the_micro_batch_is(
+    config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step that ran out of memory beside recordings is taken again as it is, launch by launch."""
+    settings = ["eval.every=null", "eval.tokens=64", "plan.micro_batch=4"]
+    run(config, tmp_path / "plain", *settings)
+    plain, refused = Engine.loss, []
+
+    def loss(self: Engine, batch: Batch) -> torch.Tensor:
+        if torch.is_grad_enabled() and self.replay is None and not refused:
+            self.replay = _Held()  # as after a few steps on a GPU
+        if self.replay:
+            refused.append(batch.num_sequences)
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        return plain(self, batch)
+
+    monkeypatch.setattr(Engine, "loss", loss)
+    run(config, tmp_path / "short", *settings)
+    assert refused == [4]
+    events = list(Run.open(tmp_path / "short").events())
+    assert [e for e in events if e.kind == "oom"] == []
+    (told,) = [e.data["text"] for e in events if e.kind == "notice" and "memory" in e.data["text"]]
+    assert "step 0 found too little memory (CUDA out of memory" in told
+    assert "one by one" in told
+    assert weights_hash(tmp_path / "short") == weights_hash(tmp_path / "plain")
+
+
+class _Held(Replay):
+    """Holds a recording."""
+
+    def __init__(self) -> None:
+        super().__init__([])
+        self._known = {"held": True}  # type: ignore[dict-item]
 
 
 def test_at_one_sequence_the_message_names_what_takes_most(

@@ -13,7 +13,7 @@ from typing import Any, Literal
 Precision = Literal["fp32", "bf16", "fp16"]
 Recompute = Literal["none", "selective", "full"]
 Compile = Literal["none", "default", "max-autotune"]
-Attention = Literal["cudnn", "flash", "efficient", "math"]
+Attention = Literal["cudnn", "flash", "efficient", "math", "short"]
 Preset = Literal["safe", "balanced", "max"]
 
 
@@ -168,7 +168,7 @@ class Decisions:
     accumulation: int | None = setting(None, "micro-batches in one optimizer step", gt=0)
     recompute: Recompute | None = setting(None, "activations recomputed in the backward pass")
     compile: Compile | None = setting(None, "torch.compile per block")
-    attention: Attention | None = setting(None, "attention backend")
+    attention: Attention | None = setting(None, "attention backend; short: our own, for packed documents")
     fused_qkv: bool | None = setting(None, "one kernel each for norm and rotary positions around the qkv matmul")
     fused_mlp: bool | None = setting(None, "one kernel each for norm and SwiGLU around the MLP's matmuls")
     fused_loss: bool | None = setting(None, "one kernel for the cross-entropy of a chunk of logits")

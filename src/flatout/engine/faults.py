@@ -19,7 +19,14 @@ MAX_SKIPS = {"fp16": 20, "bf16": 3, "fp32": 3}
 
 
 class OutOfMemory(Exception):
-    """A step found too little memory, and nothing of it was applied."""
+    """A step found too little memory, and nothing of it was applied.
+
+    `recorded`: recordings of passes were held, and are dropped now, so that the same step may fit.
+    """
+
+    def __init__(self, text: str, *, recorded: bool = False) -> None:
+        super().__init__(text)
+        self.recorded = recorded
 
 
 def is_out_of_memory(error: BaseException) -> bool:

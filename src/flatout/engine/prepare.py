@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from flatout.config.settings import Recompute
+from flatout.cost import SHORT_DOCUMENT
 from flatout.data.stream import Batch
 from flatout.engine.resolve import Active
 from flatout.losses import RowLoss, linear_cross_entropy, row_loss
@@ -185,7 +186,7 @@ def attend_for(batch: Batch, *, active: Active) -> Attend:
     if batch.cu_seqlens is None:
         return Rectangular(batch=batch.num_sequences, repeat_kv=active.repeat_kv)
     longest = batch.longest or batch.sequence_length
-    if longest <= active.short:
+    if active.attention == "short" and longest <= SHORT_DOCUMENT:
         return Short(cu_seqlens=batch.cu_seqlens, longest=longest)
     if active.varlen:
         return Varlen(cu_seqlens=batch.cu_seqlens, longest=longest, repeat_kv=active.repeat_kv)

@@ -1,8 +1,8 @@
 """A micro-batch's passes recorded as CUDA graphs: one launch for each, where a host is slower than its device.
 
 A layer with adapters is about 150 launches there and back, and a host takes milliseconds for them whatever the size
-of the batch. Every micro-batch of a run has the same shapes (see `data.packed`), so one recording serves them all.
-Used by `Engine`, with gradients that stay in place and are added to.
+of the batch. The micro-batches of a run have few different shapes (see `data.packed`), so a few recordings serve them
+all. Used by `Engine`, with gradients that stay in place and are added to.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from flatout.data.stream import Batch
+from flatout.engine.faults import is_out_of_memory
+from flatout.errors import RunFailed
 
 # Of all that could record a call of its own meanwhile, only this thread's are looked at: loaders pin memory in theirs.
 MODE = "thread_local"
@@ -39,8 +41,8 @@ class Recorded:
 class Replay:
     """Recordings by shape. A shape's first micro-batch runs as it is, which builds its kernels."""
 
-    def __init__(self, loss: Callable[[Batch], Tensor], parameters: Sequence[nn.Parameter]) -> None:
-        self._loss, self._parameters = loss, parameters
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+        self._parameters = parameters
         self._known: dict[Any, Recorded | None] = {}
         self._memory: Any = None  # that all recordings share, since no two run at once
 
@@ -48,29 +50,41 @@ class Replay:
         """Whether there is a recording, and gradients therefore have to stay where they are."""
         return any(self._known.values())
 
-    def of(self, batch: Batch, device: torch.device) -> Recorded | None:
+    def is_due(self, batch: Batch) -> bool:
+        """Whether such a batch has run before, and has no recording."""
+        return self._known.get(_key(batch), self) is None
+
+    def of(self, batch: Batch) -> Recorded | None:
         """The recording for a batch like this; None the first time."""
-        sizes = tuple((name, tensor.shape) for name, tensor in batch.tensors.items())
-        key = (sizes, batch.num_sequences, batch.longest)
-        if key not in self._known:
-            self._known[key] = None
-        elif self._known[key] is None:
-            self._known[key] = self._record(batch.to(device))
-        return self._known[key]
+        return self._known.setdefault(_key(batch), None)
 
     def forget(self) -> None:
         self._known.clear()
         self._memory = None
 
-    def _record(self, batch: Batch) -> Recorded:
+    def record(self, batch: Batch, loss: Callable[[Batch], Tensor]) -> None:
         for parameter in self._parameters:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
         forward, backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
         gradient = torch.ones((), device=batch.tokens.device)
         self._memory = self._memory or torch.cuda.graph_pool_handle()
-        with torch.cuda.graph(forward, pool=self._memory, capture_error_mode=MODE):
-            total = self._loss(batch)
-        with torch.cuda.graph(backward, pool=self._memory, capture_error_mode=MODE):
-            total.backward(gradient)
-        return Recorded(batch=batch, total=total.detach(), gradient=gradient, forward=forward, backward=backward)
+        try:
+            with torch.cuda.graph(forward, pool=self._memory, capture_error_mode=MODE):
+                total = loss(batch)
+            with torch.cuda.graph(backward, pool=self._memory, capture_error_mode=MODE):
+                total.backward(gradient)
+        except RuntimeError as error:
+            if is_out_of_memory(error):
+                raise
+            raise RunFailed(
+                f"a pass could not be recorded ({str(error).strip().splitlines()[0]}): set plan.graphs: false"
+            ) from error
+        self._known[_key(batch)] = Recorded(
+            batch=batch, total=total.detach(), gradient=gradient, forward=forward, backward=backward
+        )
+
+
+def _key(batch: Batch) -> Any:
+    sizes = tuple((name, tensor.shape) for name, tensor in batch.tensors.items())
+    return sizes, batch.num_sequences, batch.longest

@@ -9,8 +9,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
-from flatout.cost import ModelShape
+from flatout.cost import SHORT_DOCUMENT, ModelShape
 from flatout.errors import EnvironmentLacks
 from flatout.hardware import Hardware, unsupported_build
 from flatout.model import Attend, Rectangular, Short, Varlen
@@ -38,7 +39,6 @@ class Active:
     fused_loss: bool = False
     fp8: bool = False
     graphs: bool = False
-    short: int = 0  # documents of at most so many tokens have a kernel of their own
 
 
 def check_build(hardware: Hardware) -> None:
@@ -91,7 +91,9 @@ def resolve(plan: Plan, *, local_rank: int, deterministic: bool) -> Active:
         facts["model"] = f"as transformers builds it: {plan.job.shape.adapter}"
         attention, repeat_kv, facts["attention"] = "transformers", False, "as transformers chooses it"
     else:
-        attention, repeat_kv, facts["attention"] = _attention(wish.attention or "math", plan.job.shape, dtype, device)
+        # What is not packed, or too long, has the library's kernel beside the one for short documents.
+        backend = "flash" if wish.attention == "short" else wish.attention or "math"
+        attention, repeat_kv, facts["attention"] = _attention(backend, plan.job.shape, dtype, device)
     varlen = False
     if plan.job.packing == "documents":
         sm = plan.job.hardware.sm
@@ -102,15 +104,17 @@ def resolve(plan: Plan, *, local_rank: int, deterministic: bool) -> Active:
         if varlen and (problem := _try_varlen(plan.job.shape, dtype, device)):
             repeat_kv = True
             facts["attention"] += f", keys and values repeated for it: {problem}"
+        if varlen and wish.attention == "short":
+            problem = _try_short(plan, dtype, device)
+            attention, facts["attention"] = (
+                (attention, facts["attention"] + f": the one for short documents cannot be had: {problem}")
+                if problem
+                else ("short", f"our own kernel for documents of at most {SHORT_DOCUMENT} tokens")
+            )
     kernels, words = _kernels(plan, dtype, device)
     facts |= words
     compiler, facts["compile"] = _compiler(wish.compile or "none", on_gpu=on_gpu)
-    short = 0
-    # Selective recomputation keeps what the library's kernel gave, and knows of no other.
-    if varlen and plan.job.pins.attention is None and compiler == "none" and wish.recompute != "selective":
-        short, more = _short(plan.job.shape, dtype, device)
-        facts["attention"] += f", {more}"
-    problem = _no_graphs(plan, compiler, on_gpu=on_gpu)
+    problem = _no_graphs(plan, compiler, kernels, on_gpu=on_gpu)
     if wish.graphs:
         facts["graphs"] = f"off: {problem}" if problem else "forward and backward pass launched whole"
     facts["optimizer"] = "AdamW, fused" if wish.fused_optimizer else "AdamW, one operation at a time"
@@ -124,19 +128,18 @@ def resolve(plan: Plan, *, local_rank: int, deterministic: bool) -> Active:
         fused_optimizer=bool(wish.fused_optimizer),
         facts=facts,
         graphs=bool(wish.graphs) and problem is None,
-        short=short,
         **kernels,
     )
 
 
-def _no_graphs(plan: Plan, compiler: str, *, on_gpu: bool) -> str | None:
+def _no_graphs(plan: Plan, compiler: str, kernels: Mapping[str, bool], *, on_gpu: bool) -> str | None:
     """Why passes cannot be recorded, or None."""
-    wish, adapters = plan.decisions, plan.job.adapters
+    adapters = plan.job.adapters
     if not on_gpu:
         return "nothing is launched on a CPU"
     if plan.job.shape.adapter:
         return "the model runs as transformers builds it"
-    if compiler != "none" or wish.recompute != "none" or wish.fp8:
+    if compiler != "none" or plan.decisions.recompute != "none" or kernels["fp8"]:
         return "not with compile, recompute or fp8"
     return "dropout draws anew in every pass" if adapters is not None and adapters.dropout else None
 
@@ -271,37 +274,32 @@ def _try_varlen(shape: ModelShape, dtype: torch.dtype, device: torch.device) -> 
     """Why the variable-length kernel needs keys and values repeated here; None if its groups are right as they are."""
     if shape.heads == shape.kv_heads:
         return None
-    repeated, as_they_are = (Varlen(cu_seqlens=_ends(device), longest=80, repeat_kv=repeat) for repeat in (True, False))
-    return _differs(as_they_are, repeated, shape, dtype, device)
+    ends = _ends(80, device)
+    repeated, as_they_are = (Varlen(cu_seqlens=ends, longest=80, repeat_kv=repeat) for repeat in (True, False))
+    return _differs(as_they_are, repeated, ends, shape, dtype)
 
 
-def _short(shape: ModelShape, dtype: torch.dtype, device: torch.device) -> tuple[int, str]:
-    """Up to how many tokens a document has the kernel for short ones here, and in words."""
-    problem = _no_triton(device)
-    if problem is None:
-        from flatout.kernels.documents import LONGEST, fits
-
-        if fits(shape.head_dim):
-            ours = Short(cu_seqlens=_ends(device), longest=LONGEST)
-            library = Varlen(cu_seqlens=_ends(device), longest=80, repeat_kv=True)
-            problem = _differs(ours, library, shape, dtype, device)
-            if problem is None:
-                return LONGEST, f"our own where no document is longer than {LONGEST} tokens"
-        else:
-            problem = f"no tile for heads of {shape.head_dim}"
-    return 0, f"for short documents too: {problem}"
+def _try_short(plan: Plan, dtype: torch.dtype, device: torch.device) -> str | None:
+    """Why the kernel for short documents cannot be had; tried with the tile that this run's documents need."""
+    if problem := _no_triton(device):
+        return problem
+    longest = min(plan.job.longest or SHORT_DOCUMENT, SHORT_DOCUMENT)
+    ends = _ends(longest, device)
+    library = Varlen(cu_seqlens=ends, longest=longest, repeat_kv=True)
+    return _differs(Short(cu_seqlens=ends, longest=longest), library, ends, plan.job.shape, dtype)
 
 
-def _ends(device: torch.device) -> torch.Tensor:
+def _ends(longest: int, device: torch.device) -> Tensor:
     """Of two documents and an empty one, to try a kernel on."""
-    return torch.tensor([0, 48, 128, 128], dtype=torch.int32, device=device)
+    last = longest + (longest + 1) // 2
+    return torch.tensor([0, longest, last, last], dtype=torch.int32, device=device)
 
 
-def _differs(tried: Attend, plain: Attend, shape: ModelShape, dtype: torch.dtype, device: torch.device) -> str | None:
+def _differs(tried: Attend, plain: Attend, ends: Tensor, shape: ModelShape, dtype: torch.dtype) -> str | None:
     """Why one attention cannot stand for another, gradients included; None if it can."""
-    generator = torch.Generator(device).manual_seed(0)
-    heads = (shape.heads, shape.kv_heads, shape.kv_heads)
-    inputs = [torch.randn(128, h, shape.head_dim, device=device, dtype=dtype, generator=generator) for h in heads]
+    generator = torch.Generator(ends.device).manual_seed(0)
+    sizes = [(int(ends[-1]), heads, shape.head_dim) for heads in (shape.heads, shape.kv_heads, shape.kv_heads)]
+    inputs = [torch.randn(size, device=ends.device, dtype=dtype, generator=generator) for size in sizes]
     found = []
     try:
         for attend in (plain, tried):
@@ -310,9 +308,9 @@ def _differs(tried: Attend, plain: Attend, shape: ModelShape, dtype: torch.dtype
             out.float().square().sum().backward()
             found.append([out.detach().float(), *(x.grad.float() for x in given if x.grad is not None)])
     except Exception as error:  # whatever a compiler or library raises on this machine is the answer asked for
-        return f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"[:120]
-    apart = max(float((a - b).norm() / a.norm()) for a, b in zip(*found, strict=True))
-    return None if apart < 2e-2 else f"it differs by {apart:.2g}"
+        return f"{type(error).__name__}: {str(error).strip().splitlines()[:1]}"[:120]
+    apart = [float((a - b).norm() / a.norm()) for a, b in zip(*found, strict=True)]
+    return None if all(x < 2e-2 for x in apart) else f"it differs by {max(apart):.2g}"
 
 
 def _enable(name: str, *, math: bool) -> None:

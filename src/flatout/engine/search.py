@@ -27,6 +27,8 @@ from flatout.errors import RunFailed, UsageError
 from flatout.plan import Plan
 from flatout.record.lines import write_atomic
 
+# Decided before the search, and built into the engine that it tries.
+KEPT = ("recompute", "graphs")
 # Passes timed of each candidate, seconds after which no other is tried, and how near the best is as good.
 PASSES, BUDGET_S, NEAR = 3, 50.0, 0.99
 
@@ -118,13 +120,14 @@ def longest(batch: Batch) -> Batch:
 
 def fitted(plan: Plan, trials: Sequence[Trial], *, size: int, source: str) -> Plan:
     """The plan with the size that was found, and why."""
-    found = plan.but(micro_batch=size, recompute=plan.decisions.recompute)
+    kept = {name: getattr(plan.decisions, name) for name in KEPT}
+    found = plan.but(micro_batch=size, **kept)
     speeds = {trial.micro_batch: trial.tokens_per_s for trial in trials}
     others = [f"{n}: {f'{speed:,.0f}' if speed else 'did not fit'}" for n, speed in speeds.items() if n != size]
-    reason = f"{speeds[size]:,.0f} tokens/s forward and backward, {source}" + (
-        f" ({', '.join(others)})" if others else ""
-    )
-    return replace(found, reasons={**found.reasons, "recompute": plan.reasons["recompute"], "micro_batch": reason})
+    how = "launched one by one" if plan.decisions.graphs else "forward and backward"
+    reason = f"{speeds[size]:,.0f} tokens/s {how}, {source}" + (f" ({', '.join(others)})" if others else "")
+    reasons = {name: plan.reasons[name] for name in KEPT}
+    return replace(found, reasons={**found.reasons, **reasons, "micro_batch": reason})
 
 
 def _try(engine: Engine, batch_of: Callable[[int], Batch], size: int, ranks: Ranks) -> Trial:
@@ -166,6 +169,9 @@ def _may_fit(plan: Plan, size: int) -> bool:
         return False
     pins: dict[str, Any] = {"micro_batch": size, "recompute": plan.decisions.recompute}
     try:
-        return plan.but(**pins).predicted.peak_gib <= (plan.decisions.memory_fraction or 1.0) * total
+        larger = plan.but(**pins)
+        # Passes that are launched whole are not made faster by a size that is too large to be recorded.
+        recorded = bool(larger.decisions.graphs) or not plan.decisions.graphs
+        return recorded and larger.predicted.peak_gib <= (plan.decisions.memory_fraction or 1.0) * total
     except UsageError:  # the plan itself says that it does not fit
         return False

@@ -88,7 +88,7 @@ class Engine:
         start = SCALE_START if self.scale_moves else 2.0 ** round(math.log2(batch_tokens)) if eight is not None else 1.0
         self.scale = torch.tensor(start, device=device)
         self.scale_streak = torch.zeros((), dtype=torch.int32, device=device)
-        self.replay = Replay(self.loss, self.parameters) if active.graphs else None
+        self.replay = Replay(self.parameters) if active.graphs else None
         self._pending: deque[_Pending] = deque()
         self._spans: dict[int, tuple[Span, ...]] = {}
         self._clock: float | None = None
@@ -126,8 +126,10 @@ class Engine:
             shortage = str(error).splitlines()[0]
         # Only the words are kept: the exception's frames hold the tensors that have to go.
         if self.ranks.any(bool(shortage)):
+            recorded = self.ranks.any(bool(self.replay))
             self.forget()
-            raise OutOfMemory(shortage or "another rank ran out of memory")
+            self.replay = None if recorded else self.replay
+            raise OutOfMemory(shortage or "another rank ran out of memory", recorded=recorded)
         self.phases.mark("reduce")
         gradients = [p.grad for p in self.parameters if p.grad is not None]
         self.ranks.sum_gradients_(gradients)
@@ -148,8 +150,11 @@ class Engine:
     def _accumulate(self, batches: list[Batch], loss: Tensor, *, denominator: Tensor) -> None:
         """Forward and backward of every micro-batch; the loss is added up in place."""
         for host_batch in batches:
+            if self.replay is not None and self.replay.is_due(host_batch):
+                self.phases.mark("forward")
+                self.replay.record(host_batch.to(self.active.device), self.loss)
             self.phases.mark("data")
-            if self.replay is not None and (recorded := self.replay.of(host_batch, self.active.device)):
+            if self.replay is not None and (recorded := self.replay.of(host_batch)):
                 recorded.take(host_batch)
                 self.phases.mark("forward")
                 recorded.forward.replay()

@@ -19,8 +19,6 @@ from torch import Tensor
 
 from flatout.kernels.launch import width
 
-# No document may be longer.
-LONGEST = 128
 QUERIES = 64
 
 
@@ -145,12 +143,10 @@ def _sizes(q: Tensor, k: Tensor, longest: int) -> dict[str, Any]:
     }
 
 
-def fits(head_dim: int) -> bool:
-    """Whether heads of this width have a tile."""
-    return 16 <= head_dim <= 128 and head_dim & (head_dim - 1) == 0
-
-
 def attend(q_NHD: Tensor, k_NGD: Tensor, v_NGD: Tensor, ends_S: Tensor, longest: int) -> Tensor:
-    """Each token over its document up to itself. Every token is in a document; empty ones may follow the last."""
+    """Each token over its document up to itself. Every token is in a document; empty ones may follow the last.
+
+    No document may have more than `SHORT_DOCUMENT` tokens; heads have a power of two of columns, 16 to 128.
+    """
     out: Tensor = _Attend.apply(q_NHD, k_NGD, v_NGD, ends_S, longest)
     return out

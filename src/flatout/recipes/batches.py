@@ -32,9 +32,13 @@ class Batches:
                 + largest(self.plan.predicted.memory_gib)
             )
         self.micro_batch = smaller(before)
+        self.again(step)
+        return before, self.micro_batch
+
+    def again(self, step: int) -> None:
+        """Gives `step` again."""
         self.feed.close()
         self.feed = self._open(step)
-        return before, self.micro_batch
 
     def __enter__(self) -> Batches:
         return self

@@ -31,6 +31,8 @@ class Material:
     held_out: Callable[[Ranks, int], list[Batch]]  # a rank's validation batches, by micro-batch
     # Positions a token attends to on average, where that is known; None: half the sequence.
     mean_context: float | None = None
+    # Tokens of the longest document, where documents are packed; None: unknown.
+    longest: int | None = None
     # Share of the tokens that the loss looks at; None: all of them.
     trained_share: float | None = None
 

@@ -83,6 +83,7 @@ def run(
             ranks=ranks,
             total_steps=total_steps,
             mean_context=material.mean_context,
+            longest=material.longest,
             trained_share=material.trained_share,
             begun=folder if resume else None,
         )
@@ -162,6 +163,11 @@ def run(
             try:
                 engine.step(step, next(batches))
             except OutOfMemory as error:
+                if error.recorded:
+                    batches.again(step)
+                    how = "its kernels are launched one by one from here on"
+                    session.recorder.event("notice", text=f"step {step} found too little memory ({error}): {how}")
+                    continue
                 before, after = batches.shrink(step, cause=error)
                 session.recorder.event("oom", step=step, micro_batch=before, now=after, error=str(error))
                 continue
@@ -241,6 +247,7 @@ def plan_for(
     ranks: Ranks,
     total_steps: int | None = None,
     mean_context: float | None = None,
+    longest: int | None = None,
     trained_share: float | None = None,
     begun: Path | None = None,
 ) -> Plan:
@@ -258,6 +265,7 @@ def plan_for(
         num_ranks=ranks.world,
         total_steps=total_steps,
         mean_context=mean_context,
+        longest=longest,
         trained_share=trained_share,
         cpu_bf16_ratio=float(ratio) if ratio else None,
     )

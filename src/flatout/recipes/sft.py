@@ -56,6 +56,7 @@ def conversations(settings: Settings) -> Iterator[Material]:
             stream=stream,
             held_out=validation,
             mean_context=stream.mean_context,
+            longest=stream.longest,
             trained_share=stream.trained_share,
         )
 
