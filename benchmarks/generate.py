@@ -127,7 +127,7 @@ def main() -> None:
     parser.add_argument("--peers", default="")
     parser.add_argument("--peer-seconds", type=float, default=120)
     parser.add_argument("--commit", default=None, help="where there is no git")
-    parser.add_argument("--to", type=Path, default=FOLDER / "generate-360m.jsonl")
+    parser.add_argument("--to", type=Path, default=FOLDER / "sample-360m.jsonl")
     options = parser.parse_args()
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -146,7 +146,7 @@ def main() -> None:
     for name, (prompts, many) in jobs.items():
         print(name, "first", f"{timed(generator, prompts, samples=many, new=new, seed=9):.2f} s", flush=True)
     to = None if options.small else options.to
-    with measuring("generate-360m", commit=options.commit, units=UNITS, to=to) as measured:
+    with measuring("sample-360m", commit=options.commit, units=UNITS, to=to) as measured:
         for repeat in range(options.repeats):
             for name, (prompts, many) in jobs.items():
                 if device.type == "cuda":

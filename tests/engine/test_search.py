@@ -139,7 +139,7 @@ def test_what_the_engine_was_built_with_stays() -> None:
     )
     assert adapted.decisions.graphs
     assert not adapted.but(micro_batch=64).decisions.graphs
-    assert search.candidates(adapted) == [32, 16, 8], "twice the size could not be recorded"
+    assert search.candidates(adapted) == [32, 16, 8], "twice the size would only hide the host, and could not be kept"
     found = search.fitted(adapted, [trial(32, 100.0), trial(64, 101.0)], size=64, source="measured here")
     assert found.decisions.graphs
     assert found.reasons["graphs"] == adapted.reasons["graphs"]

@@ -45,6 +45,8 @@ def candidates(plan: Plan) -> list[int]:
     sequences, predicted = plan.job.rank_sequences, plan.decisions.micro_batch or 1
     sizes = [n for n in range(1, sequences + 1) if sequences % n == 0]
     larger = [n for n in sizes if predicted < n <= 2 * predicted and _may_fit(plan, n)][-1:]
+    if plan.decisions.graphs:
+        larger = []  # tried launch by launch it would only hide the host better, and recorded it would take more memory
     smaller = [next((n for n in reversed(sizes) if n <= predicted // part), None) for part in (2, 4)]
     return [predicted, *larger, *(n for n in dict.fromkeys(smaller) if n is not None)]
 
@@ -169,9 +171,6 @@ def _may_fit(plan: Plan, size: int) -> bool:
         return False
     pins: dict[str, Any] = {"micro_batch": size, "recompute": plan.decisions.recompute}
     try:
-        larger = plan.but(**pins)
-        # Passes that are launched whole are not made faster by a size that is too large to be recorded.
-        recorded = bool(larger.decisions.graphs) or not plan.decisions.graphs
-        return recorded and larger.predicted.peak_gib <= (plan.decisions.memory_fraction or 1.0) * total
+        return plan.but(**pins).predicted.peak_gib <= (plan.decisions.memory_fraction or 1.0) * total
     except UsageError:  # the plan itself says that it does not fit
         return False
