@@ -292,11 +292,19 @@ def test_few_tokens_take_the_time_of_the_host() -> None:
     assert seconds(micro_tokens=64, path="fp8") > seconds(micro_tokens=64, path="fused")
 
 
+def test_short_documents_do_not_make_the_libraries_attention_free() -> None:
+    short = flops_per_token(SMALL, sequence_length=1024, mean_context=40)
+    assert seconds(flops=short, varlen=True) > 1.1 * seconds(flops=short)
+    long = flops_per_token(SMALL, sequence_length=1024, mean_context=4096)
+    assert seconds(flops=long, varlen=True) == seconds(flops=long)
+
+
 def test_adapters_take_launches_unless_their_passes_are_recorded() -> None:
     adapted = {"adapters": Adapters(rank=16, alpha=32.0, targets=("q", "v")), "path": "fused"}
     assert seconds(micro_tokens=64, **adapted) == seconds(micro_tokens=128, **adapted)
     assert seconds(micro_tokens=64, graphs=True, **adapted) < seconds(micro_tokens=128, graphs=True, **adapted)
-    assert seconds(**adapted) == seconds(graphs=True, **adapted) > seconds(path="fused"), "many tokens hide them"
+    assert seconds(**adapted) > seconds(path="fused")
+    assert seconds(**adapted) == pytest.approx(seconds(graphs=True, **adapted), rel=0.1), "many tokens hide launches"
 
 
 # Hugging Face configurations

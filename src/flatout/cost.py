@@ -506,7 +506,11 @@ HOST_S: dict[BlockPath, float] = {"eager": 4.0e-3, "compiled": 1.9e-3, "fused": 
 # The same with adapters in the fused segments, unless the passes are recorded; and what their narrow products leave of
 # the matmuls' speed.
 ADAPTED_HOST_S = 5.5e-3
+# What is left of it where passes are recorded: kernels that begin and end, one after the other.
+RECORDED_S = 3.5e-4
 ADAPTED_SHARE = 0.78
+# Attention over packed documents by the libraries' kernel takes at least as long as so many passes over its queries.
+VARLEN_PASSES = 52
 
 
 def attention_share(sequence_length: int, *, precision: str) -> float:
@@ -530,11 +534,12 @@ def step_seconds(
     path: BlockPath,
     adapters: Adapters | None = None,
     graphs: bool = False,
+    varlen: bool = False,
 ) -> float:
     """Predicted seconds of one optimizer step on one device, from three lanes that add up.
 
     Matmuls at a share of the peak, attention at a smaller one, element-wise traffic at a share of the bandwidth. With
-    `graphs` the host launches everything at once, and takes no time that counts.
+    `graphs` the host launches everything at once; with `varlen` documents are packed, by the libraries' kernel.
     """
     attention_flops = flops.attention
     matmul_flops = flops.executed - attention_flops
@@ -552,8 +557,13 @@ def step_seconds(
         traffic = (shape.layers * block + logits) / (BANDWIDTH_SHARE * bandwidth)
         trained = shape.num_parameters if adapters is None else adapters.num_parameters(shape)
         update = 28 * trained / (BANDWIDTH_SHARE * bandwidth)
+        if varlen:
+            passes = VARLEN_PASSES * shape.layers * width * shape.q_width
+            attention = max(attention, passes / (BANDWIDTH_SHARE * bandwidth))
     host = HOST_S[path]
     if adapters is not None and path == "fused":
         host, matmul = ADAPTED_HOST_S, matmul / ADAPTED_SHARE
     device = micro_tokens * (matmul + attention + traffic)
-    return accumulation * max(device, 0.0 if graphs else shape.layers * host) + update
+    if graphs:
+        return accumulation * (device + shape.layers * RECORDED_S) + update
+    return accumulation * max(device, shape.layers * host) + update

@@ -663,6 +663,7 @@ def _predict(job: Job, decisions: Decisions, memory: Memory) -> Prediction:
         recompute=recompute,
         tf32=bool(decisions.tf32),
         graphs=bool(decisions.graphs),
+        varlen=job.packing == "documents" and decisions.attention == "flash",
     )
     rates = Rates(flops=flops, peak_flops=peak, num_devices=job.num_ranks)
     shares = rates.shares(tokens=job.batch_tokens, seconds=seconds or 0.0)
@@ -688,6 +689,7 @@ def _step_s(
     recompute: str = "none",
     tf32: bool = True,
     graphs: bool = False,
+    varlen: bool = False,
 ) -> float | None:
     """Predicted seconds of a step; None on a CPU, and where the device's peak is not known."""
     peak = _peak(job, precision=precision, tf32=tf32)
@@ -706,6 +708,7 @@ def _step_s(
         path=path,
         adapters=job.adapters,
         graphs=graphs,
+        varlen=varlen,
     )
 
 
