@@ -503,11 +503,10 @@ BLOCK_PASSES: dict[BlockPath, float] = {"eager": 20, "compiled": 3, "fused": 2.4
 LOGIT_PASSES: dict[BlockPath, float] = {"eager": 12, "compiled": 4, "fused": 3.4, "fp8": 4.5}
 # The host's part of one block's forward and backward: with too few tokens in a micro-batch it is what takes time.
 HOST_S: dict[BlockPath, float] = {"eager": 4.0e-3, "compiled": 1.9e-3, "fused": 1.8e-3, "fp8": 2.5e-3}
-# The same with adapters in the fused segments, unless the passes are recorded; and what their narrow products leave of
-# the matmuls' speed.
-ADAPTED_HOST_S = 5.5e-3
-# What is left of it where passes are recorded: kernels that begin and end, one after the other.
-RECORDED_S = 3.5e-4
+# The same with adapters in the fused segments; and what is left of it where passes are recorded: kernels that begin and
+# end, one after the other.
+ADAPTED_HOST_S, RECORDED_S = 5.5e-3, 3.5e-4
+# What adapters' narrow products leave of the matmuls' speed.
 ADAPTED_SHARE = 0.78
 # Attention over packed documents by the libraries' kernel takes at least as long as so many passes over its queries.
 VARLEN_PASSES = 52

@@ -8,6 +8,11 @@ PREEMPTED_EXIT = 75
 INTERRUPTED_EXIT = 130
 
 
+def first_line(error: BaseException) -> str:
+    """What somebody else's error says, in a line; its kind where it says nothing."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
 class FlatoutError(Exception):
     """Base of every error whose message is meant for the user."""
 

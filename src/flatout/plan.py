@@ -451,7 +451,7 @@ def _attention(job: Job, chosen: Mapping[str, Any]) -> tuple[str, str]:
         return "efficient", "flash kernels need SM 8.0"
     if precision == "fp32":
         return "efficient", "the one fused kernel that takes fp32"
-    if job.packing == "documents" and _short(job, chosen):
+    if no_short(job, chosen) is None:
         return "short", f"no document has more than {SHORT_DOCUMENT} tokens: its scores are made whole, in one tile"
     if job.packing == "documents":
         return "flash", "packed documents run by the variable-length flash kernel"
@@ -489,17 +489,20 @@ def _full_tokens(job: Job) -> int:
     return FULL_TOKENS_ADAPTED if adapted else FULL_TOKENS[job.device]
 
 
-def _short(job: Job, chosen: Mapping[str, Any]) -> bool:
-    """Whether the kernel for short documents goes with the rest: not compiled, nothing kept of it for a second pass."""
-    width = job.shape.head_dim
-    return (
-        job.longest is not None
-        and job.longest <= SHORT_DOCUMENT
-        and 16 <= width <= 128
-        and width & (width - 1) == 0
-        and chosen["compile"] == "none"
-        and chosen["recompute"] != "selective"
-    )
+def no_short(job: Job, chosen: Mapping[str, Any]) -> str | None:
+    """Why the kernel for short documents does not go with the rest, or None."""
+    sm, width = job.hardware.sm, job.shape.head_dim
+    if job.packing != "documents":
+        return "documents are not packed"
+    if job.longest is None or job.longest > SHORT_DOCUMENT:
+        return f"the longest document has {job.longest or 'nobody knows how many'} tokens, not at most {SHORT_DOCUMENT}"
+    if job.device == "cpu" or sm is None or sm < (8, 0) or chosen["precision"] == "fp32":
+        return "it is for 16 bits from SM 8.0 on"
+    if not 16 <= width <= 128 or width & (width - 1):
+        return f"it has no tile for heads of {width}"
+    if chosen["compile"] != "none" or chosen["recompute"] == "selective":
+        return "not with compile or selective recomputation"
+    return None
 
 
 def _graphs(job: Job, chosen: Mapping[str, Any], memory: Memory) -> tuple[bool, str]:

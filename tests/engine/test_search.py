@@ -1,13 +1,15 @@
 """The search for the micro-batch: it keeps the batch, survives what does not fit, changes nothing, remembers."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from tests.engine.test_step import SHAPE, T, build, fingerprint, micro_batches, train
+from tests.test_cost import MIDDLE
 
 from flatout.config.settings import PlanSettings
-from flatout.cost import Adapters, ModelShape
+from flatout.cost import Adapters
 from flatout.data.stream import Batch
 from flatout.engine import search
 from flatout.engine.ranks import Ranks
@@ -115,20 +117,9 @@ def test_the_plan_keeps_the_batch_and_says_why() -> None:
 
 
 def test_what_the_engine_was_built_with_stays() -> None:
-    middle = ModelShape(
-        layers=32,
-        hidden=960,
-        heads=15,
-        kv_heads=5,
-        head_dim=64,
-        intermediate=2560,
-        vocab=49152,
-        positions=2048,
-        tied=True,
-    )
     adapted = decide(
         Job(
-            shape=middle,
+            shape=replace(MIDDLE, positions=2048),
             hardware=named("H200"),
             sequence_length=2048,
             batch_tokens=64 * 2048,

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from flatout.data.stream import Batch
 from flatout.engine.faults import is_out_of_memory
-from flatout.errors import RunFailed
+from flatout.errors import RunFailed, first_line
 
 # Of all that could record a call of its own meanwhile, only this thread's are looked at: loaders pin memory in theirs.
 MODE = "thread_local"
@@ -63,6 +63,7 @@ class Replay:
         self._memory = None
 
     def record(self, batch: Batch, loss: Callable[[Batch], Tensor]) -> None:
+        """Both passes over a batch on the device, which becomes the place that later ones are copied to."""
         for parameter in self._parameters:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
@@ -77,9 +78,7 @@ class Replay:
         except RuntimeError as error:
             if is_out_of_memory(error):
                 raise
-            raise RunFailed(
-                f"a pass could not be recorded ({str(error).strip().splitlines()[0]}): set plan.graphs: false"
-            ) from error
+            raise RunFailed(f"a pass could not be recorded ({first_line(error)}): set plan.graphs: false") from error
         self._known[_key(batch)] = Recorded(
             batch=batch, total=total.detach(), gradient=gradient, forward=forward, backward=backward
         )

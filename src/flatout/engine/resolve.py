@@ -6,16 +6,16 @@ import importlib.util
 import os
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import torch
 from torch import Tensor
 
 from flatout.cost import SHORT_DOCUMENT, ModelShape
-from flatout.errors import EnvironmentLacks
+from flatout.errors import EnvironmentLacks, first_line
 from flatout.hardware import Hardware, unsupported_build
 from flatout.model import Attend, Rectangular, Short, Varlen
-from flatout.plan import Plan
+from flatout.plan import Plan, no_short
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 # Attention backends in the order they are tried after the one the plan wished for.
@@ -104,13 +104,11 @@ def resolve(plan: Plan, *, local_rank: int, deterministic: bool) -> Active:
         if varlen and (problem := _try_varlen(plan.job.shape, dtype, device)):
             repeat_kv = True
             facts["attention"] += f", keys and values repeated for it: {problem}"
-        if varlen and wish.attention == "short":
-            problem = _try_short(plan, dtype, device)
-            attention, facts["attention"] = (
-                (attention, facts["attention"] + f": the one for short documents cannot be had: {problem}")
-                if problem
-                else ("short", f"our own kernel for documents of at most {SHORT_DOCUMENT} tokens")
-            )
+    if wish.attention == "short":
+        if problem := _try_short(plan, dtype, device):
+            facts["attention"] += f"; short cannot be had: {problem}"
+        else:
+            attention, facts["attention"] = "short", f"our own for documents of at most {SHORT_DOCUMENT} tokens"
     kernels, words = _kernels(plan, dtype, device)
     facts |= words
     compiler, facts["compile"] = _compiler(wish.compile or "none", on_gpu=on_gpu)
@@ -198,7 +196,7 @@ def _no_fp8(device: torch.device, dtype: torch.dtype) -> str | None:
             return "this version of Triton transposes 8-bit tiles wrongly"
         fp8.matmul(copy.rows, copy.rows, copy.inverse, copy.inverse, dtype=dtype, fast=True)
     except Exception as error:  # whatever a compiler or library raises on this machine is the answer asked for
-        return f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"[:120]
+        return f"{type(error).__name__}: {first_line(error)}"[:120]
     return None
 
 
@@ -266,7 +264,7 @@ def _try_attention(
     try:
         Rectangular(batch=1, repeat_kv=repeat_kv)(*inputs).sum().backward()
     except RuntimeError as error:
-        return str(error).strip().splitlines()[0][:100]
+        return first_line(error)[:100]
     return None
 
 
@@ -281,9 +279,9 @@ def _try_varlen(shape: ModelShape, dtype: torch.dtype, device: torch.device) -> 
 
 def _try_short(plan: Plan, dtype: torch.dtype, device: torch.device) -> str | None:
     """Why the kernel for short documents cannot be had; tried with the tile that this run's documents need."""
-    if problem := _no_triton(device):
+    longest = plan.job.longest or 0
+    if problem := no_short(plan.job, asdict(plan.decisions)) or _no_triton(device):
         return problem
-    longest = min(plan.job.longest or SHORT_DOCUMENT, SHORT_DOCUMENT)
     ends = _ends(longest, device)
     library = Varlen(cu_seqlens=ends, longest=longest, repeat_kv=True)
     return _differs(Short(cu_seqlens=ends, longest=longest), library, ends, plan.job.shape, dtype)
@@ -308,7 +306,7 @@ def _differs(tried: Attend, plain: Attend, ends: Tensor, shape: ModelShape, dtyp
             out.float().square().sum().backward()
             found.append([out.detach().float(), *(x.grad.float() for x in given if x.grad is not None)])
     except Exception as error:  # whatever a compiler or library raises on this machine is the answer asked for
-        return f"{type(error).__name__}: {str(error).strip().splitlines()[:1]}"[:120]
+        return f"{type(error).__name__}: {first_line(error)}"[:120]
     apart = [float((a - b).norm() / a.norm()) for a, b in zip(*found, strict=True)]
     return None if all(x < 2e-2 for x in apart) else f"it differs by {max(apart):.2g}"
 

@@ -22,6 +22,7 @@ from flatout.config.settings import Recompute, TrainSettings
 from flatout.cost import Adapters, ModelShape
 from flatout.engine.prepare import prepare
 from flatout.engine.resolve import Active
+from flatout.errors import first_line
 from flatout.losses import linear_cross_entropy, row_loss
 from flatout.model import Attend, Block, Decoder, Masked, Rectangular, Short, Varlen
 from flatout.model.decoder import linear
@@ -66,7 +67,7 @@ def selftest(device: torch.device) -> list[Check]:
             difference = max(_difference(a, b) for a, b in zip(found, expected, strict=True))
             speedup = _seconds(trial.plain, device) / _seconds(trial.fast, device)
         except Exception as error:  # whatever a path raises on this device is the answer asked for
-            reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
+            reason = f"{type(error).__name__}: {first_line(error)}"
             checks.append(Check(path=trial.path, against=trial.against, usable=False, reason=reason[:160]))
             continue
         usable = difference <= trial.tolerance

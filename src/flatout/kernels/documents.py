@@ -23,10 +23,9 @@ QUERIES = 64
 
 
 @triton.jit
-def _scores(q, k, row, col, length, scale, PRECISION: tl.constexpr):
-    """Of a block of queries and all keys of the document; of what comes later, or after its end, minus infinity."""
-    s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
-    return tl.where((row[:, None] >= col[None, :]) & (col[None, :] < length), s, float("-inf"))
+def _rows(x, first, step, row, d, known):
+    """Rows of a document: one pointer to where it begins and short offsets, which take half the registers."""
+    return tl.load(x + first + (row[:, None] * step + d[None, :]), mask=known, other=0.0)
 
 
 @triton.jit
@@ -42,17 +41,16 @@ def _forward(
     o_row = tl.num_programs(1) * HEADS * D
     col, d = tl.arange(0, T), tl.arange(0, D)
     inside = (col < length)[:, None]
-    # One pointer to where the document begins, and short offsets from it: they take half the registers.
-    k_TD = tl.load(k + begin * k_row + group * k_head + (col[:, None] * k_row + d[None, :]), mask=inside, other=0.0)
-    v_TD = tl.load(v + begin * v_row + group * v_head + (col[:, None] * v_row + d[None, :]), mask=inside, other=0.0)
+    k_TD = _rows(k, begin * k_row + group * k_head, k_row, col, d, inside)
+    v_TD = _rows(v, begin * v_row + group * v_head, v_row, col, d, inside)
     blocks = (length.to(tl.int32) + B - 1) // B
     for turn in range(HEADS * blocks):
         head = group * HEADS + turn // blocks
         row = turn % blocks * B + tl.arange(0, B)
         known = (row < length)[:, None]
-        at = row[:, None] * q_row + d[None, :]
-        q_BD = tl.load(q + begin * q_row + head * q_head + at, mask=known, other=0.0)
-        s_BT = _scores(q_BD, k_TD, row, col, length, scale, PRECISION)
+        q_BD = _rows(q, begin * q_row + head * q_head, q_row, row, d, known)
+        s_BT = tl.dot(q_BD, tl.trans(k_TD), input_precision=PRECISION) * scale
+        s_BT = tl.where((row[:, None] >= col[None, :]) & (col[None, :] < length), s_BT, float("-inf"))
         p_BT = tl.exp(s_BT - tl.max(s_BT, axis=1)[:, None])
         mixed = tl.dot(p_BT.to(v_TD.dtype), v_TD, input_precision=PRECISION) / tl.sum(p_BT, axis=1)[:, None]
         at = row[:, None] * o_row + d[None, :]
@@ -73,9 +71,8 @@ def _backward(
     dq_row, dk_row = groups * HEADS * D, groups * D
     col, d = tl.arange(0, T), tl.arange(0, D)
     inside = (col < length)[:, None]
-    # One pointer to where the document begins, and short offsets from it: they take half the registers.
-    k_TD = tl.load(k + begin * k_row + group * k_head + (col[:, None] * k_row + d[None, :]), mask=inside, other=0.0)
-    v_TD = tl.load(v + begin * v_row + group * v_head + (col[:, None] * v_row + d[None, :]), mask=inside, other=0.0)
+    k_TD = _rows(k, begin * k_row + group * k_head, k_row, col, d, inside)
+    v_TD = _rows(v, begin * v_row + group * v_head, v_row, col, d, inside)
     dk_TD = tl.zeros((T, D), dtype=tl.float32)
     dv_TD = tl.zeros((T, D), dtype=tl.float32)
     blocks = (length.to(tl.int32) + B - 1) // B
@@ -83,10 +80,8 @@ def _backward(
         head = group * HEADS + turn // blocks
         row = turn % blocks * B + tl.arange(0, B)
         known = (row < length)[:, None]
-        at = row[:, None] * q_row + d[None, :]
-        q_BD = tl.load(q + begin * q_row + head * q_head + at, mask=known, other=0.0)
-        at = row[:, None] * o_row + d[None, :]
-        d_BD = tl.load(d_out + begin * o_row + head * o_head + at, mask=known, other=0.0)
+        q_BD = _rows(q, begin * q_row + head * q_head, q_row, row, d, known)
+        d_BD = _rows(d_out, begin * o_row + head * o_head, o_row, row, d, known)
         # Keys by queries: as they come, scores are then the left side of the two sums over queries.
         s_TB = tl.dot(k_TD, tl.trans(q_BD), input_precision=PRECISION) * scale
         s_TB = tl.where((col[:, None] <= row[None, :]) & inside, s_TB, float("-inf"))

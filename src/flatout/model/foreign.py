@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from flatout.config.settings import Recompute
 from flatout.cost import ModelShape
-from flatout.errors import EnvironmentLacks, UsageError
+from flatout.errors import EnvironmentLacks, UsageError, first_line
 from flatout.hub import read_json
 from flatout.model.attention import Attend, Rectangular
 from flatout.model.weights import TensorFiles, refuse_quantised
@@ -158,7 +158,7 @@ def load(
                 torch.manual_seed(random_seed)
                 inner = auto.from_config(quiet, dtype=dtype, **options)
     except (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError) as error:
-        words = (str(error).strip() or type(error).__name__).splitlines()[0]
+        words = first_line(error)
         raise UsageError(f"transformers {transformers.__version__} cannot load {folder}: {words}") from error
     for module in inner.modules():
         if isinstance(module, nn.Dropout):
