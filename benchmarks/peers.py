@@ -16,8 +16,17 @@ def measured(script: Path, variant: str, *, figure: str, seconds: float) -> dict
     except subprocess.TimeoutExpired:
         print(f"{variant}: not finished in {seconds:.0f} s", flush=True)
         return None
-    for line in done.stdout.splitlines():
-        if line.startswith("{") and figure in (found := json.loads(line)):
-            return dict(found)
+    for found in map(_object, done.stdout.splitlines()):
+        if figure in found:
+            return found
     print(f"{variant}: {(done.stdout + done.stderr)[-300:]}", flush=True)
     return None
+
+
+def _object(line: str) -> dict[str, Any]:
+    """A line that is one JSON object; anything else a script prints, a Python dictionary too, says nothing."""
+    try:
+        found = json.loads(line)
+    except json.JSONDecodeError:
+        return {}
+    return found if isinstance(found, dict) else {}

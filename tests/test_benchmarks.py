@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from benchmarks.doctor_gpu import PLANTED, Budget, findings_table, judged, parsed, table
 from benchmarks.doctor_overhead import bound
+from benchmarks.peers import measured as peer
 from benchmarks.results import measuring, read
 
 from flatout.insight.attach import Watched
@@ -105,3 +106,14 @@ def test_what_was_measured_is_kept_when_a_benchmark_is_cut_short(tmp_path: Path)
         cut_short()
     (result,) = read(tmp_path / "toy.jsonl")
     assert (result.variant, result.value, result.low, result.repeats) == ("one", 4.0, 3.0, 2)
+
+
+def test_a_rivals_figure_is_found_among_what_it_prints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    script = tmp_path / "rival.py"
+    script.write_text(
+        "import json, sys\nprint({'train_runtime': '9.1'})\nprint('{not at all')\nprint(7)\n"
+        "if sys.argv[1] == 'one': print(json.dumps({'samples_s': 3}))\n"
+    )
+    assert peer(script, "one", figure="samples_s", seconds=60) == {"samples_s": 3}
+    assert peer(script, "other", figure="samples_s", seconds=60) is None
+    assert "train_runtime" in capsys.readouterr().out

@@ -47,9 +47,14 @@ def test_norm(with_delta: bool, n: int, c: int) -> None:
     found_sum, found, rstd = norm.add_norm(residual.detach(), delta, weight.detach(), 1e-5)
     assert off(found_sum, summed) < 1e-6
     assert off(found, expected) < 1e-6
-    found_dx, found_dw = norm.add_norm_backward(d_normed, d_summed, found_sum.detach(), rstd, weight.detach())
+    given = (d_normed, d_summed, found_sum.detach(), rstd, weight.detach())
+    found_dx, found_dw = norm.add_norm_backward(*given)
+    assert found_dw is not None
     assert off(found_dx, dx) < 1e-6
     assert off(found_dw, dw) < 1e-6
+    frozen, nothing = norm.add_norm_backward(*given, learns=False)
+    assert torch.equal(frozen, found_dx)
+    assert nothing is None
 
 
 @torch.no_grad()
@@ -94,15 +99,17 @@ def test_norm_of_rows_with_gaps() -> None:
     assert torch.equal(found, normed)
     assert torch.equal(found_rstd, rstd)
     assert torch.equal(apart[2], torch.cat((normed, torch.full((n, 16), 9.0, device=DEVICE)), dim=1))
-    expected = norm.add_norm_backward(d_normed, None, summed, rstd, weight)
-    for ours, theirs in zip(norm.add_norm_backward(apart[1][:, :c], None, summed, rstd, weight), expected, strict=True):
-        assert torch.equal(ours, theirs)
+    given = [norm.add_norm_backward(d, None, summed, rstd, weight) for d in (d_normed, apart[1][:, :c])]
+    for expected, ours in zip(*given, strict=True):
+        assert ours is not None
+        assert expected is not None
+        assert torch.equal(ours, expected)
 
 
 @pytest.mark.parametrize("columns", [16, 5])
 @pytest.mark.parametrize(("inputs", "outputs"), [(24, 40), (24, 24), (40, 24)])
 def test_lowrank(inputs: int, outputs: int, columns: int) -> None:
-    """In every layout: with room beside the input or not, in place or not."""
+    """In every layout: with room beside the input or not, in place or not, the weight at home or not."""
     n = 9
     sizes = ((n, inputs), (columns, inputs), (outputs, columns))
     x, a, b = (random(*size, seed=seed, grad=True) for seed, size in enumerate(sizes))
@@ -110,20 +117,38 @@ def test_lowrank(inputs: int, outputs: int, columns: int) -> None:
     expected = x @ weight.t() + 0.3 * (x @ a.t()) @ b.t()
     gradients = torch.autograd.grad(expected, [x, a, b], dy)
     given = [tensor.detach() for tensor in (x, a, b)]
-    room = lowrank.room(given[0], weight, given[1])
+    home = lowrank.Home(weight, [(outputs, 0)], rank=columns, scale=0.3)
+    home.place(*given[1:])
+    room = lowrank.room(given[0], home)
     assert (room is not None) == (outputs > inputs)
-    layouts: list[dict[str, Any]] = [{}, {"in_place": True}]
+    assert torch.equal(home.weight, weight)
+    layouts: list[dict[str, Any]] = [{}, {"in_place": True}, {"in_place": True, "both": home.both}]
     if room is not None:
         room[:, :inputs] = given[0]
-        layouts.append({"beside": room, "in_place": True})
+        layouts.append({"beside": room, "in_place": True, "both": home.both})
     for layout in layouts:
         taken = room[:, :inputs] if "beside" in layout and room is not None else given[0]
-        y, between = lowrank.forward(taken, weight, None, *given[1:], 0.3, **layout)
+        y, between = lowrank.forward(taken, weight, None, home.a, home.b, **layout)
         assert off(y, expected) < 1e-6
-        found = lowrank.backward(dy, taken, between, weight, *given[1:], 0.3)
-        for ours, theirs in zip(found, gradients, strict=True):
+        at = (dy, taken, between, weight, home.a, home.b, torch.float32)
+        dx, *learnt = lowrank.backward(*at, both=layout.get("both"))
+        for ours, theirs in zip((dx, *home.learnt(*learnt)), gradients, strict=True):
             assert ours.shape == theirs.shape
             assert off(ours, theirs) < 1e-6
+
+
+def test_an_adapter_of_some_parts_at_home() -> None:
+    weight, a, b = random(12, 8), random(6, 8, seed=1), random(9, 3, seed=2)
+    home = lowrank.Home(weight, [(4, 0), (3, None), (5, 1)], rank=3, scale=0.5)
+    home.place(a, b)
+    wide = torch.zeros(12, 6, device=DEVICE)
+    wide[:4, :3], wide[7:, 3:] = 0.5 * b[:4], 0.5 * b[4:]
+    assert torch.equal(home.b[:, :6], wide)
+    assert not home.b[:, 6:].any()
+    assert torch.equal(home.both, torch.cat((weight, home.b), dim=1))
+    d_a, d_b = home.learnt(random(16, 8, seed=3), found := random(12, 16, seed=4))
+    assert torch.equal(d_a, random(16, 8, seed=3)[:6])
+    assert torch.equal(d_b, 0.5 * torch.cat((found[:4, :3], found[7:, 3:6])))
 
 
 @pytest.mark.parametrize(("heads", "groups", "d"), [(4, 4, 16), (6, 2, 8)])

@@ -15,7 +15,7 @@ from flatout.cost import SHORT_DOCUMENT
 from flatout.data.stream import Batch
 from flatout.engine.resolve import Active
 from flatout.losses import RowLoss, linear_cross_entropy, row_loss
-from flatout.model import Attend, Block, Decoder, Foreign, Masked, Model, Rectangular, Short, Varlen
+from flatout.model import Attend, Block, Decoder, Foreign, Masked, Model, Rectangular, Short, Varlen, lora
 
 # (hidden_NC, head weight_VC, targets_N) -> summed loss
 HeadLoss = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -49,6 +49,7 @@ def _fuse(model: Decoder, blocks: list[Block], *, active: Active, eight: EightBi
 
     shape = model.shape
     for i, block in enumerate(blocks):
+        lora.settle(block, *(["qkv"] if active.fused_qkv else []), *(["gate_up", "down"] if active.fused_mlp else []))
         if active.fused_qkv:
             scales = None if eight is None else eight.qkv[i]
             block.qkv_kernel = partial(

@@ -2,8 +2,8 @@
 
 The libraries' kernel is made for long sequences. It takes tiles of its own size however short a document is, gives the
 gradients of keys and values once per query head, to be summed afterwards, and keeps what it summed. Here a program has
-a document and the heads that share its keys: scores are made again in the backward pass, sums over those heads stay in
-registers, and nothing is kept but q, k and v.
+a document and the heads that share its keys: sums over those heads stay in registers, and nothing is kept but q, k, v,
+the result, which the next projection keeps anyway, and the logarithm of each row's sum.
 
 Legend: N tokens, S documents, H query heads, G key/value heads, D head width, T tokens of a tile, B queries at a time.
 """
@@ -19,7 +19,14 @@ from torch import Tensor
 
 from flatout.kernels.launch import width
 
-QUERIES = 64
+# (queries at a time, warps, stages), the fastest of those tried on an H200; the backward pass has the most to hold.
+FORWARD = (64, 4, 2)
+
+
+def _backward_sizes(tile: int, d: int) -> tuple[int, int, int]:
+    if d > 64:
+        return 32, 8, 2
+    return (64, 4, 1) if tile <= 64 else (32, 4, 1)
 
 
 @triton.jit
@@ -30,7 +37,7 @@ def _rows(x, first, step, row, d, known):
 
 @triton.jit
 def _forward(
-    q, k, v, out, ends, q_row, q_head, k_row, k_head, v_row, v_head, scale,
+    q, k, v, out, logs, ends, N, q_row, q_head, k_row, k_head, v_row, v_head, scale,
     HEADS: tl.constexpr, D: tl.constexpr, T: tl.constexpr, B: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     begin = tl.load(ends + tl.program_id(0)).to(tl.int64)
@@ -51,15 +58,18 @@ def _forward(
         q_BD = _rows(q, begin * q_row + head * q_head, q_row, row, d, known)
         s_BT = tl.dot(q_BD, tl.trans(k_TD), input_precision=PRECISION) * scale
         s_BT = tl.where((row[:, None] >= col[None, :]) & (col[None, :] < length), s_BT, float("-inf"))
-        p_BT = tl.exp(s_BT - tl.max(s_BT, axis=1)[:, None])
-        mixed = tl.dot(p_BT.to(v_TD.dtype), v_TD, input_precision=PRECISION) / tl.sum(p_BT, axis=1)[:, None]
+        most_B = tl.max(s_BT, axis=1)
+        p_BT = tl.exp(s_BT - most_B[:, None])
+        sum_B = tl.sum(p_BT, axis=1)
+        mixed = tl.dot(p_BT.to(v_TD.dtype), v_TD, input_precision=PRECISION) / sum_B[:, None]
+        tl.store(logs + head * N + begin + row, most_B + tl.log(sum_B), mask=row < length)
         at = row[:, None] * o_row + d[None, :]
         tl.store(out + begin * o_row + head * D + at, mixed.to(out.dtype.element_ty), mask=known)
 
 
 @triton.jit
 def _backward(
-    q, k, v, d_out, dq, dk, dv, ends, q_row, q_head, k_row, k_head, v_row, v_head, o_row, o_head, scale,
+    q, k, v, out, logs, d_out, dq, dk, dv, ends, N, q_row, q_head, k_row, k_head, v_row, v_head, d_row, d_head, scale,
     HEADS: tl.constexpr, D: tl.constexpr, T: tl.constexpr, B: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     begin = tl.load(ends + tl.program_id(0)).to(tl.int64)
@@ -81,15 +91,16 @@ def _backward(
         row = turn % blocks * B + tl.arange(0, B)
         known = (row < length)[:, None]
         q_BD = _rows(q, begin * q_row + head * q_head, q_row, row, d, known)
-        d_BD = _rows(d_out, begin * o_row + head * o_head, o_row, row, d, known)
+        d_BD = _rows(d_out, begin * d_row + head * d_head, d_row, row, d, known)
+        o_BD = _rows(out, begin * dq_row + head * D, dq_row, row, d, known)
+        log_B = tl.load(logs + head * N + begin + row, mask=row < length, other=0.0)
+        along_B = tl.sum(d_BD.to(tl.float32) * o_BD.to(tl.float32), axis=1)
         # Keys by queries: as they come, scores are then the left side of the two sums over queries.
-        s_TB = tl.dot(k_TD, tl.trans(q_BD), input_precision=PRECISION) * scale
-        s_TB = tl.where((col[:, None] <= row[None, :]) & inside, s_TB, float("-inf"))
-        p_TB = tl.exp(s_TB - tl.max(s_TB, axis=0)[None, :])
-        p_TB = p_TB / tl.sum(p_TB, axis=0)[None, :]
+        s_TB = tl.dot(k_TD, tl.trans(q_BD), input_precision=PRECISION) * scale - log_B[None, :]
+        p_TB = tl.where((col[:, None] <= row[None, :]) & inside, tl.exp(s_TB), 0.0)
         dv_TD += tl.dot(p_TB.to(d_BD.dtype), d_BD, input_precision=PRECISION)
         dp_TB = tl.dot(v_TD, tl.trans(d_BD), input_precision=PRECISION)
-        ds_TB = (p_TB * (dp_TB - tl.sum(p_TB * dp_TB, axis=0)[None, :]) * scale).to(k_TD.dtype)
+        ds_TB = (p_TB * (dp_TB - along_B[None, :]) * scale).to(k_TD.dtype)
         dk_TD += tl.dot(ds_TB, q_BD, input_precision=PRECISION)
         dq_BD = tl.dot(tl.trans(ds_TB), k_TD, input_precision=PRECISION)
         at = row[:, None] * dq_row + d[None, :]
@@ -103,20 +114,23 @@ class _Attend(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, ends: Tensor, longest: int) -> Tensor:
         n, h, d = q.shape
-        out = q.new_empty(n, h, d)
-        sizes = _sizes(q, k, longest)
-        _forward[(ends.shape[0] - 1, k.shape[1])](q, k, v, out, ends, *_strides(q, k, v), d**-0.5, **sizes)
-        ctx.save_for_backward(q, k, v, ends)
-        ctx.sizes = sizes
+        out, logs = q.new_empty(n, h, d), q.new_empty(h, n, dtype=torch.float32)
+        _forward[(ends.shape[0] - 1, k.shape[1])](
+            q, k, v, out, logs, ends, n, *_strides(q, k, v), d**-0.5, **_sizes(q, k, longest, FORWARD)
+        )
+        ctx.save_for_backward(q, k, v, out, logs, ends)
+        ctx.longest = longest
         return out
 
     @staticmethod
     def backward(ctx: Any, d_out: Tensor) -> tuple[Any, ...]:
-        q, k, v, ends = ctx.saved_tensors
+        q, k, v, out, logs, ends = ctx.saved_tensors
         d_out = d_out if d_out.stride(-1) == 1 else d_out.contiguous()
+        n, _, d = q.shape
         dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
+        sizes = _sizes(q, k, ctx.longest, _backward_sizes(_tile(ctx.longest), d))
         _backward[(ends.shape[0] - 1, k.shape[1])](
-            q, k, v, d_out, dq, dk, dv, ends, *_strides(q, k, v, d_out), q.shape[2] ** -0.5, **ctx.sizes
+            q, k, v, out, logs, d_out, dq, dk, dv, ends, n, *_strides(q, k, v, d_out), d**-0.5, **sizes
         )
         return dq, dk, dv, None, None
 
@@ -125,16 +139,20 @@ def _strides(*tensors: Tensor) -> list[int]:
     return [stride for x in tensors for stride in x.stride()[:2]]
 
 
-def _sizes(q: Tensor, k: Tensor, longest: int) -> dict[str, Any]:
-    tile = max(16, width(longest))
+def _tile(longest: int) -> int:
+    return max(16, width(longest))
+
+
+def _sizes(q: Tensor, k: Tensor, longest: int, choice: tuple[int, int, int]) -> dict[str, Any]:
+    queries, warps, stages = choice
     return {
         "HEADS": q.shape[1] // k.shape[1],
         "D": q.shape[2],
-        "T": tile,
-        "B": min(QUERIES, tile),
+        "T": _tile(longest),
+        "B": min(queries, _tile(longest)),
         "PRECISION": "ieee" if q.dtype == torch.float32 else "tf32",
-        "num_warps": 4 if max(tile, q.shape[2]) <= 64 else 8,
-        "num_stages": 2,
+        "num_warps": warps,
+        "num_stages": stages,
     }
 
 

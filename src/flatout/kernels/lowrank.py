@@ -13,6 +13,8 @@ Legend: N tokens, K inputs, M outputs, R columns of all adapters of one input.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -26,11 +28,49 @@ def weight_gradient(dy_NM: Tensor, x_NK: Tensor, dtype: torch.dtype) -> Tensor:
     return (dy_NM.t() @ x_NK).to(dtype)
 
 
-def room(x_NK: Tensor, weight_MK: Tensor, a_RK: Tensor | None) -> Tensor | None:
+class Home:
+    """Where a frozen weight and its adapter's matrices lie as the matmuls want them, in the weight's own type.
+
+    `both` is [W | B] where there are more outputs than inputs, else [W ; A]: without it, each pass copies the weight.
+    `layout` has, for each part of the output, its rows and which `rank` columns of B they have, if any.
+    """
+
+    def __init__(self, weight_MK: Tensor, layout: Sequence[tuple[int, int | None]], *, rank: int, scale: float) -> None:
+        m, k = weight_MK.shape
+        columns = rank * sum(index is not None for _, index in layout)
+        more = _aligned(columns)
+        if m > k:
+            self.both = weight_MK.new_zeros(m, k + more)
+            (self.weight, self.b), self.a = self.both.split((k, more), dim=1), weight_MK.new_zeros(more, k)
+        else:
+            self.both = weight_MK.new_zeros(m + more, k)
+            (self.weight, self.a), self.b = self.both.split((m, more)), weight_MK.new_zeros(m, more)
+        self.weight.copy_(weight_MK)
+        self.scale, self._columns, self._layout, self._rank = scale, columns, layout, rank
+
+    def place(self, a_RK: Tensor, b_Mr: Tensor) -> None:
+        """Takes in what was learnt; B's parts lie below each other there, and the scale goes into them."""
+        self.a[: self._columns].copy_(a_RK)
+        parts = self._parts(self.b)
+        for place, part in zip(parts, b_Mr.split([len(place) for place in parts]), strict=True):
+            torch.mul(part, self.scale, out=place)
+
+    def learnt(self, d_a_RK: Tensor, d_b_MR: Tensor) -> tuple[Tensor, Tensor]:
+        """Gradients of what `place` was given."""
+        return d_a_RK[: self._columns], torch.cat(self._parts(d_b_MR)).mul_(self.scale)
+
+    def _parts(self, b_MR: Tensor) -> list[Tensor]:
+        rows = b_MR.split([rows for rows, _ in self._layout])
+        indices = [index for _, index in self._layout]
+        rank = self._rank
+        return [part[:, i * rank : (i + 1) * rank] for part, i in zip(rows, indices, strict=True) if i is not None]
+
+
+def room(x_NK: Tensor, home: Home | None) -> Tensor | None:
     """Where an input like this should be written if columns are to lie beside it."""
-    if a_RK is None or weight_MK.shape[0] <= weight_MK.shape[1]:
+    if home is None or home.weight.shape[0] <= home.weight.shape[1]:
         return None
-    return x_NK.new_empty(x_NK.shape[0], weight_MK.shape[1] + _aligned(a_RK.shape[0]))
+    return x_NK.new_empty(x_NK.shape[0], home.both.shape[1], dtype=home.both.dtype)
 
 
 def forward(
@@ -39,52 +79,59 @@ def forward(
     bias_M: Tensor | None,
     a_RK: Tensor,
     b_MR: Tensor,
-    scale: float,
     *,
+    both: Tensor | None = None,
     beside: Tensor | None = None,
     in_place: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """(y_NM, x A', which the backward pass needs).
 
-    `beside` is the room that x was written to. `in_place` may give y with a gap after each row, and is not for
-    selective recomputation, which keeps what would be written over.
+    `both` is that of the weight's home, `beside` the room that x was written to. `in_place` may give y with a gap
+    after each row, and is not for selective recomputation, which keeps what would be written over.
     """
-    k, (a, b) = x_NK.shape[1], _cast(a_RK, b_MR, scale, x_NK.dtype)
-    if weight_MK.shape[0] > weight_MK.shape[1]:
+    m, k = weight_MK.shape
+    if m > k:
         if beside is None:
-            between_NR = x_NK @ a.t()
+            between_NR = x_NK @ a_RK.t()
             beside = torch.cat((x_NK, between_NR), dim=1)
         else:
             between_NR = beside[:, k:]
-            torch.mm(x_NK, a.t(), out=between_NR)
-        return F.linear(beside, torch.cat((weight_MK, b), dim=1), bias_M), between_NR
+            torch.mm(x_NK, a_RK.t(), out=between_NR)
+        return F.linear(beside, torch.cat((weight_MK, b_MR), dim=1) if both is None else both, bias_M), between_NR
     if not in_place or bias_M is not None:
-        between_NR = x_NK @ a.t()
-        return torch.addmm(F.linear(x_NK, weight_MK, bias_M), between_NR, b.t()), between_NR
-    both = x_NK @ torch.cat((weight_MK, a)).t()
-    y_NM, between_NR = both.split((weight_MK.shape[0], a.shape[0]), dim=1)
+        between_NR = x_NK @ a_RK.t()
+        return torch.addmm(F.linear(x_NK, weight_MK, bias_M), between_NR, b_MR.t()), between_NR
+    stacked = torch.cat((weight_MK, a_RK)) if both is None else both
+    y_NM, between_NR = (x_NK @ stacked.t()).split((m, len(a_RK)), dim=1)
     # A copy, or the few columns would keep all of them alive.
-    return y_NM.addmm_(between_NR, b.t()), between_NR.contiguous()
+    return y_NM.addmm_(between_NR, b_MR.t()), between_NR.contiguous()
 
 
 def backward(
-    dy_NM: Tensor, x_NK: Tensor, between_NR: Tensor, weight_MK: Tensor, a_RK: Tensor, b_MR: Tensor, scale: float
+    dy_NM: Tensor,
+    x_NK: Tensor,
+    between_NR: Tensor,
+    weight_MK: Tensor,
+    a_RK: Tensor,
+    b_MR: Tensor,
+    dtype: torch.dtype,
+    *,
+    both: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of (x, A, B); the first maybe with a gap after each row, the last two in the types of A and B."""
-    r, (a, b) = a_RK.shape[0], _cast(a_RK, b_MR, scale, x_NK.dtype)
-    if weight_MK.shape[1] > weight_MK.shape[0]:
-        d_between_NR = dy_NM @ b
-        dx = torch.cat((dy_NM, d_between_NR), dim=1) @ torch.cat((weight_MK, a))
+    """Gradients of (x, A, B); the first maybe with a gap after each row, the last two in the type that is named."""
+    m, k = weight_MK.shape
+    if k > m:
+        d_between_NR = dy_NM @ b_MR
+        stacked = torch.cat((weight_MK, a_RK)) if both is None else both
+        dx = torch.cat((dy_NM, d_between_NR), dim=1) @ stacked
     else:
-        both = dy_NM @ torch.cat((weight_MK, b), dim=1)
-        dx, d_between_NR = both.split((weight_MK.shape[1], a.shape[0]), dim=1)
-        dx.addmm_(d_between_NR, a)
-    d_a = weight_gradient(d_between_NR, x_NK, a_RK.dtype)
-    d_b = weight_gradient(dy_NM, between_NR, b_MR.dtype)
-    return dx, d_a[:r], d_b[:, :r] * scale
+        stacked = torch.cat((weight_MK, b_MR), dim=1) if both is None or k == m else both
+        dx, d_between_NR = (dy_NM @ stacked).split((k, len(a_RK)), dim=1)
+        dx.addmm_(d_between_NR, a_RK)
+    return dx, weight_gradient(d_between_NR, x_NK, dtype), weight_gradient(dy_NM, between_NR, dtype)
 
 
-def _cast(a_RK: Tensor, b_MR: Tensor, scale: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def cast(a_RK: Tensor, b_MR: Tensor, scale: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Both matrices in the compute type, filled up with zeros; the scale goes into B, which is small."""
     more = _aligned(a_RK.shape[0]) - a_RK.shape[0]
     a, b = a_RK.to(dtype), (b_MR * scale).to(dtype)

@@ -44,7 +44,7 @@ def _norm_forward(
 @triton.jit
 def _norm_backward(
     d_normed, d_summed, summed, rstd, weight, dx, d_weight, N, C, d_normed_row,
-    HAS_SUMMED: tl.constexpr, TILES: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
+    HAS_SUMMED: tl.constexpr, LEARNS: tl.constexpr, TILES: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     col = tl.arange(0, WIDTH)
     w = tl.load(weight + col, mask=col < C, other=0.0).to(tl.float32)
@@ -62,8 +62,10 @@ def _norm_backward(
         if HAS_SUMMED:
             d += tl.load(d_summed + at, mask=inside, other=0.0).to(tl.float32)
         tl.store(dx + at, d.to(dx.dtype.element_ty), mask=inside)
-        d_w += tl.sum(dy * x, axis=0)
-    tl.store(d_weight + tl.program_id(0) * C + col, d_w, mask=col < C)
+        if LEARNS:
+            d_w += tl.sum(dy * x, axis=0)
+    if LEARNS:
+        tl.store(d_weight + tl.program_id(0) * C + col, d_w, mask=col < C)
 
 
 def add_norm(
@@ -97,17 +99,23 @@ def add_norm(
 
 
 def add_norm_backward(
-    d_normed_NC: Tensor, d_summed_NC: Tensor | None, summed_NC: Tensor, rstd_N: Tensor, weight_C: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Gradients of (residual, which is also delta's; the norm's weight). The given one's rows may have gaps."""
+    d_normed_NC: Tensor,
+    d_summed_NC: Tensor | None,
+    summed_NC: Tensor,
+    rstd_N: Tensor,
+    weight_C: Tensor,
+    *,
+    learns: bool = True,
+) -> tuple[Tensor, Tensor | None]:
+    """Gradients of (residual, which is also delta's; the norm's weight, if it learns). Given rows may have gaps."""
     n, c = summed_NC.shape
     dx = torch.empty_like(summed_NC)
     rows = max(1, 2048 // width(c))
     programs = min(cdiv(n, rows), 4 * num_processors(summed_NC))
-    partial = torch.empty(programs, c, dtype=torch.float32, device=dx.device)
+    partial = torch.empty(programs, c, dtype=torch.float32, device=dx.device) if learns else None
     _norm_backward[(programs,)](
         d_normed_NC, d_summed_NC, summed_NC, rstd_N, weight_C, dx, partial, n, c, d_normed_NC.stride(0),
-        HAS_SUMMED=d_summed_NC is not None, TILES=cdiv(n, rows * programs), ROWS=rows, WIDTH=width(c),
+        HAS_SUMMED=d_summed_NC is not None, LEARNS=learns, TILES=cdiv(n, rows * programs), ROWS=rows, WIDTH=width(c),
         num_warps=4 if width(c) <= 4096 else 8,
     )  # fmt: skip
-    return dx, partial.sum(0).to(weight_C.dtype)
+    return dx, None if partial is None else partial.sum(0).to(weight_C.dtype)

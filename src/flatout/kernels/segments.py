@@ -46,21 +46,23 @@ class Mlp8:
 
 
 def _project(
-    x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor | None, b: Any, scale: float, *, beside: Tensor | None
+    x: Tensor, weight: Tensor, bias: Tensor | None, a: Any, b: Any, home: lowrank.Home | None, *, beside: Tensor | None
 ) -> Any:
     """A projection, with an adapter where it has one, and what lies between that one's matrices."""
-    if a is None:
+    if home is None:
         return torch.nn.functional.linear(x, weight, bias), None
-    return lowrank.forward(x, weight, bias, a, b, scale, beside=beside, in_place=True)
+    home.place(a[0], b[0])
+    return lowrank.forward(x, weight, bias, home.a, home.b, both=home.both, beside=beside, in_place=True)
 
 
 def _project_back(
-    dy: Tensor, x: Tensor, weight: Tensor, between: Tensor | None, a: Any, b: Any, scale: float, weight_type: Any
+    dy: Tensor, x: Tensor, weight: Tensor, between: Tensor | None, home: lowrank.Home | None, weight_type: Any
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
     """Gradients of (x, the weight unless it is frozen, the adapter's two matrices where it has one)."""
-    if between is not None:
-        dx, d_a, d_b = lowrank.backward(dy, x, between, weight, a, b, scale)
-        return dx, None, d_a, d_b
+    if home is not None and between is not None:
+        dx, *found = lowrank.backward(dy, x, between, weight, home.a, home.b, torch.float32, both=home.both)
+        d_a, d_b = home.learnt(*found)
+        return dx, None, d_a[None], d_b[None]
     return dy @ weight, (None if weight_type is None else weight_gradient(dy, x, weight_type)), None, None
 
 
@@ -69,16 +71,16 @@ class _NormQkvRope(torch.autograd.Function):
     def forward(
         ctx: Any, residual: Tensor, delta: Tensor | None, norm: Tensor, weight: Tensor, bias: Tensor | None,
         q_norm: Tensor | None, k_norm: Tensor | None, cos: Tensor, sin: Tensor, eps: float, heads: int, groups: int,
-        scales: Qkv8 | None, a: Tensor | None, b: Tensor | None, scale: float, dtype: torch.dtype | None,
+        scales: Qkv8 | None, a: Tensor | None, b: Tensor | None, home: lowrank.Home | None, dtype: torch.dtype | None,
     ) -> tuple[Tensor | None, Tensor, Tensor, Tensor]:  # fmt: skip
-        beside = lowrank.room(residual, weight, a)
+        beside = lowrank.room(residual, home)
         fp8_x = None if scales is None else scales.x
         summed, x, rstd = add_norm(residual, delta, norm, eps, into=beside, fp8=fp8_x, dtype=dtype)
         if scales is None:
             cast = weight.to(x.dtype)
             bias_M = None if bias is None else bias.to(x.dtype)
-            qkv, between = _project(x, cast, bias_M, a, b, scale, beside=beside)
-            kept = [x, cast, between, a, b]
+            qkv, between = _project(x, cast, bias_M, a, b, home, beside=beside)
+            kept = [x, cast, between]
         else:
             both = scales.weight.both
             qkv = fp8.matmul(x, both.rows, scales.x.inverse, both.inverse, dtype=residual.dtype, fast=True)
@@ -96,7 +98,7 @@ class _NormQkvRope(torch.autograd.Function):
         ctx.save_for_backward(summed, rstd, norm, cos, sin, *kept)
         ctx.set_materialize_grads(False)
         trained = ctx.needs_input_grad
-        ctx.scales, ctx.scale = scales, scale
+        ctx.scales, ctx.home = scales, home
         ctx.types = (weight.dtype if trained[3] else None, bias.dtype if bias is not None and trained[4] else None)
         ctx.has_delta, ctx.has_head_norms, ctx.heads, ctx.groups = delta is not None, q_norm is not None, heads, groups
         return (summed if delta is not None else None), q, k, v
@@ -115,8 +117,8 @@ class _NormQkvRope(torch.autograd.Function):
                 d_qkv, qkv, head_rstd, q_norm, k_norm, heads=ctx.heads, groups=ctx.groups
             )
         if scales is None:
-            x, cast, between, a, b = kept
-            dx, d_weight, d_a, d_b = _project_back(d_qkv, x, cast, between, a, b, ctx.scale, weight_type)
+            x, cast, between = kept
+            dx, d_weight, d_a, d_b = _project_back(d_qkv, x, cast, between, ctx.home, weight_type)
             if bias_type is not None:
                 d_bias = d_qkv.sum(0, dtype=torch.float32).to(bias_type)
         else:
@@ -129,7 +131,7 @@ class _NormQkvRope(torch.autograd.Function):
                 d_rows, d_cols = d_qkv, fp8.transposed(d_qkv)
             dx = fp8.matmul(d_rows, both.cols, inverse, both.inverse, dtype=summed.dtype, fast=True)
             d_weight = fp8.matmul(d_cols, x_cols, inverse, scales.x.inverse, dtype=weight_type, fast=False)
-        d_input, d_norm = add_norm_backward(dx, d_summed, summed, rstd, norm)
+        d_input, d_norm = add_norm_backward(dx, d_summed, summed, rstd, norm, learns=ctx.needs_input_grad[2])
         d_delta = d_input if ctx.has_delta else None
         beside = (None,) * 6  # cos, sin, eps, heads, groups, scales
         return d_input, d_delta, d_norm, d_weight, d_bias, d_q_norm, d_k_norm, *beside, d_a, d_b, None, None
@@ -139,20 +141,18 @@ class _NormMlp(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, residual: Tensor, delta: Tensor, norm: Tensor, gate_up: Tensor, down: Tensor, eps: float,
-        scales: Mlp8 | None, a1: Tensor | None, b1: Tensor | None, scale1: float, a2: Tensor | None,
-        b2: Tensor | None, scale2: float, dtype: torch.dtype | None,
+        scales: Mlp8 | None, a1: Tensor | None, b1: Tensor | None, home1: lowrank.Home | None, a2: Tensor | None,
+        b2: Tensor | None, home2: lowrank.Home | None, dtype: torch.dtype | None,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        beside = lowrank.room(residual, gate_up, a1)
+        beside = lowrank.room(residual, home1)
         fp8_x = None if scales is None else scales.x
         summed, x, rstd = add_norm(residual, delta, norm, eps, into=beside, fp8=fp8_x, dtype=dtype)
         if scales is None:
             wide, narrow = gate_up.to(x.dtype), down.to(x.dtype)
-            hidden, between1 = _project(x, wide, None, a1, b1, scale1, beside=beside)
+            hidden, between1 = _project(x, wide, None, a1, b1, home1, beside=beside)
             h = swiglu(hidden)
-            out, between2 = _project(h, narrow, None, a2, b2, scale2, beside=None)
-            ctx.save_for_backward(
-                summed, rstd, norm, x, hidden, h, wide, narrow, between1, a1, b1, between2, a2, b2
-            )  # fmt: skip
+            out, between2 = _project(h, narrow, None, a2, b2, home2, beside=None)
+            ctx.save_for_backward(summed, rstd, norm, x, hidden, h, wide, narrow, between1, between2)
         else:
             w, n, dtype = scales.gate_up.both, scales.down.both, residual.dtype
             hidden = fp8.matmul(x, w.rows, scales.x.inverse, w.inverse, dtype=dtype, fast=True)
@@ -161,7 +161,7 @@ class _NormMlp(torch.autograd.Function):
             ctx.save_for_backward(summed, rstd, norm, fp8.transposed(x), hidden, fp8.transposed(h))
         trained = ctx.needs_input_grad
         ctx.types = (gate_up.dtype if trained[3] else None, down.dtype if trained[4] else None)
-        ctx.scales, ctx.low = scales, (scale1, scale2)
+        ctx.scales, ctx.homes = scales, (home1, home2)
         ctx.set_materialize_grads(False)
         return summed, out
 
@@ -170,10 +170,10 @@ class _NormMlp(torch.autograd.Function):
         scales, (wide_type, narrow_type) = ctx.scales, ctx.types
         low: list[Tensor | None] = [None] * 4
         if scales is None:
-            summed, rstd, norm, x, hidden, h, wide, narrow, between1, a1, b1, between2, a2, b2 = ctx.saved_tensors
-            dh, d_down, *low[2:] = _project_back(d_out, h, narrow, between2, a2, b2, ctx.low[1], narrow_type)
+            summed, rstd, norm, x, hidden, h, wide, narrow, between1, between2 = ctx.saved_tensors
+            dh, d_down, *low[2:] = _project_back(d_out, h, narrow, between2, ctx.homes[1], narrow_type)
             d_hidden = swiglu_backward(dh, hidden)
-            dx, d_gate_up, *low[:2] = _project_back(d_hidden, x, wide, between1, a1, b1, ctx.low[0], wide_type)
+            dx, d_gate_up, *low[:2] = _project_back(d_hidden, x, wide, between1, ctx.homes[0], wide_type)
         else:
             summed, rstd, norm, x_cols, hidden, h_cols = ctx.saved_tensors
             w, n, dtype = scales.gate_up.both, scales.down.both, summed.dtype
@@ -183,7 +183,7 @@ class _NormMlp(torch.autograd.Function):
             g, g_inverse = swiglu_backward(dh, hidden, fp8=scales.d_gate_up), scales.d_gate_up.inverse
             dx = fp8.matmul(g, w.cols, g_inverse, w.inverse, dtype=dtype, fast=True)
             d_gate_up = fp8.matmul(fp8.transposed(g), x_cols, g_inverse, scales.x.inverse, dtype=wide_type, fast=False)
-        d_input, d_norm = add_norm_backward(dx, d_summed, summed, rstd, norm)
+        d_input, d_norm = add_norm_backward(dx, d_summed, summed, rstd, norm, learns=ctx.needs_input_grad[2])
         return d_input, d_input, d_norm, d_gate_up, d_down, None, None, *low[:2], None, *low[2:], None, None
 
 
@@ -199,7 +199,7 @@ class _Norm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dx: Tensor) -> tuple[Any, ...]:
         summed, rstd, norm = ctx.saved_tensors
-        d_input, d_norm = add_norm_backward(dx.contiguous(), None, summed, rstd, norm)
+        d_input, d_norm = add_norm_backward(dx.contiguous(), None, summed, rstd, norm, learns=ctx.needs_input_grad[2])
         return d_input, d_input, d_norm, None, None
 
 
@@ -215,7 +215,7 @@ def norm_qkv_rope(
     sin: Tensor,
     a: Tensor | None = None,
     b: Tensor | None = None,
-    scale: float = 0.0,
+    home: lowrank.Home | None = None,
     *,
     eps: float,
     heads: int,
@@ -225,13 +225,13 @@ def norm_qkv_rope(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(residual + delta, q_NHD, k_NGD, v_NGD); views of the projection, or beside it if q and k are normed.
 
-    `a`, `b` and `scale` are the projection's adapter, see `lowrank`; a frozen weight gets no gradient. `dtype` is that
+    `a`, `b` and `home` are the projection's adapter, see `lowrank`; a frozen weight gets no gradient. `dtype` is that
     of the matmuls where the residual has another; such a residual is for passes without gradients.
     """
     n = residual_NC.shape[0]
     summed, q, k, v = _NormQkvRope.apply(
         residual_NC, delta_NC, norm_C, weight, bias, q_norm_D, k_norm_D, cos.view(n, -1), sin.view(n, -1), eps, heads,
-        groups, scales if torch.is_grad_enabled() else None, a, b, scale, dtype,
+        groups, scales if torch.is_grad_enabled() else None, a, b, home, dtype,
     )  # fmt: skip
     return (residual_NC if summed is None else summed), q, k, v
 
@@ -244,10 +244,10 @@ def norm_mlp(
     down: Tensor,
     a1: Tensor | None = None,
     b1: Tensor | None = None,
-    scale1: float = 0.0,
+    home1: lowrank.Home | None = None,
     a2: Tensor | None = None,
     b2: Tensor | None = None,
-    scale2: float = 0.0,
+    home2: lowrank.Home | None = None,
     *,
     eps: float,
     scales: Mlp8 | None = None,
@@ -255,7 +255,7 @@ def norm_mlp(
 ) -> tuple[Tensor, Tensor]:
     """(residual + delta, the MLP of its norm); adapters of gate and up first, then down's."""
     scales = scales if torch.is_grad_enabled() else None
-    low = (a1, b1, scale1, a2, b2, scale2)
+    low = (a1, b1, home1, a2, b2, home2)
     summed, out = _NormMlp.apply(residual_NC, delta_NC, norm_C, gate_up, down, eps, scales, *low, dtype)
     return summed, out
 

@@ -117,13 +117,13 @@ class Block(nn.Module):
         return linear(x, weight, bias)
 
     def low_rank(self, name: str) -> tuple[Any, ...]:
-        """(A, B, scale) of a projection's adapter, for the kernels; nothing where no block has any."""
+        """(A, B, where they lie) of a projection's adapter, for the kernels; nothing where no block has any."""
         if not self.adapters:
             return ()
         if name not in self.adapters:
-            return None, None, 0.0
+            return None, None, None
         adapter: Any = self.adapters[name]
-        return *adapter.matrices(), adapter.scale
+        return adapter.a, adapter.b, adapter.home
 
     def norm_qkv_rope(
         self, residual_NC: Tensor, delta_NC: Tensor | None, cos: Tensor, sin: Tensor

@@ -39,6 +39,8 @@ class Adapter(nn.Module):
             (widths[name][1], self.parts.index(name) if name in self.parts else None) for name in GROUPS[group]
         ]
         self.rank, self.scale, self.dropout = spec.rank, spec.scale, spec.dropout
+        # Where kernels find the weight and these matrices side by side, see `settle`.
+        self.home: lowrank.Home | None = None
         self.a = nn.Parameter(torch.empty(1, spec.rank * len(self.parts), widths[self.parts[0]][0]))
         self.b = nn.Parameter(torch.zeros(1, sum(widths[name][1] for name in self.parts), spec.rank))
 
@@ -83,7 +85,8 @@ class _Adapted(torch.autograd.Function):
         ctx: Any, x: Tensor, weight: Tensor, scales: Tensor | None, shape: torch.Size | None, bias: Tensor | None,
         a: Tensor, b: Tensor, scale: float,
     ) -> Tensor:  # fmt: skip
-        y, between = lowrank.forward(x, _dense(weight, scales, shape, x.dtype), bias, a, b, scale)
+        cast = lowrank.cast(a, b, scale, x.dtype)
+        y, between = lowrank.forward(x, _dense(weight, scales, shape, x.dtype), bias, *cast)
         ctx.save_for_backward(x, between, weight, scales, a, b)
         ctx.shape, ctx.scale = shape, scale
         return y
@@ -92,8 +95,9 @@ class _Adapted(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
         x, between, weight, scales, a, b = ctx.saved_tensors
         dense = _dense(weight, scales, ctx.shape, dy.dtype)
-        dx, d_a, d_b = lowrank.backward(dy, x, between, dense, a, b, ctx.scale)
-        return dx, None, None, None, None, d_a, d_b, None
+        r, cast = len(a), lowrank.cast(a, b, ctx.scale, x.dtype)
+        dx, d_a, d_b = lowrank.backward(dy, x, between, dense, *cast, a.dtype)
+        return dx, None, None, None, None, d_a[:r], d_b[:, :r] * ctx.scale, None
 
 
 def _dense(weight: Tensor, scales: Tensor | None, shape: torch.Size | None, dtype: torch.dtype) -> Tensor:
@@ -156,6 +160,17 @@ def attach(model: Decoder, spec: Adapters, *, seed: int) -> None:
                 bound = adapter.a.shape[-1] ** -0.5
                 adapter.a.uniform_(-bound, bound, generator=generator)
                 block.adapters[group] = adapter
+
+
+@torch.no_grad()
+def settle(block: Block, *groups: str) -> None:
+    """Moves the frozen weights of these projections to where their adapters lie beside them; kernels need it."""
+    for group in groups:
+        if group in block.adapters:
+            adapter, weight = block.adapters[group], getattr(block, group)
+            assert isinstance(adapter, Adapter)
+            adapter.home = lowrank.Home(weight, adapter.layout, rank=adapter.rank, scale=adapter.scale)
+            setattr(block, group, nn.Parameter(adapter.home.weight, requires_grad=False))
 
 
 def adapters(model: Decoder) -> dict[str, tuple[Tensor, Tensor]]:
