@@ -294,9 +294,10 @@ def test_few_tokens_take_the_time_of_the_host() -> None:
 
 def test_short_documents_do_not_make_the_libraries_attention_free() -> None:
     short = flops_per_token(SMALL, sequence_length=1024, mean_context=40)
-    assert seconds(flops=short, varlen=True) > 1.1 * seconds(flops=short)
+    assert seconds(flops=short, documents="varlen") > 1.1 * seconds(flops=short)
     long = flops_per_token(SMALL, sequence_length=1024, mean_context=4096)
-    assert seconds(flops=long, varlen=True) == seconds(flops=long)
+    assert seconds(flops=long, documents="varlen") == seconds(flops=long)
+    assert seconds(flops=short) < seconds(flops=short, documents="short") < seconds(flops=short, documents="varlen")
 
 
 def test_adapters_take_launches_unless_their_passes_are_recorded() -> None:

@@ -507,9 +507,10 @@ HOST_S: dict[BlockPath, float] = {"eager": 4.0e-3, "compiled": 1.9e-3, "fused": 
 # end, one after the other.
 ADAPTED_HOST_S, RECORDED_S = 5.5e-3, 3.5e-4
 # What adapters' narrow products leave of the matmuls' speed.
-ADAPTED_SHARE = 0.78
-# Attention over packed documents by the libraries' kernel takes at least as long as so many passes over its queries.
-VARLEN_PASSES = 52
+ADAPTED_SHARE = 0.86
+# Attention over packed documents by the libraries' kernel takes at least as long as so many passes over its queries;
+# over short ones, by ours, it takes as long as these.
+VARLEN_PASSES, SHORT_PASSES = 52, 22
 
 
 def attention_share(sequence_length: int, *, precision: str) -> float:
@@ -533,12 +534,12 @@ def step_seconds(
     path: BlockPath,
     adapters: Adapters | None = None,
     graphs: bool = False,
-    varlen: bool = False,
+    documents: Literal["varlen", "short"] | None = None,
 ) -> float:
     """Predicted seconds of one optimizer step on one device, from three lanes that add up.
 
     Matmuls at a share of the peak, attention at a smaller one, element-wise traffic at a share of the bandwidth. With
-    `graphs` the host launches everything at once; with `varlen` documents are packed, by the libraries' kernel.
+    `graphs` the host launches everything at once. `documents` are packed ones, by the kernel that takes them.
     """
     attention_flops = flops.attention
     matmul_flops = flops.executed - attention_flops
@@ -556,9 +557,11 @@ def step_seconds(
         traffic = (shape.layers * block + logits) / (BANDWIDTH_SHARE * bandwidth)
         trained = shape.num_parameters if adapters is None else adapters.num_parameters(shape)
         update = 28 * trained / (BANDWIDTH_SHARE * bandwidth)
-        if varlen:
-            passes = VARLEN_PASSES * shape.layers * width * shape.q_width
-            attention = max(attention, passes / (BANDWIDTH_SHARE * bandwidth))
+        over_queries = shape.layers * width * shape.q_width / (BANDWIDTH_SHARE * bandwidth)
+        if documents == "varlen":
+            attention = max(attention, VARLEN_PASSES * over_queries)
+        elif documents == "short":
+            attention = SHORT_PASSES * over_queries
     host = HOST_S[path]
     if adapters is not None and path == "fused":
         host, matmul = ADAPTED_HOST_S, matmul / ADAPTED_SHARE

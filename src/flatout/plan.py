@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from flatout import hub
 from flatout.config.settings import DataSettings, Decisions, LoraSettings, ModelSettings, PlanSettings, Settings
@@ -666,7 +666,7 @@ def _predict(job: Job, decisions: Decisions, memory: Memory) -> Prediction:
         recompute=recompute,
         tf32=bool(decisions.tf32),
         graphs=bool(decisions.graphs),
-        varlen=job.packing == "documents" and decisions.attention == "flash",
+        documents=_documents(job, decisions.attention),
     )
     rates = Rates(flops=flops, peak_flops=peak, num_devices=job.num_ranks)
     shares = rates.shares(tokens=job.batch_tokens, seconds=seconds or 0.0)
@@ -682,6 +682,13 @@ def _predict(job: Job, decisions: Decisions, memory: Memory) -> Prediction:
     )
 
 
+def _documents(job: Job, attention: str | None) -> Literal["varlen", "short"] | None:
+    """Which kernel takes packed documents, where one does."""
+    if job.packing != "documents":
+        return None
+    return "short" if attention == "short" else "varlen" if attention == "flash" else None
+
+
 def _step_s(
     job: Job,
     *,
@@ -692,7 +699,7 @@ def _step_s(
     recompute: str = "none",
     tf32: bool = True,
     graphs: bool = False,
-    varlen: bool = False,
+    documents: Literal["varlen", "short"] | None = None,
 ) -> float | None:
     """Predicted seconds of a step; None on a CPU, and where the device's peak is not known."""
     peak = _peak(job, precision=precision, tf32=tf32)
@@ -711,7 +718,7 @@ def _step_s(
         path=path,
         adapters=job.adapters,
         graphs=graphs,
-        varlen=varlen,
+        documents=documents,
     )
 
 
