@@ -444,7 +444,8 @@ def training_memory(
     # Logits and their gradient, which a fused loss writes in their place. Eager holds fp32 copies as well: two beside
     # bf16 logits; one, and then the gradient, beside fp16 ones, which the softmax itself widens.
     eager = {"bf16": width + 8, "fp16": 2 * width + 4, "fp32": 2 * width + 8}[precision]
-    per_logit = {"eager": eager, "compiled": 2 * width, "fused": width, "fp8": width + 2}[path]
+    eight = width + (2 if adapters is None else 0)
+    per_logit = {"eager": eager, "compiled": 2 * width, "fused": width, "fp8": eight}[path]
     loss = min(loss_chunk, loss_rows or micro_tokens) * shape.vocab * per_logit
     loss += width * shape.hidden * micro_tokens
     backward = micro_tokens * width * (3 * shape.intermediate + 2 * shape.hidden)
@@ -460,7 +461,8 @@ def training_memory(
         rebuilt = (6 if adapters.base_bits == 4 else width) * 2 * shape.intermediate * shape.hidden
         return Memory(
             weights=adapters.base_bytes(shape, precision=precision) + 4 * trained,
-            weight_copies=0 if width == 4 else 2 * width * trained,
+            # Adapters in the compute type; in 8 bits the frozen weights again, both ways round.
+            weight_copies=(0 if width == 4 else 2 * width * trained) + (2 * blocks if path == "fp8" else 0),
             gradients=4 * trained * (1 + (num_ranks > 1)),
             optimizer=8 * trained,
             activations=micro_tokens * (kept + outside),
@@ -545,8 +547,9 @@ def step_seconds(
     matmul_flops = flops.executed - attention_flops
     matmul = matmul_flops / (MATMUL_SHARE[path] * peak_flops)
     if path == "fp8" and fp8_flops:
-        # The attention's output projection stays in 16 bits.
-        wide = 6 * shape.layers * shape.hidden * shape.q_width
+        # The attention's output projection stays in 16 bits; with adapters the head does too.
+        out = shape.layers * shape.hidden * shape.q_width
+        wide = 6 * out if adapters is None else 4 * (out + shape.hidden * shape.vocab)
         matmul = wide / (MATMUL_SHARE["fused"] * peak_flops) + (matmul_flops - wide) / (MATMUL_SHARE[path] * fp8_flops)
     attention = attention_flops / (attention_share(sequence_length, precision=precision) * peak_flops)
     traffic = update = 0.0
@@ -563,7 +566,7 @@ def step_seconds(
         elif documents == "short":
             attention = SHORT_PASSES * over_queries
     host = HOST_S[path]
-    if adapters is not None and path == "fused":
+    if adapters is not None and path in ("fused", "fp8"):
         host, matmul = ADAPTED_HOST_S, matmul / ADAPTED_SHARE
     device = micro_tokens * (matmul + attention + traffic)
     if graphs:

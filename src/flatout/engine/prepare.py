@@ -31,6 +31,7 @@ def prepare(
     blocks = [block for block in model.blocks if isinstance(block, Block)]
     for block in blocks:
         block.recompute = recompute
+        lora.settle(block, *(["qkv"] if active.fused_qkv else []), *(["gate_up", "down"] if active.fused_mlp else []))
     eight = EightBits(model, blocks, active) if active.fp8 else None
     rows: RowLoss = row_loss
     if active.fused_qkv or active.fused_mlp or active.fused_loss:
@@ -49,7 +50,6 @@ def _fuse(model: Decoder, blocks: list[Block], *, active: Active, eight: EightBi
 
     shape = model.shape
     for i, block in enumerate(blocks):
-        lora.settle(block, *(["qkv"] if active.fused_qkv else []), *(["gate_up", "down"] if active.fused_mlp else []))
         if active.fused_qkv:
             scales = None if eight is None else eight.qkv[i]
             block.qkv_kernel = partial(
@@ -117,7 +117,7 @@ class EightBits:
     """The scales and 8-bit weights of a model, brought up to date after every update."""
 
     def __init__(self, model: Decoder, blocks: list[Block], active: Active) -> None:
-        from flatout.kernels import fp8, head, segments
+        from flatout.kernels import fp8, head, lowrank8, segments
 
         self._refresh = fp8.Weight.refresh
         forward, backward = fp8.FORWARD, fp8.BACKWARD
@@ -128,25 +128,34 @@ class EightBits:
         self._weights: list[Tensor] = []
         self._copies: list[Any] = []
 
-        def copy(weight: Tensor) -> Any:
+        def copy(block: Block, name: str) -> Any:
+            if name in block.adapters:
+                adapter: Any = block.adapters[name]
+                return lowrank8.Frozen(adapter.home)
+            weight = getattr(block, name)
             self._weights.append(weight)
             self._copies.append(fp8.Weight(weight))
             return self._copies[-1]
 
         for i, block in enumerate(blocks):
             x, d_qkv, x_mlp, h, d_out, d_gate_up = (self.scales[len(kinds) * i + k] for k in range(len(kinds)))
-            eight_qkv = active.fused_qkv and block.qkv_bias is None
-            self.qkv.append(segments.Qkv8(x=x, d_qkv=d_qkv, weight=copy(block.qkv)) if eight_qkv else None)
+            eight_qkv = active.fused_qkv and block.qkv_bias is None and _eight(block, "qkv")
+            self.qkv.append(segments.Qkv8(x=x, d_qkv=d_qkv, weight=copy(block, "qkv")) if eight_qkv else None)
             self.mlp.append(
                 segments.Mlp8(
-                    x=x_mlp, h=h, d_out=d_out, d_gate_up=d_gate_up, gate_up=copy(block.gate_up), down=copy(block.down)
+                    x=x_mlp,
+                    h=h,
+                    d_out=d_out,
+                    d_gate_up=d_gate_up,
+                    gate_up=copy(block, "gate_up"),
+                    down=copy(block, "down"),
                 )
-                if active.fused_mlp
+                if active.fused_mlp and _eight(block, "gate_up", "down")
                 else None
             )
         self.head: Any = None
-        if active.fused_loss:
-            weight = model.head_weight
+        weight = model.head_weight
+        if active.fused_loss and weight.requires_grad:
             self.head = head.Head8(weight)
             self._weights.append(weight)
             self._copies.append(self.head.weight)
@@ -157,14 +166,15 @@ class EightBits:
 
     def ready(self) -> None:
         """Before the first step, or after weights were loaded."""
-        if self._stale:
+        if self._stale and self._weights:
             self._refresh(self._weights, self._copies)
-            self._stale = False
+        self._stale = False
 
     def updated(self) -> None:
         """After an update: new scales from what the step saw, new copies of the weights."""
         self.scales.advance()
-        self._refresh(self._weights, self._copies)
+        if self._weights:
+            self._refresh(self._weights, self._copies)
 
     def forget(self) -> None:
         """What an abandoned step saw."""
@@ -180,6 +190,16 @@ class EightBits:
             return linear_cross_entropy8(hidden_NC, weight_VC, targets_N, chunk=chunk, head=self.head)
 
         return loss
+
+
+def _eight(block: Block, *names: str) -> bool:
+    """Whether these weights have an 8-bit way: those that learn, or have an adapter and the usual proportions."""
+    for name in names:
+        weight: Tensor = getattr(block, name)
+        usual = (weight.shape[0] > weight.shape[1]) == (name != "down")
+        if not weight.requires_grad and not (name in block.adapters and usual):
+            return False
+    return True
 
 
 def attend_for(batch: Batch, *, active: Active) -> Attend:

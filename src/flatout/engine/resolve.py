@@ -18,6 +18,8 @@ from flatout.model import Attend, Rectangular, Short, Varlen
 from flatout.plan import Plan, no_short
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+# How far off 8-bit products may be on values that are all alike: a few percent, by their rounding.
+FROZEN_OFF = 0.1
 # Attention backends in the order they are tried after the one the plan wished for.
 PREFERENCE = {"cuda": ("flash", "cudnn", "efficient", "math"), "cpu": ("flash", "math")}
 
@@ -137,8 +139,10 @@ def _no_graphs(plan: Plan, compiler: str, kernels: Mapping[str, bool], *, on_gpu
         return "nothing is launched on a CPU"
     if plan.job.shape.adapter:
         return "the model runs as transformers builds it"
-    if compiler != "none" or plan.decisions.recompute != "none" or kernels["fp8"]:
-        return "not with compile, recompute or fp8"
+    if compiler != "none" or plan.decisions.recompute != "none":
+        return "not with compile or recompute"
+    if kernels["fp8"] and adapters is None:
+        return "not with 8-bit copies of weights that learn"
     return "dropout draws anew in every pass" if adapters is not None and adapters.dropout else None
 
 
@@ -160,7 +164,7 @@ def _kernels(plan: Plan, dtype: torch.dtype, device: torch.device) -> tuple[dict
         words[f"{name} kernel"] = "fused" if granted[name] else f"plain: {problem}" if wanted else "plain"
     fp8 = bool(wish.fp8) and any(granted.values())
     if wish.fp8:
-        problem = _no_fp8(device, dtype) if adapters is None else "adapters learn beside 16-bit matmuls"
+        problem = _no_fp8(device, dtype) or (_no_frozen(plan.job.shape, dtype, device) if adapters else None)
         fp8 = fp8 and problem is None
         words["fp8"] = "on: 8-bit matmuls in the fused segments" if fp8 else f"off: {problem or 'no fused segment'}"
     return {f"fused_{name}": on for name, on in granted.items()} | {"fp8": fp8}, words
@@ -195,6 +199,37 @@ def _no_fp8(device: torch.device, dtype: torch.dtype) -> str | None:
         if not all(torch.equal(both.rows.float().t(), both.cols.float()) for both in (copy, gradient)):
             return "this version of Triton transposes 8-bit tiles wrongly"
         fp8.matmul(copy.rows, copy.rows, copy.inverse, copy.inverse, dtype=dtype, fast=True)
+    except Exception as error:  # whatever a compiler or library raises on this machine is the answer asked for
+        return f"{type(error).__name__}: {first_line(error)}"[:120]
+    return None
+
+
+def _no_frozen(shape: ModelShape, dtype: torch.dtype, device: torch.device) -> str | None:
+    """Why frozen weights cannot be had in 8 bits here: what they give beside an adapter, against the formula."""
+    from flatout.kernels import fp8, lowrank, lowrank8
+
+    n, rank, generator = 64, 16, torch.Generator(device).manual_seed(0)
+
+    def draw(rows: int, columns: int) -> Tensor:
+        return torch.randn(rows, columns, device=device, generator=generator) / columns**0.5
+
+    try:
+        for m, k in ((2 * shape.intermediate, shape.hidden), (shape.hidden, shape.intermediate)):
+            weight, a, b, x, dy = draw(m, k), draw(rank, k), draw(m, rank), draw(n, k), draw(n, m)
+            frozen = lowrank8.Frozen(lowrank.Home(weight.to(dtype), [(m, 0)], rank=rank, scale=1.0))
+            frozen.place(a, b)
+            given, gradient = (fp8.Scale.own(kind, device, 64.0) for kind in (fp8.FORWARD, fp8.BACKWARD))
+            x8, dy8 = frozen.input(n), frozen.gradient(n)
+            fp8.write(x, given, into=x8[:, :k])
+            fp8.write(dy, gradient, into=dy8[:, :m])
+            y, between = frozen.forward(x8, given, dtype)
+            found = [y, *frozen.backward(dy8, gradient, x8, given, between)]
+            whole, d_between = weight + b @ a, dy @ b
+            expected = [x @ whole.t(), dy @ whole, d_between.t() @ x, dy.t() @ (x @ a.t())]
+            for ours, theirs in zip(found, expected, strict=True):
+                off = float((ours.float().view(theirs.shape) - theirs).norm() / theirs.norm())
+                if not off < FROZEN_OFF:
+                    return f"frozen weights in 8 bits are {off:.2g} off beside an adapter"
     except Exception as error:  # whatever a compiler or library raises on this machine is the answer asked for
         return f"{type(error).__name__}: {first_line(error)}"[:120]
     return None
