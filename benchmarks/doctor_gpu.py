@@ -65,7 +65,7 @@ class Budget:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     options = parsed(arguments)
-    call = Call(benchmark="doctor-gpu", commit=git_commit())
+    call = Call(benchmark="doctor-gpu", commit=options.commit or git_commit())
     about = {"call": call.id, "hardware": hardware_name(), "versions": versions(), "commit": call.commit}
     about |= {"command": call.command, "date": date.today().isoformat()}
     budget = Budget(options.budget)
@@ -103,6 +103,7 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--budget", type=float, help="seconds in which all of it must be done")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--no-prove", action="store_true")
+    parser.add_argument("--commit", default=None, help="where there is no git")
     parser.add_argument("--to", type=Path)
     options = parser.parse_args(arguments)
     options.causes = [] if options.causes == "none" else options.causes.split(",")

@@ -211,7 +211,8 @@ def _no_frozen(shape: ModelShape, dtype: torch.dtype, device: torch.device) -> s
     n, rank, generator = 64, 16, torch.Generator(device).manual_seed(0)
 
     def draw(rows: int, columns: int) -> Tensor:
-        return torch.randn(rows, columns, device=device, generator=generator) / columns**0.5
+        drawn: Tensor = torch.randn(rows, columns, device=device, generator=generator) / columns**0.5
+        return drawn
 
     try:
         for m, k in ((2 * shape.intermediate, shape.hidden), (shape.hidden, shape.intermediate)):
