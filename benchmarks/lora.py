@@ -30,6 +30,7 @@ from flatout.record import Run
 
 PROMPT, SHORTEST, LONGEST = 24, 48, 128
 UNITS = {"samples_per_s": "samples/s", "tokens_per_s": "real tokens/s", "peak_gib": "GiB"}
+FIT_UNITS = {"peak_gib": "GiB", "predicted_gib": "GiB"}
 SMOLLM2_360M = (
     "{layers: 32, hidden: 960, heads: 15, kv_heads: 5, intermediate: 2560, vocab: 49152, positions: 2048, tied: true}"
 )
@@ -107,32 +108,30 @@ def peer(script: Path, variant: str, *, seconds: float) -> dict[str, float] | No
     return {"samples_per_s": speed, "tokens_per_s": speed * real, "peak_gib": found["mem_gib"]}
 
 
-def fit(scratch: Path, rows: Path, *, steps: int) -> None:
+def fit(scratch: Path, rows: Path, measured: dict[str, list[dict[str, float]]], *, steps: int) -> None:
     """Every shape on every cap, 16 and 4 bits: trained, with the predicted peak beside the measured, or refused."""
     import torch
 
     total_gb = torch.cuda.get_device_properties(0).total_memory / 1e9
-    for name, shape in SHAPES.items():
-        file = config(scratch / f"{name}.yaml", rows=rows, model=shape, steps=steps)
+    files = {name: config(scratch / f"{name}.yaml", rows=rows, model=SHAPES[name], steps=steps) for name in SHAPES}
 
-        def one(cap: int, base: str, file: Path = file, name: str = name) -> None:
-            pins = [f"plan.memory_fraction={cap / total_gb:.4f}", f"lora.base={base}", "train.batch_tokens=16384"]
-            pins += ["plan.precision=fp16"] if cap == 15 else []
-            done = ours(file, pins, folder=scratch / f"{name}-{cap}-{base}", seconds=240)
-            line: dict[str, Any] = {"shape": name, "cap_gb": cap, "base": base, "refused": done.refused}
-            if done.predicted_gib is not None:
-                peak = done.figures["peak_gib"]
-                line |= {
-                    "predicted_gib": done.predicted_gib,
-                    "measured_gib": peak,
-                    "off": done.predicted_gib / peak - 1,
-                }
-            print(json.dumps(line), flush=True)
+    def one(cap: int, name: str, base: str) -> None:
+        pins = [f"plan.memory_fraction={cap / total_gb:.4f}", f"lora.base={base}", "train.batch_tokens=16384"]
+        pins += ["plan.precision=fp16"] if cap == 15 else []
+        variant = f"{name}-{cap}gb-{base}"
+        done = ours(files[name], pins, folder=scratch / variant, seconds=240)
+        if done.predicted_gib is not None:
+            measured[variant].append({"peak_gib": done.figures["peak_gib"], "predicted_gib": done.predicted_gib})
+        print(json.dumps({"variant": variant, "refused": done.refused, "measured": measured.get(variant)}), flush=True)
 
-        # All caps at once: together they are less than the card, and no time is read off these runs.
+    def all_of(cap: int) -> None:
         for base in ("16-bit", "4-bit"):
-            with ThreadPoolExecutor(len(CAPS_GB)) as threads:
-                list(threads.map(one, CAPS_GB, [base] * len(CAPS_GB)))
+            for name in files:
+                one(cap, name, base)
+
+    # All caps at once: together they are less than the card, and no time is read off these runs.
+    with ThreadPoolExecutor(len(CAPS_GB)) as threads:
+        list(threads.map(all_of, CAPS_GB))
 
 
 def main() -> None:
@@ -147,18 +146,20 @@ def main() -> None:
     parser.add_argument("--peer-seconds", type=float, default=180)
     parser.add_argument("--fit", action="store_true", help="what fits capped memory, instead of the comparison")
     parser.add_argument("--commit", default=None, help="where there is no git")
-    parser.add_argument("--to", type=Path, default=FOLDER / "lora-360m.jsonl")
+    parser.add_argument("--to", type=Path, help="default: lora-360m.jsonl or lora-fit.jsonl among the results")
     options = parser.parse_args()
 
     with tempfile.TemporaryDirectory() as name:
         scratch = Path(name)
         write_rows(rows := scratch / "rows.jsonl", count=options.examples)
-        if options.fit:
-            fit(scratch, rows, steps=20)
-            return
-        file = config(scratch / "lora.yaml", rows=rows, model=options.model, steps=options.steps)
-        with measuring("lora-360m", commit=options.commit, units=UNITS, to=options.to) as measured:
-            compare(options, file, scratch, measured)
+        benchmark, units = ("lora-fit", FIT_UNITS) if options.fit else ("lora-360m", UNITS)
+        to = options.to or FOLDER / f"{benchmark}.jsonl"
+        with measuring(benchmark, commit=options.commit, units=units, to=to) as measured:
+            if options.fit:
+                fit(scratch, rows, measured, steps=20)
+            else:
+                file = config(scratch / "lora.yaml", rows=rows, model=options.model, steps=options.steps)
+                compare(options, file, scratch, measured)
 
 
 def compare(

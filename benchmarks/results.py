@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import statistics
 import subprocess
@@ -42,12 +43,15 @@ class Result:
 
 @dataclass(frozen=True, kw_only=True)
 class Call:
-    """Everything measured in one call shares its id, hardware, versions and commit."""
+    """Everything measured in one call shares its id, hardware, versions and commit.
+
+    Commands that run one after the other in one sitting are one call, if BENCHMARK_CALL names it.
+    """
 
     benchmark: str
     commit: str
     command: str = field(default_factory=lambda: command_line(sys.argv))
-    id: str = field(default_factory=lambda: uuid.uuid4().hex[:8])
+    id: str = field(default_factory=lambda: os.environ.get("BENCHMARK_CALL") or uuid.uuid4().hex[:8])
 
     def result(self, *, variant: str, metric: str, unit: str, values: Sequence[float]) -> Result:
         """The median of the repeats, with the lowest and the highest."""
