@@ -20,7 +20,7 @@ from flatout.engine.prepare import HeadLoss, attend_for, prepare
 from flatout.engine.resolve import Active
 from flatout.engine.step import Engine
 from flatout.kernels import lowrank8, rope, swiglu
-from flatout.model import Decoder, Masked, Short, Varlen, lora
+from flatout.model import Decoder, Masked, Padded, Short, Varlen, lora
 
 CPU = (torch.float32, torch.device("cpu"))
 ALL = {"fused_qkv": True, "fused_mlp": True, "fused_loss": True}
@@ -217,7 +217,11 @@ def test_short_documents_have_a_kernel_of_their_own() -> None:
     assert isinstance(attend_for(batch, active=short), Short)
     assert isinstance(attend_for(replace(batch, longest=129), active=short), Varlen)
     assert isinstance(attend_for(batch, active=packed), Varlen)
-    assert isinstance(attend_for(batch, active=active()), Masked)
+    even = {"cu_seqlens": torch.tensor([0, 16, 32, 32], dtype=torch.int32), "longest": 16, "num_sequences": 1}
+    apart = attend_for(replace(batch, **even, sequence_length=32), active=active())  # type: ignore[arg-type]
+    assert isinstance(apart, Padded)
+    assert apart.documents == 2, "empty ones are left out where counting them is free"
+    assert isinstance(attend_for(batch, active=active()), Masked), "two of 27 make more scores than four of 8"
 
 
 def _head(head_loss: HeadLoss, targets: torch.Tensor, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

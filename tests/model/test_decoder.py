@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from flatout.cost import ModelShape
-from flatout.model import Decoder, Masked, Rectangular, Short, Varlen
+from flatout.model import Attend, Decoder, Masked, Padded, Rectangular, Short, Varlen
 
 SHAPE = ModelShape(layers=2, hidden=64, heads=4, kv_heads=2, head_dim=16, intermediate=128, vocab=90, positions=48)
 LENGTHS = [[5, 13, 30], [48], [1, 1, 20, 26]]
@@ -40,10 +40,17 @@ def alone(model: Decoder, tokens: torch.Tensor) -> torch.Tensor:
     return torch.cat(parts)
 
 
-def test_a_packed_document_has_the_logits_it_has_alone() -> None:
+def plain_attends(ends: torch.Tensor) -> list[Attend]:
+    """Those for packed documents that run anywhere; empty documents may follow the last."""
+    more = torch.cat((ends, ends[-1:], ends[-1:]))
+    return [Masked.of(ends, batch=len(LENGTHS), length=48), Padded.of(more, tokens=int(ends[-1]), longest=48)]
+
+
+@pytest.mark.parametrize("which", [0, 1], ids=["masked", "padded"])
+def test_a_packed_document_has_the_logits_it_has_alone(which: int) -> None:
     model = build()
     tokens, positions, ends = packed()
-    attend = Masked.of(ends, batch=len(LENGTHS), length=48)
+    attend = plain_attends(ends)[which]
     with torch.no_grad():
         together = model(tokens, positions, attend, logits)
         apart = alone(model, tokens)
@@ -52,11 +59,12 @@ def test_a_packed_document_has_the_logits_it_has_alone() -> None:
     assert (mixed - apart).abs().max() > 1e-2, "without the mask documents do see each other"
 
 
-def test_gradients_of_packed_documents_equal_those_alone() -> None:
+@pytest.mark.parametrize("which", [0, 1], ids=["masked", "padded"])
+def test_gradients_of_packed_documents_equal_those_alone(which: int) -> None:
     tokens, positions, ends = packed()
     gradients = []
     for run in (
-        lambda m: m(tokens, positions, Masked.of(ends, batch=len(LENGTHS), length=48), logits),
+        lambda m: m(tokens, positions, plain_attends(ends)[which], logits),
         lambda m: alone(m, tokens),
     ):
         model = build()
@@ -78,7 +86,7 @@ def test_initialisation_is_seeded_and_scaled() -> None:
 
 def test_a_block_compiles_whole_with_every_attend() -> None:
     tokens, positions, ends = packed()
-    for attend in (Rectangular(batch=len(LENGTHS)), Masked.of(ends, batch=len(LENGTHS), length=48)):
+    for attend in (Rectangular(batch=len(LENGTHS)), *plain_attends(ends)):
         model = build()
         with torch.no_grad():
             plain = model(tokens, positions, attend, logits)

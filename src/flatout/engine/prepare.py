@@ -15,7 +15,7 @@ from flatout.cost import SHORT_DOCUMENT
 from flatout.data.stream import Batch
 from flatout.engine.resolve import Active
 from flatout.losses import RowLoss, linear_cross_entropy, row_loss
-from flatout.model import Attend, Block, Decoder, Foreign, Masked, Model, Rectangular, Short, Varlen, lora
+from flatout.model import Attend, Block, Decoder, Foreign, Masked, Model, Padded, Rectangular, Short, Varlen, lora
 
 # (hidden_NC, head weight_VC, targets_N) -> summed loss
 HeadLoss = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -211,6 +211,9 @@ def attend_for(batch: Batch, *, active: Active) -> Attend:
         return Short(cu_seqlens=batch.cu_seqlens, longest=longest)
     if active.varlen:
         return Varlen(cu_seqlens=batch.cu_seqlens, longest=longest, repeat_kv=active.repeat_kv)
+    apart = Padded.of(batch.cu_seqlens, tokens=batch.tokens.numel(), longest=longest)
+    if apart.documents * longest**2 < batch.num_sequences * batch.sequence_length**2:
+        return apart
     return Masked.of(batch.cu_seqlens, batch=batch.num_sequences, length=batch.sequence_length)
 
 

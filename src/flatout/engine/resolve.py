@@ -101,7 +101,9 @@ def resolve(plan: Plan, *, local_rank: int, deterministic: bool) -> Active:
         sm = plan.job.hardware.sm
         varlen = on_gpu and dtype != torch.float32 and sm is not None and sm >= (8, 0)
         why = "on a CPU" if not on_gpu else "in fp32" if dtype == torch.float32 else "below SM 8.0"
-        facts["attention"] = "variable-length flash kernel" if varlen else f"document mask: no such kernel {why}"
+        facts["attention"] = (
+            "variable-length flash kernel" if varlen else f"documents padded or masked: no kernel for them {why}"
+        )
         repeat_kv = False
         if varlen and (problem := _try_varlen(plan.job.shape, dtype, device)):
             repeat_kv = True

@@ -24,7 +24,7 @@ from flatout.engine.prepare import prepare
 from flatout.engine.resolve import Active
 from flatout.errors import first_line
 from flatout.losses import linear_cross_entropy, row_loss
-from flatout.model import Attend, Block, Decoder, Masked, Rectangular, Short, Varlen
+from flatout.model import Attend, Block, Decoder, Masked, Padded, Rectangular, Short, Varlen
 from flatout.model.decoder import linear
 from flatout.model.lora import Adapter
 from flatout.optim import adamw
@@ -107,13 +107,22 @@ def _trials(device: torch.device) -> Iterator[_Trial]:
                 plain=_attention(shape, rectangle, tokens, dtype, device, SDPBackend.MATH),
                 tolerance=limit,
             )
+    ends = torch.arange(0, tokens + 1, length // 4, dtype=torch.int32, device=device)
+    padded = Padded.of(ends, tokens=tokens, longest=length // 4)
+    masked = _attention(shape, Masked.of(ends, batch=batch, length=length), tokens, dtype, device, None)
+    yield _Trial(
+        path="packed documents: padded",
+        against="mask",
+        fast=_attention(shape, padded, tokens, dtype, device, None),
+        plain=masked,
+        tolerance=limit,
+    )
     if on_gpu:
-        ends = torch.arange(0, tokens + 1, length // 4, dtype=torch.int32, device=device)
         yield _Trial(
             path="packed documents: variable-length flash",
             against="mask",
             fast=_attention(shape, Varlen(cu_seqlens=ends, longest=length), tokens, dtype, device, None),
-            plain=_attention(shape, Masked.of(ends, batch=batch, length=length), tokens, dtype, device, None),
+            plain=masked,
             tolerance=limit,
         )
         short, few = torch.arange(0, tokens + 1, 64, dtype=torch.int32, device=device), 64

@@ -1,6 +1,6 @@
 """The decoder and its weights, in and out of Hugging Face format; other models of transformers behind an adapter."""
 
-from flatout.model.attention import Attend, Masked, Rectangular, Short, Varlen
+from flatout.model.attention import Attend, Masked, Padded, Rectangular, Short, Varlen
 from flatout.model.decoder import Block, Decoder
 from flatout.model.foreign import Foreign
 from flatout.model.loading import Model, load_adapted, load_model
@@ -12,6 +12,7 @@ __all__ = [
     "Foreign",
     "Masked",
     "Model",
+    "Padded",
     "Rectangular",
     "Short",
     "Varlen",

@@ -90,6 +90,35 @@ class Masked:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Padded:
+    """Packed documents side by side, each padded at its end, which no token before it sees: no mask, few scores."""
+
+    places_N: Tensor
+    documents: int
+    longest: int
+
+    @classmethod
+    def of(cls, cu_seqlens: Tensor, *, tokens: int, longest: int) -> Padded:
+        """From cumulative document ends. On a GPU empty documents are laid out too: to count the others is to wait."""
+        index = torch.arange(tokens, device=cu_seqlens.device)
+        document = torch.bucketize(index, cu_seqlens[1:], right=True)
+        documents = len(cu_seqlens) - 1 if index.is_cuda else int(document[-1]) + 1
+        places_N = document * longest + index - cu_seqlens[document]
+        return cls(places_N=places_N, documents=documents, longest=longest)
+
+    def __call__(self, q_NHD: Tensor, k_NGD: Tensor, v_NGD: Tensor) -> Tensor:
+        size = self.documents * self.longest
+
+        def apart(x: Tensor) -> Tensor:
+            return _sequences(x.new_zeros(size, *x.shape[1:]).index_copy(0, self.places_N, x), self.documents)
+
+        out = F.scaled_dot_product_attention(
+            apart(q_NHD), apart(k_NGD), apart(v_NGD), is_causal=True, enable_gqa=q_NHD.shape[1] != k_NGD.shape[1]
+        )
+        return _flat(out).index_select(0, self.places_N)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Short:
     """Packed documents none of which is longer than a tile, by a kernel of our own: see `kernels.documents`."""
 
