@@ -211,7 +211,9 @@ def attend_for(batch: Batch, *, active: Active) -> Attend:
         return Short(cu_seqlens=batch.cu_seqlens, longest=longest)
     if active.varlen:
         return Varlen(cu_seqlens=batch.cu_seqlens, longest=longest, repeat_kv=active.repeat_kv)
-    apart = Padded.of(batch.cu_seqlens, tokens=batch.tokens.numel(), longest=longest)
+    # Eager code on a CPU takes any number of documents; elsewhere it has to be the same for every batch.
+    trim = active.device.type == "cpu" and active.compile == "none"
+    apart = Padded.of(batch.cu_seqlens, tokens=batch.tokens.numel(), longest=longest, trim=trim)
     if apart.documents * longest**2 < batch.num_sequences * batch.sequence_length**2:
         return apart
     return Masked.of(batch.cu_seqlens, batch=batch.num_sequences, length=batch.sequence_length)

@@ -98,13 +98,12 @@ class Padded:
     longest: int
 
     @classmethod
-    def of(cls, cu_seqlens: Tensor, *, tokens: int, longest: int) -> Padded:
-        """From cumulative document ends. On a GPU empty documents are laid out too: to count the others is to wait."""
+    def of(cls, cu_seqlens: Tensor, *, tokens: int, longest: int, trim: bool = False) -> Padded:
+        """From cumulative document ends. `trim` leaves out empty documents; to count them is to wait for a GPU."""
         index = torch.arange(tokens, device=cu_seqlens.device)
         document = torch.bucketize(index, cu_seqlens[1:], right=True)
-        documents = len(cu_seqlens) - 1 if index.is_cuda else int(document[-1]) + 1
-        places_N = document * longest + index - cu_seqlens[document]
-        return cls(places_N=places_N, documents=documents, longest=longest)
+        documents = int((cu_seqlens < tokens).sum()) if trim else len(cu_seqlens) - 1
+        return cls(places_N=document * longest + index - cu_seqlens[document], documents=documents, longest=longest)
 
     def __call__(self, q_NHD: Tensor, k_NGD: Tensor, v_NGD: Tensor) -> Tensor:
         size = self.documents * self.longest
