@@ -444,8 +444,7 @@ def training_memory(
     # Logits and their gradient, which a fused loss writes in their place. Eager holds fp32 copies as well: two beside
     # bf16 logits; one, and then the gradient, beside fp16 ones, which the softmax itself widens.
     eager = {"bf16": width + 8, "fp16": 2 * width + 4, "fp32": 2 * width + 8}[precision]
-    eight = width + (2 if adapters is None else 0)
-    per_logit = {"eager": eager, "compiled": 2 * width, "fused": width, "fp8": eight}[path]
+    per_logit = {"eager": eager, "compiled": 2 * width, "fused": width, "fp8": width + 2 * (adapters is None)}[path]
     loss = min(loss_chunk, loss_rows or micro_tokens) * shape.vocab * per_logit
     loss += width * shape.hidden * micro_tokens
     backward = micro_tokens * width * (3 * shape.intermediate + 2 * shape.hidden)
@@ -455,6 +454,7 @@ def training_memory(
         backward = micro_tokens * (inner - kept // shape.layers + 2 * width * shape.hidden)
     if adapters is not None:
         trained = adapters.num_parameters(shape)
+        eight = blocks - shape.layers * shape.hidden * shape.q_width
         # The input of each pair of matrices is kept already; what lies between them is not.
         kept += 0 if recompute == "full" else width * shape.layers * adapters.rank * len(adapters.targets)
         # The widest projection: rebuilt from 4 bits by way of indices and fp32, or laid beside its adapter.
@@ -462,7 +462,7 @@ def training_memory(
         return Memory(
             weights=adapters.base_bytes(shape, precision=precision) + 4 * trained,
             # Adapters in the compute type; in 8 bits the frozen weights again, both ways round.
-            weight_copies=(0 if width == 4 else 2 * width * trained) + (2 * blocks if path == "fp8" else 0),
+            weight_copies=(0 if width == 4 else 2 * width * trained) + (2 * eight if path == "fp8" else 0),
             gradients=4 * trained * (1 + (num_ranks > 1)),
             optimizer=8 * trained,
             activations=micro_tokens * (kept + outside),
@@ -555,8 +555,10 @@ def step_seconds(
     traffic = update = 0.0
     if bandwidth:
         width = BYTES[precision]
-        block = BLOCK_PASSES[path] * width * (12 * shape.hidden + 3 * shape.intermediate)
-        logits = LOGIT_PASSES[path] * width * shape.vocab
+        # Adapters keep no second copies in 8 bits, and the head in 16.
+        passes: BlockPath = "fused" if path == "fp8" and adapters is not None else path
+        block = BLOCK_PASSES[passes] * width * (12 * shape.hidden + 3 * shape.intermediate)
+        logits = LOGIT_PASSES[passes] * width * shape.vocab
         traffic = (shape.layers * block + logits) / (BANDWIDTH_SHARE * bandwidth)
         trained = shape.num_parameters if adapters is None else adapters.num_parameters(shape)
         update = 28 * trained / (BANDWIDTH_SHARE * bandwidth)

@@ -13,10 +13,12 @@ from torch import Tensor, nn
 from flatout.config.settings import Recompute
 from flatout.cost import SHORT_DOCUMENT
 from flatout.data.stream import Batch
-from flatout.engine.resolve import Active
+from flatout.engine.resolve import Active, eight_beside
 from flatout.losses import RowLoss, linear_cross_entropy, row_loss
 from flatout.model import Attend, Block, Decoder, Foreign, Masked, Model, Padded, Rectangular, Short, Varlen, lora
 
+# Documents are laid out one by one and padded only up to so many times their tokens: the padding is kept as well.
+MOST_PADDING = 2
 # (hidden_NC, head weight_VC, targets_N) -> summed loss
 HeadLoss = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -137,9 +139,13 @@ class EightBits:
             self._copies.append(fp8.Weight(weight))
             return self._copies[-1]
 
+        # Adapters are on the same projections in every block.
+        frozen: Any = blocks[0].adapters.values()
+        targets = [part for adapter in frozen for part in adapter.parts]
+        takes = {name: not targets or eight_beside(name, model.shape, targets) for name in ("qkv", "mlp")}
         for i, block in enumerate(blocks):
             x, d_qkv, x_mlp, h, d_out, d_gate_up = (self.scales[len(kinds) * i + k] for k in range(len(kinds)))
-            eight_qkv = active.fused_qkv and block.qkv_bias is None and _eight(block, "qkv")
+            eight_qkv = active.fused_qkv and block.qkv_bias is None and takes["qkv"]
             self.qkv.append(segments.Qkv8(x=x, d_qkv=d_qkv, weight=copy(block, "qkv")) if eight_qkv else None)
             self.mlp.append(
                 segments.Mlp8(
@@ -150,7 +156,7 @@ class EightBits:
                     gate_up=copy(block, "gate_up"),
                     down=copy(block, "down"),
                 )
-                if active.fused_mlp and _eight(block, "gate_up", "down")
+                if active.fused_mlp and takes["mlp"]
                 else None
             )
         self.head: Any = None
@@ -192,16 +198,6 @@ class EightBits:
         return loss
 
 
-def _eight(block: Block, *names: str) -> bool:
-    """Whether these weights have an 8-bit way: those that learn, or have an adapter and the usual proportions."""
-    for name in names:
-        weight: Tensor = getattr(block, name)
-        usual = (weight.shape[0] > weight.shape[1]) == (name != "down")
-        if not weight.requires_grad and not (name in block.adapters and usual):
-            return False
-    return True
-
-
 def attend_for(batch: Batch, *, active: Active) -> Attend:
     """The attention that fits a batch's layout."""
     if batch.cu_seqlens is None:
@@ -214,7 +210,8 @@ def attend_for(batch: Batch, *, active: Active) -> Attend:
     # Eager code on a CPU takes any number of documents; elsewhere it has to be the same for every batch.
     trim = active.device.type == "cpu" and active.compile == "none"
     apart = Padded.of(batch.cu_seqlens, tokens=batch.tokens.numel(), longest=longest, trim=trim)
-    if apart.documents * longest**2 < batch.num_sequences * batch.sequence_length**2:
+    scores, masked = apart.documents * longest**2, batch.num_sequences * batch.sequence_length**2
+    if scores < masked and apart.documents * longest <= MOST_PADDING * batch.tokens.numel():
         return apart
     return Masked.of(batch.cu_seqlens, batch=batch.num_sequences, length=batch.sequence_length)
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import importlib.util
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 
 import torch
 from torch import Tensor
 
-from flatout.cost import SHORT_DOCUMENT, ModelShape
+from flatout.cost import SHORT_DOCUMENT, Adapters, ModelShape
 from flatout.errors import EnvironmentLacks, first_line
 from flatout.hardware import Hardware, unsupported_build
 from flatout.model import Attend, Rectangular, Short, Varlen
@@ -20,6 +20,7 @@ from flatout.plan import Plan, no_short
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 # How far off 8-bit products may be on values that are all alike: a few percent, by their rounding.
 FROZEN_OFF = 0.1
+NO_SEGMENT = "beside adapters it is for segments whose weights all have one, without a bias"
 # Attention backends in the order they are tried after the one the plan wished for.
 PREFERENCE = {"cuda": ("flash", "cudnn", "efficient", "math"), "cpu": ("flash", "math")}
 
@@ -166,9 +167,13 @@ def _kernels(plan: Plan, dtype: torch.dtype, device: torch.device) -> tuple[dict
         words[f"{name} kernel"] = "fused" if granted[name] else f"plain: {problem}" if wanted else "plain"
     fp8 = bool(wish.fp8) and any(granted.values())
     if wish.fp8:
-        problem = _no_fp8(device, dtype) or (_no_frozen(plan.job.shape, dtype, device) if adapters else None)
-        fp8 = fp8 and problem is None
-        words["fp8"] = "on: 8-bit matmuls in the fused segments" if fp8 else f"off: {problem or 'no fused segment'}"
+        segments = [name for name in ("qkv", "mlp") if granted[name]]
+        problem = _no_fp8(device, dtype) if fp8 else "no fused segment"
+        if adapters is not None and problem is None:
+            segments = [name for name in segments if eight_beside(name, plan.job.shape, adapters.targets)]
+            problem = _no_frozen(plan.job.shape, adapters, dtype, device) if segments else NO_SEGMENT
+        fp8 = problem is None
+        words["fp8"] = f"off: {problem}" if problem else f"on: 8-bit matmuls ({', '.join(segments) or 'loss'})"
     return {f"fused_{name}": on for name, on in granted.items()} | {"fp8": fp8}, words
 
 
@@ -206,20 +211,34 @@ def _no_fp8(device: torch.device, dtype: torch.dtype) -> str | None:
     return None
 
 
-def _no_frozen(shape: ModelShape, dtype: torch.dtype, device: torch.device) -> str | None:
+def eight_beside(segment: str, shape: ModelShape, targets: Iterable[str]) -> bool:
+    """Whether a segment's frozen weights have an 8-bit way: all with adapters, of the usual proportions, no bias."""
+    reached = set(targets)
+    if segment == "qkv":
+        wide = shape.q_width + 2 * shape.kv_width > shape.hidden
+        return bool(reached & {"q", "k", "v"}) and wide and not shape.qkv_bias
+    return bool(reached & {"gate", "up"}) and "down" in reached and shape.intermediate >= shape.hidden
+
+
+def _no_frozen(shape: ModelShape, adapters: Adapters, dtype: torch.dtype, device: torch.device) -> str | None:
     """Why frozen weights cannot be had in 8 bits here: what they give beside an adapter, against the formula."""
     from flatout.kernels import fp8, lowrank, lowrank8
 
-    n, rank, generator = 64, 16, torch.Generator(device).manual_seed(0)
+    n, rank, generator = 64, adapters.rank, torch.Generator(device).manual_seed(0)
+    qkv = shape.q_width + 2 * shape.kv_width
+    tried = [((qkv, shape.hidden), "qkv"), ((2 * shape.intermediate, shape.hidden), "mlp")]
+    tried += [((shape.hidden, shape.intermediate), "mlp")]
 
-    def draw(rows: int, columns: int) -> Tensor:
-        drawn: Tensor = torch.randn(rows, columns, device=device, generator=generator) / columns**0.5
+    def draw(rows: int, columns: int, size: int) -> Tensor:
+        drawn: Tensor = torch.randn(rows, columns, device=device, generator=generator) / size**0.5
         return drawn
 
     try:
-        for m, k in ((2 * shape.intermediate, shape.hidden), (shape.hidden, shape.intermediate)):
-            weight, a, b, x, dy = draw(m, k), draw(rank, k), draw(m, rank), draw(n, k), draw(n, m)
-            frozen = lowrank8.Frozen(lowrank.Home(weight.to(dtype), [(m, 0)], rank=rank, scale=1.0))
+        for m, k in (size for size, segment in tried if eight_beside(segment, shape, adapters.targets)):
+            weight, a, b, x, dy = (draw(*size, k) for size in ((m, k), (2 * rank, k), (m, rank), (n, k), (n, m)))
+            half = m // 2
+            home = lowrank.Home(weight.to(dtype), [(half, 0), (m - half, 1)], rank=rank, scale=1.0)
+            frozen = lowrank8.Frozen(home)
             frozen.place(a, b)
             given, gradient = (fp8.Scale.own(kind, device, 64.0) for kind in (fp8.FORWARD, fp8.BACKWARD))
             x8, dy8 = frozen.input(n), frozen.gradient(n)
@@ -227,9 +246,11 @@ def _no_frozen(shape: ModelShape, dtype: torch.dtype, device: torch.device) -> s
             fp8.write(dy, gradient, into=dy8[:, :m])
             y, between = frozen.forward(x8, given, dtype)
             found = [y, *frozen.backward(dy8, gradient, x8, given, between)]
-            whole, d_between = weight + b @ a, dy @ b
-            expected = [x @ whole.t(), dy @ whole, d_between.t() @ x, dy.t() @ (x @ a.t())]
-            for ours, theirs in zip(found, expected, strict=True):
+            (a1, a2), (b1, b2), (d1, d2) = a.split(rank), b.split((half, m - half)), dy.split((half, m - half), dim=1)
+            whole = weight + torch.cat((b1 @ a1, b2 @ a2))
+            d_a = torch.cat(((d1 @ b1).t() @ x, (d2 @ b2).t() @ x))
+            d_b = torch.cat((d1.t() @ (x @ a1.t()), d2.t() @ (x @ a2.t())))
+            for ours, theirs in zip(found, [x @ whole.t(), dy @ whole, d_a, d_b], strict=True):
                 off = float((ours.float().view(theirs.shape) - theirs).norm() / theirs.norm())
                 if not off < FROZEN_OFF:
                     return f"frozen weights in 8 bits are {off:.2g} off beside an adapter"

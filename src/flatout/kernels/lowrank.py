@@ -125,6 +125,7 @@ def backward(
         stacked = torch.cat((weight_MK, a_RK)) if both is None else both
         dx = torch.cat((dy_NM, d_between_NR), dim=1) @ stacked
     else:
+        # A square weight's home is [W ; A], of no use here.
         stacked = torch.cat((weight_MK, b_MR), dim=1) if both is None or k == m else both
         dx, d_between_NR = (dy_NM @ stacked).split((k, len(a_RK)), dim=1)
         dx.addmm_(d_between_NR, a_RK)

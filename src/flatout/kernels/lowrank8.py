@@ -30,7 +30,7 @@ def _learn(
     TILES: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, WIDTH: tl.constexpr,
     DOT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    col, r = tl.program_id(0) * COLS + tl.arange(0, COLS), tl.arange(0, WIDTH)
+    col, r = tl.program_id(0) * COLS + tl.arange(0, COLS), tl.program_id(2) * WIDTH + tl.arange(0, WIDTH)
     sums = tl.zeros((COLS, WIDTH), dtype=tl.float32)
     for tile in range(TILES):
         row = (tile * tl.num_programs(1) + tl.program_id(1)) * ROWS + tl.arange(0, ROWS)
@@ -45,14 +45,14 @@ def _learn(
 def learnt(wide8_NK: Tensor, inverse: Tensor, narrow_NR: Tensor) -> Tensor:
     """wide.T @ narrow in fp32, [K, R], from 8 bits as they lie; rows may have gaps."""
     (n, k), r = wide8_NK.shape, narrow_NR.shape[1]
-    rows, cols = 64, 128
+    rows, cols, columns = 64, 128, min(64, max(16, width(r)))
     across = cdiv(k, cols)
     down = max(1, min(cdiv(n, rows), 4 * num_processors(wide8_NK) // across))
     out = torch.empty(down, k, r, dtype=torch.float32, device=wide8_NK.device)
     exact = narrow_NR.dtype == torch.float32  # the tests' way
-    _learn[(across, down)](
+    _learn[(across, down, cdiv(r, columns))](
         wide8_NK, narrow_NR, out, inverse, n, k, r, wide8_NK.stride(0), narrow_NR.stride(0),
-        TILES=cdiv(n, rows * down), ROWS=rows, COLS=cols, WIDTH=max(16, width(r)),
+        TILES=cdiv(n, rows * down), ROWS=rows, COLS=cols, WIDTH=columns,
         DOT=tl.float32 if exact else tl.bfloat16, PRECISION="ieee" if exact else "tf32", num_warps=4, num_stages=3,
     )  # fmt: skip
     return out.sum(0)
@@ -61,7 +61,8 @@ def learnt(wide8_NK: Tensor, inverse: Tensor, narrow_NR: Tensor) -> Tensor:
 class Frozen:
     """A weight at home, in 8 bits both ways round, and its adapter's matrices as `place` last took them in.
 
-    `both` is [W | B] or [W ; A] as at home, `back` the same transposed; `apart` is A, or B transposed.
+    `both` is [W | B] or [W ; A] as at home, `back` the same transposed; `apart` is A, or B transposed. Values of A or B
+    beyond the range of the weight's scale saturate here, and not in the 16-bit product that is added beside.
     """
 
     def __init__(self, home: Home) -> None:

@@ -51,21 +51,29 @@ def _frozen(weight: Any) -> Any:
 
 
 def _project(
-    x: Tensor, weight: Tensor, bias: Tensor | None, a: Any, b: Any, home: lowrank.Home | None, *, beside: Tensor | None
-) -> Any:
-    """A projection, with an adapter where it has one, and what lies between that one's matrices."""
+    x: Tensor, weight: Tensor, bias: Tensor | None, a: Any, b: Any, home: lowrank.Home | None,
+    *, beside: Tensor | None = None, gaps: bool = False,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
+    """A projection, with an adapter where it has one; what lies between that one's matrices; the weight to be kept.
+
+    `gaps` says that whoever reads the result takes rows with gaps. A weight at home is not kept: what is placed beside
+    it meanwhile would look like a change of it.
+    """
     if home is None:
-        return torch.nn.functional.linear(x, weight, bias), None
+        return torch.nn.functional.linear(x, weight, bias), None, weight
     home.place(a[0], b[0])
-    return lowrank.forward(x, weight, bias, home.a, home.b, both=home.both, beside=beside, in_place=True)
+    y, between = lowrank.forward(x, home.weight, bias, home.a, home.b, both=home.both, beside=beside, in_place=gaps)
+    return y, between, None
 
 
 def _project_back(
-    dy: Tensor, x: Tensor, weight: Tensor, between: Tensor | None, home: lowrank.Home | None, weight_type: Any
+    dy: Tensor, x: Tensor, weight: Tensor | None, between: Tensor | None, home: lowrank.Home | None, weight_type: Any
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
     """Gradients of (x, the weight unless it is frozen, the adapter's two matrices where it has one)."""
-    if home is not None and between is not None:
-        dx, *found = lowrank.backward(dy, x, between, weight, home.a, home.b, torch.float32, both=home.both)
+    if weight is None:
+        assert home is not None
+        assert between is not None
+        dx, *found = lowrank.backward(dy, x, between, home.weight, home.a, home.b, torch.float32, both=home.both)
         d_a, d_b = home.learnt(*found)
         return dx, None, d_a[None], d_b[None]
     return dy @ weight, (None if weight_type is None else weight_gradient(dy, x, weight_type)), None, None
@@ -85,7 +93,7 @@ class _NormQkvRope(torch.autograd.Function):
         if scales is None:
             cast = weight.to(x.dtype)
             bias_M = None if bias is None else bias.to(x.dtype)
-            qkv, between = _project(x, cast, bias_M, a, b, home, beside=beside)
+            qkv, between, cast = _project(x, cast, bias_M, a, b, home, beside=beside)
             kept = [x, cast, between]
         elif frozen is not None:
             frozen.place(a[0], b[0])
@@ -167,12 +175,13 @@ class _NormMlp(torch.autograd.Function):
         summed, x, rstd = add_norm(residual, delta, norm, eps, into=beside, fp8=fp8_x, dtype=dtype)
         if scales is None:
             wide, narrow = gate_up.to(x.dtype), down.to(x.dtype)
-            hidden, between1 = _project(x, wide, None, a1, b1, home1, beside=beside)
+            hidden, between1, wide = _project(x, wide, None, a1, b1, home1, beside=beside)
             h = swiglu(hidden)
-            out, between2 = _project(h, narrow, None, a2, b2, home2, beside=None)
+            out, between2, narrow = _project(h, narrow, None, a2, b2, home2, gaps=True)
             ctx.save_for_backward(summed, rstd, norm, x, hidden, h, wide, narrow, between1, between2)
         elif first is not None:
             second = _frozen(scales.down)
+            assert second is not None, "both or neither, see engine.prepare"
             first.place(a1[0], b1[0])
             second.place(a2[0], b2[0])
             hidden, between1 = first.forward(beside, scales.x, residual.dtype)
@@ -198,7 +207,7 @@ class _NormMlp(torch.autograd.Function):
         if scales is None:
             summed, rstd, norm, x, hidden, h, wide, narrow, between1, between2 = ctx.saved_tensors
             dh, d_down, *low[2:] = _project_back(d_out, h, narrow, between2, ctx.homes[1], narrow_type)
-            d_hidden = swiglu_backward(dh, hidden)
+            d_hidden = swiglu_backward(dh.contiguous(), hidden)
             dx, d_gate_up, *low[:2] = _project_back(d_hidden, x, wide, between1, ctx.homes[0], wide_type)
         elif (first := _frozen(scales.gate_up)) is not None:
             summed, rstd, norm, x8, hidden, h, between1, between2 = ctx.saved_tensors

@@ -123,6 +123,7 @@ class Block(nn.Module):
         if name not in self.adapters:
             return None, None, None
         adapter: Any = self.adapters[name]
+        assert adapter.home is not None, "kernels take an adapter that `lora.settle` gave a home"
         return adapter.a, adapter.b, adapter.home
 
     def norm_qkv_rope(
