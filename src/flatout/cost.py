@@ -444,7 +444,7 @@ def training_memory(
     # Logits and their gradient, which a fused loss writes in their place. Eager holds fp32 copies as well: two beside
     # bf16 logits; one, and then the gradient, beside fp16 ones, which the softmax itself widens.
     eager = {"bf16": width + 8, "fp16": 2 * width + 4, "fp32": 2 * width + 8}[precision]
-    per_logit = {"eager": eager, "compiled": 2 * width, "fused": width, "fp8": width + 2 * (adapters is None)}[path]
+    per_logit = {"eager": eager, "compiled": 2 * width, "fused": width, "fp8": width + 2}[path]
     loss = min(loss_chunk, loss_rows or micro_tokens) * shape.vocab * per_logit
     loss += width * shape.hidden * micro_tokens
     backward = micro_tokens * width * (3 * shape.intermediate + 2 * shape.hidden)
@@ -454,15 +454,13 @@ def training_memory(
         backward = micro_tokens * (inner - kept // shape.layers + 2 * width * shape.hidden)
     if adapters is not None:
         trained = adapters.num_parameters(shape)
-        eight = blocks - shape.layers * shape.hidden * shape.q_width
         # The input of each pair of matrices is kept already; what lies between them is not.
         kept += 0 if recompute == "full" else width * shape.layers * adapters.rank * len(adapters.targets)
         # The widest projection: rebuilt from 4 bits by way of indices and fp32, or laid beside its adapter.
         rebuilt = (6 if adapters.base_bits == 4 else width) * 2 * shape.intermediate * shape.hidden
         return Memory(
             weights=adapters.base_bytes(shape, precision=precision) + 4 * trained,
-            # Adapters in the compute type; in 8 bits the frozen weights again, both ways round.
-            weight_copies=(0 if width == 4 else 2 * width * trained) + (2 * eight if path == "fp8" else 0),
+            weight_copies=0 if width == 4 else 2 * width * trained,
             gradients=4 * trained * (1 + (num_ranks > 1)),
             optimizer=8 * trained,
             activations=micro_tokens * (kept + outside),
@@ -547,18 +545,15 @@ def step_seconds(
     matmul_flops = flops.executed - attention_flops
     matmul = matmul_flops / (MATMUL_SHARE[path] * peak_flops)
     if path == "fp8" and fp8_flops:
-        # The attention's output projection stays in 16 bits; with adapters the head does too.
-        out = shape.layers * shape.hidden * shape.q_width
-        wide = 6 * out if adapters is None else 4 * (out + shape.hidden * shape.vocab)
+        # The attention's output projection stays in 16 bits.
+        wide = 6 * shape.layers * shape.hidden * shape.q_width
         matmul = wide / (MATMUL_SHARE["fused"] * peak_flops) + (matmul_flops - wide) / (MATMUL_SHARE[path] * fp8_flops)
     attention = attention_flops / (attention_share(sequence_length, precision=precision) * peak_flops)
     traffic = update = 0.0
     if bandwidth:
         width = BYTES[precision]
-        # Adapters keep no second copies in 8 bits, and the head in 16.
-        passes: BlockPath = "fused" if path == "fp8" and adapters is not None else path
-        block = BLOCK_PASSES[passes] * width * (12 * shape.hidden + 3 * shape.intermediate)
-        logits = LOGIT_PASSES[passes] * width * shape.vocab
+        block = BLOCK_PASSES[path] * width * (12 * shape.hidden + 3 * shape.intermediate)
+        logits = LOGIT_PASSES[path] * width * shape.vocab
         traffic = (shape.layers * block + logits) / (BANDWIDTH_SHARE * bandwidth)
         trained = shape.num_parameters if adapters is None else adapters.num_parameters(shape)
         update = 28 * trained / (BANDWIDTH_SHARE * bandwidth)
@@ -568,7 +563,7 @@ def step_seconds(
         elif documents == "short":
             attention = SHORT_PASSES * over_queries
     host = HOST_S[path]
-    if adapters is not None and path in ("fused", "fp8"):
+    if adapters is not None and path == "fused":
         host, matmul = ADAPTED_HOST_S, matmul / ADAPTED_SHARE
     device = micro_tokens * (matmul + attention + traffic)
     if graphs:

@@ -388,14 +388,14 @@ def _fp8(job: Job, *, precision: str, no: str | None) -> tuple[bool, str]:
     sm, shape = job.hardware.sm, job.shape
     if no is not None:
         return False, no
+    if job.adapters is not None:
+        return False, "adapters learn beside 16-bit matmuls"
     if precision != "bf16":
         return False, f"FP8 goes with bf16, not {precision}"
     if sm is None or sm < (8, 9):
         return False, "FP8 tensor cores begin with SM 8.9"
     if sm[0] != 9:
         return False, f"measured on SM 9.0 only; pin plan.fp8: true to try it on SM {sm[0]}.{sm[1]}"
-    if job.adapters is not None:
-        return False, "not measured what adapters lose by it; pin plan.fp8: true to try frozen weights in 8 bits"
     odd = {"hidden": shape.hidden, "intermediate": shape.intermediate, "vocab": shape.vocab}
     if uneven := [name for name, size in odd.items() if size % 16]:
         return False, f"FP8 matmuls need multiples of 16, and model.{uneven[0]} is {odd[uneven[0]]}"

@@ -14,15 +14,13 @@ from tests.engine.test_step import ACTIVE, build, train
 
 from flatout.cost import Adapters, ModelShape
 from flatout.data.stream import Batch
-from flatout.engine import resolve
 from flatout.engine.checkpoint import Checkpoints, restore
 from flatout.engine.prepare import HeadLoss, attend_for, prepare
 from flatout.engine.resolve import Active
 from flatout.engine.step import Engine
-from flatout.kernels import lowrank8, rope, swiglu
+from flatout.kernels import rope, swiglu
 from flatout.model import Decoder, Masked, Padded, Short, Varlen, lora
 
-CPU = (torch.float32, torch.device("cpu"))
 ALL = {"fused_qkv": True, "fused_mlp": True, "fused_loss": True}
 
 
@@ -174,10 +172,9 @@ def test_a_steady_step_never_waits_for_the_device() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("fp8", [False, True])
-def test_adapters_learn_the_same_from_recorded_passes(fp8: bool) -> None:
+def test_adapters_learn_the_same_from_recorded_passes() -> None:
     spec = Adapters(rank=4, alpha=8.0, targets=("q", "k", "v", "o", "gate", "up", "down"))
-    here = replace(active(**ALL, fp8=fp8), device=torch.device("cuda"), dtype=torch.bfloat16)
+    here = replace(active(**ALL), device=torch.device("cuda"), dtype=torch.bfloat16)
     as_they_come = train(build(active=here, adapters=spec), steps=20, size=2)
     whole = build(active=replace(here, graphs=True), adapters=spec)
     assert as_they_come[-1].loss < as_they_come[0].loss
@@ -185,30 +182,6 @@ def test_adapters_learn_the_same_from_recorded_passes(fp8: bool) -> None:
         assert other.loss == pytest.approx(one.loss, rel=1e-3)
         assert other.grad_norm == pytest.approx(one.grad_norm, rel=2e-2)
     assert whole.replay
-
-
-@pytest.mark.parametrize("targets", [("q", "k", "v", "o", "gate", "up", "down"), ("v", "gate")])
-def test_adapters_beside_eight_bits_learn_as_beside_sixteen(targets: tuple[str, ...]) -> None:
-    spec = Adapters(rank=4, alpha=8.0, targets=targets)
-    plain = train(build(adapters=spec), steps=6)
-    engine = build(active=active(**ALL, fp8=True), adapters=spec)
-    assert (engine.eight.mlp[0] is None) == (len(targets) == 2), "8 bits are for segments whose weights have adapters"
-    assert engine.eight.qkv[0] is not None
-    assert plain[-1].loss < plain[0].loss
-    for one, other in zip(plain, train(engine, steps=6), strict=True):
-        assert other.loss == pytest.approx(one.loss, rel=0.05)
-
-
-def test_eight_bits_beside_adapters_are_tried_before_they_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    spec = Adapters(rank=4, alpha=8.0)
-    here = (SHAPE, spec, *((torch.bfloat16, torch.device("cuda")) if torch.cuda.is_available() else CPU))
-    if not torch.cuda.is_available():
-        monkeypatch.setattr(resolve, "FROZEN_OFF", 0.35)  # Triton's interpreter cuts 8-bit values off
-    assert resolve._no_frozen(*here) is None
-    monkeypatch.setattr(lowrank8.Frozen, "place", lambda *_: None)
-    assert "off beside an adapter" in str(resolve._no_frozen(*here))
-    monkeypatch.setattr(lowrank8, "learnt", None)
-    assert "TypeError" in str(resolve._no_frozen(*here))
 
 
 def test_short_documents_have_a_kernel_of_their_own() -> None:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="no Triton for this platform")
 
-from flatout.kernels import fp8, head, lowrank, lowrank8, norm, rope, rows, segments, swiglu
+from flatout.kernels import fp8, head, lowrank, norm, rope, rows, segments, swiglu
 from flatout.losses import linear_cross_entropy, row_loss
 from flatout.model import Masked, Short
 from flatout.model.decoder import linear, rms_norm, rotate
@@ -395,58 +395,6 @@ def test_loss_in_8_bits_is_near_the_plain_path() -> None:
         torch.autograd.grad(found, [hidden, weight]), torch.autograd.grad(expected, [hidden, weight]), strict=True
     ):
         assert off(a, b) < EIGHT_BITS
-
-
-def test_what_adapters_learn_from_8_bits_as_they_lie() -> None:
-    n, k, r = 70, 48, 24
-    wide = torch.empty(n, k + 16, dtype=fp8.BACKWARD, device=DEVICE)
-    narrow = random(n, r + 8, seed=1, dtype=WIDE)[:, :r]
-    fp8.write(random(n, k), given := scale(fp8.BACKWARD, 4.0), into=wide[:, :k])
-    assert given.amax.max() == random(n, k).abs().max()
-    expected = (wide[:, :k].float() / 4.0).t() @ narrow.float()
-    assert off(lowrank8.learnt(wide[:, :k], given.inverse, narrow), expected) < 1e-5
-
-
-@pytest.mark.parametrize(("inputs", "outputs"), [(32, 80), (32, 32), (80, 32)])
-def test_a_frozen_weight_in_8_bits_and_its_adapter(inputs: int, outputs: int) -> None:
-    n, rank = 32, 16
-    x, a, b = random(n, inputs), random(2 * rank, inputs, seed=1) / 6, random(outputs, rank, seed=2) / 6
-    weight, dy = random(outputs, inputs, seed=3, dtype=WIDE) / 8, random(n, outputs, seed=4)
-    layout = [(outputs // 2, 1), (outputs // 2, 0)]
-    home = lowrank.Home(weight, layout, rank=rank, scale=0.5)
-    frozen = lowrank8.Frozen(home)
-    frozen.place(a, b)
-    of_x, of_dy = scale(fp8.FORWARD, 64.0), scale(fp8.BACKWARD, 64.0)
-    wide = outputs > inputs
-    x8, dy8 = frozen.input(n), frozen.gradient(n)
-    fp8.write(x, of_x, into=x8[:, :inputs])
-    fp8.write(dy, of_dy, into=dy8[:, :outputs])
-    # By the formula, from the very values the 8 bits stand for.
-    near = 1e-2 if DEVICE == "cuda" else 1e-5
-    seen, given = x8[:, :inputs].float() / 64, dy8[:, :outputs].float() / 64
-    stored = frozen.both.float() * frozen.scale.inverse
-    apart = frozen.apart.float() * frozen.scale.inverse
-    a8, b8 = (apart, stored[:, inputs:]) if wide else (stored[outputs:], apart.t())
-    w8 = stored[:outputs, :inputs]
-    assert torch.equal(frozen.back.float(), frozen.both.float().t())
-    assert off(w8, weight) < (0.04 if DEVICE == "cuda" else 0.08)
-    y, between = frozen.forward(x8, of_x, WIDE)
-    assert off(between, seen @ a8.t()) < near
-    beside = x8[:, inputs:].float() / 64 if wide else between.float()
-    assert off(y, seen @ w8.t() + beside @ (b8 if wide else home.b.float()).t()) < near
-    dx, d_a, d_b = frozen.backward(dy8, of_dy, x8, of_x, between)
-    d_between = given @ b8
-    assert off(d_a[0], d_between.t() @ seen) < near
-    expected = home.learnt(d_between.t() @ seen, given.t() @ between.float())
-    assert off(d_b[0], expected[1]) < near
-    beside = d_between if wide else dy8[:, outputs:].float() / 64
-    assert off(dx, given @ w8 + beside @ (home.a.float() if wide else a8)) < near
-    # And near the plain path.
-    parts = b.split([outputs // 2, outputs // 2])
-    plain = x @ weight.float().t() + 0.5 * torch.cat(
-        [(x @ a[16:].t()) @ parts[0].t(), (x @ a[:16].t()) @ parts[1].t()], 1
-    )
-    assert off(y, plain) < EIGHT_BITS
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from flatout.config.settings import Recompute
 from flatout.cost import SHORT_DOCUMENT
 from flatout.data.stream import Batch
-from flatout.engine.resolve import Active, eight_beside
+from flatout.engine.resolve import Active
 from flatout.losses import RowLoss, linear_cross_entropy, row_loss
 from flatout.model import Attend, Block, Decoder, Foreign, Masked, Model, Padded, Rectangular, Short, Varlen, lora
 
@@ -33,7 +33,6 @@ def prepare(
     blocks = [block for block in model.blocks if isinstance(block, Block)]
     for block in blocks:
         block.recompute = recompute
-        lora.settle(block, *(["qkv"] if active.fused_qkv else []), *(["gate_up", "down"] if active.fused_mlp else []))
     eight = EightBits(model, blocks, active) if active.fp8 else None
     rows: RowLoss = row_loss
     if active.fused_qkv or active.fused_mlp or active.fused_loss:
@@ -52,6 +51,7 @@ def _fuse(model: Decoder, blocks: list[Block], *, active: Active, eight: EightBi
 
     shape = model.shape
     for i, block in enumerate(blocks):
+        lora.settle(block, *(["qkv"] if active.fused_qkv else []), *(["gate_up", "down"] if active.fused_mlp else []))
         if active.fused_qkv:
             scales = None if eight is None else eight.qkv[i]
             block.qkv_kernel = partial(
@@ -119,7 +119,7 @@ class EightBits:
     """The scales and 8-bit weights of a model, brought up to date after every update."""
 
     def __init__(self, model: Decoder, blocks: list[Block], active: Active) -> None:
-        from flatout.kernels import fp8, head, lowrank8, segments
+        from flatout.kernels import fp8, head, segments
 
         self._refresh = fp8.Weight.refresh
         forward, backward = fp8.FORWARD, fp8.BACKWARD
@@ -130,38 +130,25 @@ class EightBits:
         self._weights: list[Tensor] = []
         self._copies: list[Any] = []
 
-        def copy(block: Block, name: str) -> Any:
-            if name in block.adapters:
-                adapter: Any = block.adapters[name]
-                return lowrank8.Frozen(adapter.home)
-            weight = getattr(block, name)
+        def copy(weight: Tensor) -> Any:
             self._weights.append(weight)
             self._copies.append(fp8.Weight(weight))
             return self._copies[-1]
 
-        # Adapters are on the same projections in every block.
-        frozen: Any = blocks[0].adapters.values()
-        targets = [part for adapter in frozen for part in adapter.parts]
-        takes = {name: not targets or eight_beside(name, model.shape, targets) for name in ("qkv", "mlp")}
         for i, block in enumerate(blocks):
             x, d_qkv, x_mlp, h, d_out, d_gate_up = (self.scales[len(kinds) * i + k] for k in range(len(kinds)))
-            eight_qkv = active.fused_qkv and block.qkv_bias is None and takes["qkv"]
-            self.qkv.append(segments.Qkv8(x=x, d_qkv=d_qkv, weight=copy(block, "qkv")) if eight_qkv else None)
+            eight_qkv = active.fused_qkv and block.qkv_bias is None
+            self.qkv.append(segments.Qkv8(x=x, d_qkv=d_qkv, weight=copy(block.qkv)) if eight_qkv else None)
             self.mlp.append(
                 segments.Mlp8(
-                    x=x_mlp,
-                    h=h,
-                    d_out=d_out,
-                    d_gate_up=d_gate_up,
-                    gate_up=copy(block, "gate_up"),
-                    down=copy(block, "down"),
+                    x=x_mlp, h=h, d_out=d_out, d_gate_up=d_gate_up, gate_up=copy(block.gate_up), down=copy(block.down)
                 )
-                if active.fused_mlp and takes["mlp"]
+                if active.fused_mlp
                 else None
             )
         self.head: Any = None
-        weight = model.head_weight
-        if active.fused_loss and weight.requires_grad:
+        if active.fused_loss:
+            weight = model.head_weight
             self.head = head.Head8(weight)
             self._weights.append(weight)
             self._copies.append(self.head.weight)
@@ -172,15 +159,14 @@ class EightBits:
 
     def ready(self) -> None:
         """Before the first step, or after weights were loaded."""
-        if self._stale and self._weights:
+        if self._stale:
             self._refresh(self._weights, self._copies)
-        self._stale = False
+            self._stale = False
 
     def updated(self) -> None:
         """After an update: new scales from what the step saw, new copies of the weights."""
         self.scales.advance()
-        if self._weights:
-            self._refresh(self._weights, self._copies)
+        self._refresh(self._weights, self._copies)
 
     def forget(self) -> None:
         """What an abandoned step saw."""

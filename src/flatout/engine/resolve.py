@@ -5,22 +5,19 @@ from __future__ import annotations
 import importlib.util
 import os
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
 import torch
 from torch import Tensor
 
-from flatout.cost import SHORT_DOCUMENT, Adapters, ModelShape
+from flatout.cost import SHORT_DOCUMENT, ModelShape
 from flatout.errors import EnvironmentLacks, first_line
 from flatout.hardware import Hardware, unsupported_build
 from flatout.model import Attend, Rectangular, Short, Varlen
 from flatout.plan import Plan, no_short
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-# How far off 8-bit products may be on values that are all alike: a few percent, by their rounding.
-FROZEN_OFF = 0.1
-NO_SEGMENT = "beside adapters it is for segments whose weights all have one, without a bias"
 # Attention backends in the order they are tried after the one the plan wished for.
 PREFERENCE = {"cuda": ("flash", "cudnn", "efficient", "math"), "cpu": ("flash", "math")}
 
@@ -142,10 +139,8 @@ def _no_graphs(plan: Plan, compiler: str, kernels: Mapping[str, bool], *, on_gpu
         return "nothing is launched on a CPU"
     if plan.job.shape.adapter:
         return "the model runs as transformers builds it"
-    if compiler != "none" or plan.decisions.recompute != "none":
-        return "not with compile or recompute"
-    if kernels["fp8"] and adapters is None:
-        return "not with 8-bit copies of weights that learn"
+    if compiler != "none" or plan.decisions.recompute != "none" or kernels["fp8"]:
+        return "not with compile, recompute or fp8"
     return "dropout draws anew in every pass" if adapters is not None and adapters.dropout else None
 
 
@@ -167,13 +162,9 @@ def _kernels(plan: Plan, dtype: torch.dtype, device: torch.device) -> tuple[dict
         words[f"{name} kernel"] = "fused" if granted[name] else f"plain: {problem}" if wanted else "plain"
     fp8 = bool(wish.fp8) and any(granted.values())
     if wish.fp8:
-        segments = [name for name in ("qkv", "mlp") if granted[name]]
-        problem = _no_fp8(device, dtype) if fp8 else "no fused segment"
-        if adapters is not None and problem is None:
-            segments = [name for name in segments if eight_beside(name, plan.job.shape, adapters.targets)]
-            problem = _no_frozen(plan.job.shape, adapters, dtype, device) if segments else NO_SEGMENT
-        fp8 = problem is None
-        words["fp8"] = f"off: {problem}" if problem else f"on: 8-bit matmuls ({', '.join(segments) or 'loss'})"
+        problem = _no_fp8(device, dtype) if adapters is None else "adapters learn beside 16-bit matmuls"
+        fp8 = fp8 and problem is None
+        words["fp8"] = "on: 8-bit matmuls in the fused segments" if fp8 else f"off: {problem or 'no fused segment'}"
     return {f"fused_{name}": on for name, on in granted.items()} | {"fp8": fp8}, words
 
 
@@ -206,54 +197,6 @@ def _no_fp8(device: torch.device, dtype: torch.dtype) -> str | None:
         if not all(torch.equal(both.rows.float().t(), both.cols.float()) for both in (copy, gradient)):
             return "this version of Triton transposes 8-bit tiles wrongly"
         fp8.matmul(copy.rows, copy.rows, copy.inverse, copy.inverse, dtype=dtype, fast=True)
-    except Exception as error:  # whatever a compiler or library raises on this machine is the answer asked for
-        return f"{type(error).__name__}: {first_line(error)}"[:120]
-    return None
-
-
-def eight_beside(segment: str, shape: ModelShape, targets: Iterable[str]) -> bool:
-    """Whether a segment's frozen weights have an 8-bit way: all with adapters, of the usual proportions, no bias."""
-    reached = set(targets)
-    if segment == "qkv":
-        wide = shape.q_width + 2 * shape.kv_width > shape.hidden
-        return bool(reached & {"q", "k", "v"}) and wide and not shape.qkv_bias
-    return bool(reached & {"gate", "up"}) and "down" in reached and shape.intermediate >= shape.hidden
-
-
-def _no_frozen(shape: ModelShape, adapters: Adapters, dtype: torch.dtype, device: torch.device) -> str | None:
-    """Why frozen weights cannot be had in 8 bits here: what they give beside an adapter, against the formula."""
-    from flatout.kernels import fp8, lowrank, lowrank8
-
-    n, rank, generator = 64, adapters.rank, torch.Generator(device).manual_seed(0)
-    qkv = shape.q_width + 2 * shape.kv_width
-    tried = [((qkv, shape.hidden), "qkv"), ((2 * shape.intermediate, shape.hidden), "mlp")]
-    tried += [((shape.hidden, shape.intermediate), "mlp")]
-
-    def draw(rows: int, columns: int, size: int) -> Tensor:
-        drawn: Tensor = torch.randn(rows, columns, device=device, generator=generator) / size**0.5
-        return drawn
-
-    try:
-        for m, k in (size for size, segment in tried if eight_beside(segment, shape, adapters.targets)):
-            weight, a, b, x, dy = (draw(*size, k) for size in ((m, k), (2 * rank, k), (m, rank), (n, k), (n, m)))
-            half = m // 2
-            home = lowrank.Home(weight.to(dtype), [(half, 0), (m - half, 1)], rank=rank, scale=1.0)
-            frozen = lowrank8.Frozen(home)
-            frozen.place(a, b)
-            given, gradient = (fp8.Scale.own(kind, device, 64.0) for kind in (fp8.FORWARD, fp8.BACKWARD))
-            x8, dy8 = frozen.input(n), frozen.gradient(n)
-            fp8.write(x, given, into=x8[:, :k])
-            fp8.write(dy, gradient, into=dy8[:, :m])
-            y, between = frozen.forward(x8, given, dtype)
-            found = [y, *frozen.backward(dy8, gradient, x8, given, between)]
-            (a1, a2), (b1, b2), (d1, d2) = a.split(rank), b.split((half, m - half)), dy.split((half, m - half), dim=1)
-            whole = weight + torch.cat((b1 @ a1, b2 @ a2))
-            d_a = torch.cat(((d1 @ b1).t() @ x, (d2 @ b2).t() @ x))
-            d_b = torch.cat((d1.t() @ (x @ a1.t()), d2.t() @ (x @ a2.t())))
-            for ours, theirs in zip(found, [x @ whole.t(), dy @ whole, d_a, d_b], strict=True):
-                off = float((ours.float().view(theirs.shape) - theirs).norm() / theirs.norm())
-                if not off < FROZEN_OFF:
-                    return f"frozen weights in 8 bits are {off:.2g} off beside an adapter"
     except Exception as error:  # whatever a compiler or library raises on this machine is the answer asked for
         return f"{type(error).__name__}: {first_line(error)}"[:120]
     return None

@@ -126,21 +126,6 @@ def _quantise(
 
 
 @triton.jit
-def _write(
-    x, out, scale, amax, N, M, x_row, out_row, low, high,
-    COUNT: tl.constexpr, SLOTS: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
-):  # fmt: skip
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    col = tl.program_id(1) * COLS + tl.arange(0, COLS)
-    inside = (row[:, None] < N) & (col[None, :] < M)
-    y = tl.load(x + row[:, None].to(tl.int64) * x_row + col[None, :], mask=inside, other=0.0).to(tl.float32)
-    if COUNT:
-        tl.atomic_max(amax + (tl.program_id(0) + tl.program_id(1)) % SLOTS, tl.max(tl.max(tl.abs(y), axis=1), axis=0))
-    y = tl.minimum(tl.maximum(y * tl.load(scale), low), high).to(out.dtype.element_ty)
-    tl.store(out + row[:, None].to(tl.int64) * out_row + col[None, :], y, mask=inside)
-
-
-@triton.jit
 def _transpose(x, out, N, M, ROWS: tl.constexpr, COLS: tl.constexpr):
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     col = tl.program_id(1) * COLS + tl.arange(0, COLS)
@@ -162,16 +147,6 @@ def quantise(x_NM: Tensor, fp8: Scale, *, count: bool = True, into: Both | None 
     if not at_once:
         transposed(both.rows, into=both.cols)
     return both
-
-
-def write(x_NM: Tensor, fp8: Scale, *, into: Tensor, count: bool = True) -> None:
-    """A matrix in 8 bits by rows only, to where rows may have gaps."""
-    n, m = x_NM.shape
-    rows, cols = (64, 64) if m > 32 else (128, 32)
-    _write[(cdiv(n, rows), cdiv(m, cols))](
-        x_NM, into, *slot(fp8), n, m, x_NM.stride(0), into.stride(0), *limits(fp8),
-        COUNT=count, SLOTS=slots(fp8), ROWS=rows, COLS=cols, num_warps=4,
-    )  # fmt: skip
 
 
 def transposed(x8_NM: Tensor, *, into: Tensor | None = None) -> Tensor:

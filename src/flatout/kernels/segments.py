@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flatout.kernels import fp8, lowrank, lowrank8
+from flatout.kernels import fp8, lowrank
 from flatout.kernels.lowrank import weight_gradient
 from flatout.kernels.norm import add_norm, add_norm_backward
 from flatout.kernels.rope import norm_rotate, norm_rotate_back_, rotate_, rotate_back
@@ -30,7 +30,7 @@ class Qkv8:
 
     x: fp8.Scale
     d_qkv: fp8.Scale
-    weight: fp8.Weight | lowrank8.Frozen
+    weight: fp8.Weight
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,13 +41,8 @@ class Mlp8:
     h: fp8.Scale
     d_out: fp8.Scale
     d_gate_up: fp8.Scale
-    gate_up: fp8.Weight | lowrank8.Frozen
-    down: fp8.Weight | lowrank8.Frozen
-
-
-def _frozen(weight: Any) -> Any:
-    """The weight, if it is one that an adapter lies beside."""
-    return weight if isinstance(weight, lowrank8.Frozen) else None
+    gate_up: fp8.Weight
+    down: fp8.Weight
 
 
 def _project(
@@ -86,8 +81,7 @@ class _NormQkvRope(torch.autograd.Function):
         q_norm: Tensor | None, k_norm: Tensor | None, cos: Tensor, sin: Tensor, eps: float, heads: int, groups: int,
         scales: Qkv8 | None, a: Tensor | None, b: Tensor | None, home: lowrank.Home | None, dtype: torch.dtype | None,
     ) -> tuple[Tensor | None, Tensor, Tensor, Tensor]:  # fmt: skip
-        frozen = None if scales is None else _frozen(scales.weight)
-        beside = lowrank.room(residual, home) if frozen is None else frozen.input(len(residual))
+        beside = lowrank.room(residual, home)
         fp8_x = None if scales is None else scales.x
         summed, x, rstd = add_norm(residual, delta, norm, eps, into=beside, fp8=fp8_x, dtype=dtype)
         if scales is None:
@@ -95,10 +89,6 @@ class _NormQkvRope(torch.autograd.Function):
             bias_M = None if bias is None else bias.to(x.dtype)
             qkv, between, cast = _project(x, cast, bias_M, a, b, home, beside=beside)
             kept = [x, cast, between]
-        elif frozen is not None:
-            frozen.place(a[0], b[0])
-            qkv, between = frozen.forward(beside, scales.x, residual.dtype)
-            kept = [beside, between]
         else:
             both = scales.weight.both
             qkv = fp8.matmul(x, both.rows, scales.x.inverse, both.inverse, dtype=residual.dtype, fast=True)
@@ -139,13 +129,6 @@ class _NormQkvRope(torch.autograd.Function):
             dx, d_weight, d_a, d_b = _project_back(d_qkv, x, cast, between, ctx.home, weight_type)
             if bias_type is not None:
                 d_bias = d_qkv.sum(0, dtype=torch.float32).to(bias_type)
-        elif (frozen := _frozen(scales.weight)) is not None:
-            d8, (x8, between) = d_qkv, kept
-            if at_once is None:
-                d8 = torch.empty_like(d_qkv, dtype=fp8.BACKWARD)
-                fp8.write(d_qkv, scales.d_qkv, into=d8)
-            dx, d_a, d_b = frozen.backward(d8, scales.d_qkv, x8, scales.x, between)
-            d_weight = None
         else:
             (x_cols,) = kept
             both, inverse = scales.weight.both, scales.d_qkv.inverse
@@ -169,8 +152,7 @@ class _NormMlp(torch.autograd.Function):
         scales: Mlp8 | None, a1: Tensor | None, b1: Tensor | None, home1: lowrank.Home | None, a2: Tensor | None,
         b2: Tensor | None, home2: lowrank.Home | None, dtype: torch.dtype | None,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        first = None if scales is None else _frozen(scales.gate_up)
-        beside = lowrank.room(residual, home1) if first is None else first.input(len(residual))
+        beside = lowrank.room(residual, home1)
         fp8_x = None if scales is None else scales.x
         summed, x, rstd = add_norm(residual, delta, norm, eps, into=beside, fp8=fp8_x, dtype=dtype)
         if scales is None:
@@ -179,15 +161,6 @@ class _NormMlp(torch.autograd.Function):
             h = swiglu(hidden)
             out, between2, narrow = _project(h, narrow, None, a2, b2, home2, gaps=True)
             ctx.save_for_backward(summed, rstd, norm, x, hidden, h, wide, narrow, between1, between2)
-        elif first is not None:
-            second = _frozen(scales.down)
-            assert second is not None, "both or neither, see engine.prepare"
-            first.place(a1[0], b1[0])
-            second.place(a2[0], b2[0])
-            hidden, between1 = first.forward(beside, scales.x, residual.dtype)
-            h = swiglu(hidden, fp8=scales.h)
-            out, between2 = second.forward(h, scales.h, residual.dtype)
-            ctx.save_for_backward(summed, rstd, norm, beside, hidden, h, between1, between2)
         else:
             w, n, dtype = scales.gate_up.both, scales.down.both, residual.dtype
             hidden = fp8.matmul(x, w.rows, scales.x.inverse, w.inverse, dtype=dtype, fast=True)
@@ -209,15 +182,6 @@ class _NormMlp(torch.autograd.Function):
             dh, d_down, *low[2:] = _project_back(d_out, h, narrow, between2, ctx.homes[1], narrow_type)
             d_hidden = swiglu_backward(dh.contiguous(), hidden)
             dx, d_gate_up, *low[:2] = _project_back(d_hidden, x, wide, between1, ctx.homes[0], wide_type)
-        elif (first := _frozen(scales.gate_up)) is not None:
-            summed, rstd, norm, x8, hidden, h, between1, between2 = ctx.saved_tensors
-            second = _frozen(scales.down)
-            d8 = second.gradient(len(d_out))
-            fp8.write(d_out, scales.d_out, into=d8[:, : d_out.shape[1]])
-            dh, *low[2:] = second.backward(d8, scales.d_out, h, scales.h, between2)
-            g8 = swiglu_backward(dh, hidden, fp8=scales.d_gate_up)
-            dx, *low[:2] = first.backward(g8, scales.d_gate_up, x8, scales.x, between1)
-            d_gate_up = d_down = None
         else:
             summed, rstd, norm, x_cols, hidden, h_cols = ctx.saved_tensors
             w, n, dtype = scales.gate_up.both, scales.down.both, summed.dtype
