@@ -108,12 +108,15 @@ def peer(script: Path, variant: str, *, seconds: float) -> dict[str, float] | No
     return {"samples_per_s": speed, "tokens_per_s": speed * real, "peak_gib": found["mem_gib"]}
 
 
-def fit(scratch: Path, rows: Path, measured: dict[str, list[dict[str, float]]], *, steps: int) -> None:
-    """Every shape on every cap, 16 and 4 bits: trained, with the predicted peak beside the measured, or refused."""
+def fit(
+    options: argparse.Namespace, scratch: Path, rows: Path, measured: dict[str, list[dict[str, float]]], *, steps: int
+) -> None:
+    """Shapes on every cap, 16 and 4 bits: trained, with the predicted peak beside the measured, or refused."""
     import torch
 
     total_gb = torch.cuda.get_device_properties(0).total_memory / 1e9
-    files = {name: config(scratch / f"{name}.yaml", rows=rows, model=SHAPES[name], steps=steps) for name in SHAPES}
+    shapes = {name: SHAPES[name] for name in options.shapes}
+    files = {name: config(scratch / f"{name}.yaml", rows=rows, model=shapes[name], steps=steps) for name in shapes}
 
     def one(cap: int, name: str, base: str) -> None:
         pins = [f"plan.memory_fraction={cap / total_gb:.4f}", f"lora.base={base}", "train.batch_tokens=16384"]
@@ -125,13 +128,17 @@ def fit(scratch: Path, rows: Path, measured: dict[str, list[dict[str, float]]], 
         print(json.dumps({"variant": variant, "refused": done.refused, "measured": measured.get(variant)}), flush=True)
 
     def all_of(cap: int) -> None:
-        for base in ("16-bit", "4-bit"):
+        for base in options.bases:
             for name in files:
                 one(cap, name, base)
 
     # All caps at once: together they are less than the card, and no time is read off these runs.
     with ThreadPoolExecutor(len(CAPS_GB)) as threads:
         list(threads.map(all_of, CAPS_GB))
+
+
+def named(text: str) -> list[str]:
+    return text.split(",")
 
 
 def main() -> None:
@@ -145,6 +152,8 @@ def main() -> None:
     parser.add_argument("--peers", default="")
     parser.add_argument("--peer-seconds", type=float, default=180)
     parser.add_argument("--fit", action="store_true", help="what fits capped memory, instead of the comparison")
+    parser.add_argument("--shapes", type=named, default=list(SHAPES), help="of --fit, by commas")
+    parser.add_argument("--bases", type=named, default=["16-bit", "4-bit"], help="of --fit, by commas")
     parser.add_argument("--commit", default=None, help="where there is no git")
     parser.add_argument("--to", type=Path, help="default: lora-360m.jsonl or lora-fit.jsonl among the results")
     options = parser.parse_args()
@@ -156,7 +165,7 @@ def main() -> None:
         to = options.to or FOLDER / f"{benchmark}.jsonl"
         with measuring(benchmark, commit=options.commit, units=units, to=to) as measured:
             if options.fit:
-                fit(scratch, rows, measured, steps=20)
+                fit(options, scratch, rows, measured, steps=20)
             else:
                 file = config(scratch / "lora.yaml", rows=rows, model=options.model, steps=options.steps)
                 compare(options, file, scratch, measured)
