@@ -23,7 +23,7 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from benchmarks.results import git_commit, hardware_name, versions
+from benchmarks.results import Call, git_commit, write
 
 ROOT = Path(__file__).parents[1]
 # A block for every line that comes in; the seconds a step took go out.
@@ -67,6 +67,8 @@ def main() -> None:
     parser.add_argument("--blocks", type=int, default=4)
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--budget", type=float, help="seconds after which no further block is begun")
+    parser.add_argument("--commit", default=None, help="where there is no git")
+    parser.add_argument("--to", type=Path)
     options = parser.parse_args()
     until = math.inf if options.budget is None else time.monotonic() + options.budget
     ratios: list[float] = []
@@ -85,7 +87,15 @@ def main() -> None:
                 ratios.append(taken[on] / taken[off])
                 line = {"pair": pair, "block": block, "on_s": taken[on], "off_s": taken[off], "ratio": ratios[-1]}
                 print(json.dumps(line), flush=True)
-    print(json.dumps({"hardware": hardware_name(), "versions": versions(), "commit": git_commit(), **bound(ratios)}))
+    found = bound(ratios)
+    print(json.dumps(found))
+    if options.to is not None and found["upper_95"] is not None:
+        call = Call(benchmark="doctor-overhead", commit=options.commit or git_commit())
+        costs = [ratio - 1 for ratio in ratios]
+        cost = call.result(variant=options.device, metric="cost", unit="share of step time, by pair", values=costs)
+        worst = [found["upper_95"]]
+        upper = call.result(variant=options.device, metric="upper_95_bound", unit="share of step time", values=worst)
+        write([cost, upper], options.to)
 
 
 def bound(ratios: Sequence[float]) -> dict[str, float | int | None]:

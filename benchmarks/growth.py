@@ -39,7 +39,7 @@ def main() -> None:
             for metric, (unit, seen) in values.items():
                 results.append(call.result(variant=f"{shape}, T {length}", metric=metric, unit=unit, values=seen))
             print(f"{shape} T {length}: {results[-3].value:,.0f} tokens/s, {results[-2].value:.1f} GiB", flush=True)
-    write(results, options.to)
+            write(results[-3:], options.to)
     print(table(results))
 
 

@@ -198,7 +198,6 @@ def main() -> None:
     parser.add_argument("--predict", metavar="MACHINE", help="only predict, for a machine that need not be here")
     options = parser.parse_args()
     call = Call(benchmark="memory-and-speed", commit=options.commit or git_commit())
-    results: list[Result] = []
     for point in POINTS:
         if options.predict:
             guessed = planned(point, hardware=named(options.predict)).predicted
@@ -206,14 +205,19 @@ def main() -> None:
             continue
         plan = planned(point)
         runs = [measured(point, plan) for _ in range(options.repeats)]
+        results: list[Result] = []
         for metric, unit in (("peak_gib", "GiB"), ("tokens_per_s", "tokens/s")):
             values = [run[metric] for run in runs]
             results.append(call.result(variant=point.variant, metric=metric, unit=unit, values=values))
             guess: Any = getattr(plan.predicted, metric)
             results.append(call.result(variant=point.variant, metric=f"predicted_{metric}", unit=unit, values=[guess]))
             found = results[-2].value
-            print(f"{point.variant:48} {metric:13} {found:12,.2f} predicted {guess:12,.2f} {guess / found - 1:+.1%}")
-    write(results, options.to)
+            print(
+                f"{point.variant:48} {metric:13} {found:12,.2f} predicted {guess:12,.2f} {guess / found - 1:+.1%}",
+                flush=True,
+            )
+        # A call cut short keeps what it has.
+        write(results, options.to)
 
 
 if __name__ == "__main__":
