@@ -1,6 +1,7 @@
 """GPU tests are skipped where there is none, and no test reads or writes the user's own cache."""
 
 import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,9 @@ settings.load_profile("patient")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # Wide enough that no table wraps, wherever the tests run.
 os.environ["COLUMNS"] = "200"
+# A runner in a shell's background is started deaf to Ctrl-C, and what the tests start would inherit that.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 # Without a GPU, kernels run by Triton's interpreter; it looks once, when it is first imported.
 if not Path("/dev/nvidiactl").exists():
     os.environ["TRITON_INTERPRET"] = "1"
