@@ -20,10 +20,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
-from benchmarks.results import Call, git_commit, write
+from benchmarks.results import Call, cost_results, git_commit, upper_95, write
 
 ROOT = Path(__file__).parents[1]
 # A block for every line that comes in; the seconds a step took go out.
@@ -55,9 +55,6 @@ print("ready", flush=True)
 for _ in sys.stdin:
     print(block(steps), flush=True)
 """
-# Student's t, one-sided 95 %, by degrees of freedom.
-T95 = {1: 6.314, 2: 2.920, 3: 2.353, 4: 2.132, 5: 2.015, 6: 1.943, 7: 1.895, 8: 1.860, 9: 1.833, 10: 1.812, 11: 1.796}
-T95 |= {12: 1.782, 13: 1.771, 14: 1.761, 15: 1.753, 16: 1.746, 17: 1.740, 18: 1.734, 19: 1.729, 24: 1.711, 29: 1.699}
 
 
 def main() -> None:
@@ -87,29 +84,12 @@ def main() -> None:
                 ratios.append(taken[on] / taken[off])
                 line = {"pair": pair, "block": block, "on_s": taken[on], "off_s": taken[off], "ratio": ratios[-1]}
                 print(json.dumps(line), flush=True)
-    found = bound(ratios)
-    print(json.dumps(found))
-    if options.to is not None and found["upper_95"] is not None:
+    costs = [ratio - 1 for ratio in ratios]
+    mean = statistics.fmean(costs) if costs else None
+    print(json.dumps({"overhead": mean, "upper_95": upper_95(costs), "blocks": len(costs)}))
+    if options.to is not None and costs:
         call = Call(benchmark="doctor-overhead", commit=options.commit or git_commit())
-        costs = [ratio - 1 for ratio in ratios]
-        cost = call.result(variant=options.device, metric="cost", unit="share of step time, by pair", values=costs)
-        worst = [found["upper_95"]]
-        upper = call.result(variant=options.device, metric="upper_95_bound", unit="share of step time", values=worst)
-        write([cost, upper], options.to)
-
-
-def bound(ratios: Sequence[float]) -> dict[str, float | int | None]:
-    """Mean overhead and its upper 95 % bound, as shares; None from fewer than two pairs of blocks."""
-    if len(ratios) < 2:
-        return {"overhead": None, "upper_95": None, "blocks": len(ratios)}
-    mean, spread = statistics.fmean(ratios), statistics.stdev(ratios)
-    # Between two entries of the table the smaller number of degrees, which is the wider bound.
-    t = T95[max(degrees for degrees in T95 if degrees < len(ratios))]
-    return {
-        "overhead": mean - 1,
-        "upper_95": mean - 1 + t * spread / math.sqrt(len(ratios)),
-        "blocks": len(ratios),
-    }
+        write(cost_results(call, options.device, costs), options.to)
 
 
 @contextlib.contextmanager

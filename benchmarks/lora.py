@@ -46,6 +46,7 @@ SHAPES = {
     "8b": "{layers: 32, hidden: 4096, heads: 32, kv_heads: 8, intermediate: 14336, vocab: 128256}",
 }
 CAPS_GB = (15, 40, 80)
+BASES = ("16-bit", "4-bit")
 
 
 def write_rows(path: Path, *, count: int) -> None:
@@ -137,10 +138,6 @@ def fit(
         list(threads.map(all_of, CAPS_GB))
 
 
-def named(text: str) -> list[str]:
-    return text.split(",")
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=30)
@@ -152,8 +149,8 @@ def main() -> None:
     parser.add_argument("--peers", default="")
     parser.add_argument("--peer-seconds", type=float, default=180)
     parser.add_argument("--fit", action="store_true", help="what fits capped memory, instead of the comparison")
-    parser.add_argument("--shapes", type=named, default=list(SHAPES), help="of --fit, by commas")
-    parser.add_argument("--bases", type=named, default=["16-bit", "4-bit"], help="of --fit, by commas")
+    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES), help="of --fit")
+    parser.add_argument("--bases", nargs="+", choices=BASES, default=BASES, help="of --fit")
     parser.add_argument("--commit", default=None, help="where there is no git")
     parser.add_argument("--to", type=Path, help="default: lora-360m.jsonl or lora-fit.jsonl among the results")
     options = parser.parse_args()

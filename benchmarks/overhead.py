@@ -8,7 +8,6 @@ Prints the mean cost as a share of step time with the upper end of its 95 % inte
 from __future__ import annotations
 
 import argparse
-import math
 import statistics
 import time
 from contextlib import nullcontext
@@ -18,12 +17,9 @@ from typing import Any
 import torch
 
 from benchmarks.memory import Point, built, planned, random_batch
-from benchmarks.results import FOLDER, Call, git_commit, write
+from benchmarks.results import FOLDER, Call, cost_results, git_commit, upper_95, write
 from flatout.engine.step import Engine
 from flatout.probe import Monitor, Phases
-
-# One-sided 95 % quantiles of Student's t by degrees of freedom.
-T95 = {9: 1.833, 10: 1.812, 11: 1.796, 12: 1.782, 13: 1.771, 14: 1.761, 15: 1.753, 19: 1.729}
 
 
 def block(engine: Engine, batch: Any, *, steps: int, on: bool) -> float:
@@ -60,15 +56,11 @@ def main() -> None:
         order = (True, False) if i % 2 else (False, True)
         taken = {on: block(engine, batch, steps=options.steps, on=on) for on in order}
         costs.append(taken[True] / taken[False] - 1)
-    mean, error = statistics.mean(costs), statistics.stdev(costs) / math.sqrt(len(costs))
-    bound = mean + T95[len(costs) - 1] * error
-    print(f"{options.blocks} pairs of {options.steps} steps: {mean:+.3%}, upper 95 % bound {bound:+.3%}")
+    mean, upper = statistics.fmean(costs), upper_95(costs)
+    assert upper is not None, "a spread takes two pairs of blocks"
+    print(f"{options.blocks} pairs of {options.steps} steps: {mean:+.3%}, upper 95 % bound {upper:+.3%}")
     call = Call(benchmark="overhead", commit=options.commit or git_commit())
-    results = [
-        call.result(variant=point.variant, metric="cost", unit="share of step time, by pair", values=costs),
-        call.result(variant=point.variant, metric="upper_95_bound", unit="share of step time", values=[bound]),
-    ]
-    write(results, options.to)
+    write(cost_results(call, point.variant, costs), options.to)
 
 
 if __name__ == "__main__":

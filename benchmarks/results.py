@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import statistics
@@ -128,12 +129,34 @@ def _cell(result: Result | None) -> str:
 
 
 def command_line(arguments: Sequence[str]) -> str:
-    """How to measure this again; where the results went is nobody's business."""
-    kept = list(arguments[1:])
+    """How to measure this again; where files lie is nobody's business."""
+    kept = [Path(a).name if os.sep in a and Path(a).exists() else a for a in arguments[1:]]
     for where in ("--to", "--tables"):
         if where in kept:
             del kept[kept.index(where) : kept.index(where) + 2]
     return " ".join([f"python -m benchmarks.{Path(arguments[0]).stem}", *kept])
+
+
+# Student's t, one-sided 95 %, by degrees of freedom.
+T95 = {1: 6.314, 2: 2.920, 3: 2.353, 4: 2.132, 5: 2.015, 6: 1.943, 7: 1.895, 8: 1.860, 9: 1.833, 10: 1.812, 11: 1.796}
+T95 |= {12: 1.782, 13: 1.771, 14: 1.761, 15: 1.753, 16: 1.746, 17: 1.740, 18: 1.734, 19: 1.729, 24: 1.711, 29: 1.699}
+
+
+def upper_95(values: Sequence[float]) -> float | None:
+    """The upper 95 % bound of their mean; None from fewer than two."""
+    if len(values) < 2:
+        return None
+    # Between two entries of the table the smaller number of degrees, which is the wider bound.
+    t = T95[max(degrees for degrees in T95 if degrees < len(values))]
+    return statistics.fmean(values) + t * statistics.stdev(values) / math.sqrt(len(values))
+
+
+def cost_results(call: Call, variant: str, costs: Sequence[float]) -> list[Result]:
+    """What measuring cost by pairs of blocks, and the bound of it."""
+    rows = [call.result(variant=variant, metric="cost", unit="share of step time, by pair", values=costs)]
+    if (upper := upper_95(costs)) is not None:
+        rows.append(call.result(variant=variant, metric="upper_95_bound", unit="share of step time", values=[upper]))
+    return rows
 
 
 def read(file: Path) -> list[Result]:

@@ -9,9 +9,8 @@ from pathlib import Path
 
 import pytest
 from benchmarks.doctor_gpu import PLANTED, Budget, findings_table, judged, parsed, table
-from benchmarks.doctor_overhead import bound
 from benchmarks.peers import measured as peer
-from benchmarks.results import measuring, read
+from benchmarks.results import command_line, measuring, read, upper_95
 
 from flatout.insight.attach import Watched
 from flatout.insight.diagnose import CAUSES
@@ -88,10 +87,14 @@ def test_wrong_usage_is_refused(wrong: list[str], capsys: pytest.CaptureFixture[
 
 
 def test_the_bound_of_an_overhead() -> None:
-    found = bound([1.01, 1.03, 1.02, 1.02])
-    assert found["overhead"] == pytest.approx(0.02)
-    assert found["upper_95"] == pytest.approx(0.02 + 2.353 * 0.0081650 / 2, abs=1e-5)
-    assert bound([1.0])["upper_95"] is None
+    assert upper_95([0.01, 0.03, 0.02, 0.02]) == pytest.approx(0.02 + 2.353 * 0.0081650 / 2, abs=1e-5)
+    assert upper_95([0.0]) is None
+
+
+def test_a_recorded_command_names_files_but_not_where_they_lie(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").touch()
+    given = ["benchmarks/toy.py", "--rows", str(tmp_path / "rows.jsonl"), "--model", "some/hub-name", "--to", "here"]
+    assert command_line(given) == "python -m benchmarks.toy --rows rows.jsonl --model some/hub-name"
 
 
 def test_what_was_measured_is_kept_when_a_benchmark_is_cut_short(tmp_path: Path) -> None:
