@@ -14,7 +14,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from benchmarks.results import FOLDER, Call, git_commit, write
+from benchmarks.results import FOLDER, Call, Result, git_commit, write
 from flatout.config.load import dump, load, to_mapping
 from flatout.recipes import pretrain
 
@@ -30,7 +30,23 @@ VARIANTS = {
 def final_loss(overrides: list[str], *, folder: Path) -> float:
     settings = load("examples/pretrain-124m.yaml", overrides=overrides, environ={}).settings
     outcome = pretrain.run(settings, folder=folder, config_text=dump(settings), config=to_mapping(settings))
+    if not outcome.val_losses:
+        raise SystemExit("stopped before the run's last evaluation; what had ended is recorded")
     return outcome.val_losses[-1]
+
+
+def compared(call: Call, losses: dict[str, list[float]]) -> list[Result]:
+    """Losses by variant, and each against the plain path of the same seed, as far as both have ended."""
+    results = []
+    for name, values in losses.items():
+        if not values:
+            continue
+        results.append(call.result(variant=name, metric="val_loss", unit="nats a token", values=values))
+        if name != "plain":
+            shares = [value / plain - 1 for value, plain in zip(values, losses["plain"], strict=False)]
+            results.append(call.result(variant=name, metric="against_plain", unit="relative, by seed", values=shares))
+            print(f"{name}: {statistics.mean(shares):+.3%} of plain ({min(shares):+.3%} to {max(shares):+.3%})")
+    return results
 
 
 def main() -> None:
@@ -51,21 +67,16 @@ def main() -> None:
     variants = {name: VARIANTS[name] for name in ("plain", *options.variants.split(","))}
     losses: dict[str, list[float]] = {name: [] for name in variants}
     call = Call(benchmark="parity", commit=options.commit or git_commit())
-    with tempfile.TemporaryDirectory() as scratch:
-        for seed in range(options.seeds):
-            for name, overrides in variants.items():
-                began = time.time()
-                folder = Path(scratch) / f"{name}-{seed}"
-                losses[name].append(final_loss([*common, *overrides, f"seed={seed}"], folder=folder))
-                print(f"{name} seed {seed}: {losses[name][-1]:.5f} ({time.time() - began:.0f} s)", flush=True)
-    results = []
-    for name, values in losses.items():
-        results.append(call.result(variant=name, metric="val_loss", unit="nats a token", values=values))
-        if name != "plain":
-            shares = [value / plain - 1 for value, plain in zip(values, losses["plain"], strict=True)]
-            results.append(call.result(variant=name, metric="against_plain", unit="relative, by seed", values=shares))
-            print(f"{name}: {statistics.mean(shares):+.3%} of plain ({min(shares):+.3%} to {max(shares):+.3%})")
-    write(results, options.to)
+    try:
+        with tempfile.TemporaryDirectory() as scratch:
+            for seed in range(options.seeds):
+                for name, overrides in variants.items():
+                    began = time.time()
+                    folder = Path(scratch) / f"{name}-{seed}"
+                    losses[name].append(final_loss([*common, *overrides, f"seed={seed}"], folder=folder))
+                    print(f"{name} seed {seed}: {losses[name][-1]:.5f} ({time.time() - began:.0f} s)", flush=True)
+    finally:
+        write(compared(call, losses), options.to)
 
 
 if __name__ == "__main__":

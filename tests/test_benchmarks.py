@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 from benchmarks.doctor_gpu import PLANTED, Budget, findings_table, judged, parsed, table
+from benchmarks.parity import compared
 from benchmarks.peers import measured as peer
-from benchmarks.results import command_line, measuring, read, upper_95
+from benchmarks.results import Call, command_line, measuring, read, upper_95
 
 from flatout.insight.attach import Watched
 from flatout.insight.diagnose import CAUSES
@@ -109,6 +110,18 @@ def test_what_was_measured_is_kept_when_a_benchmark_is_cut_short(tmp_path: Path)
         cut_short()
     (result,) = read(tmp_path / "toy.jsonl")
     assert (result.variant, result.value, result.low, result.repeats) == ("one", 4.0, 3.0, 2)
+
+
+def test_losses_are_compared_as_far_as_both_have_ended(capsys: pytest.CaptureFixture[str]) -> None:
+    losses = {"plain": [4.0, 5.0], "kernels": [4.04], "kernels-fp8": []}
+    rows = compared(Call(benchmark="parity", commit="abc"), losses)
+    assert [(row.variant, row.metric, row.repeats) for row in rows] == [
+        ("plain", "val_loss", 2),
+        ("kernels", "val_loss", 1),
+        ("kernels", "against_plain", 1),
+    ]
+    assert rows[-1].value == pytest.approx(0.01)
+    assert capsys.readouterr().out == "kernels: +1.000% of plain (+1.000% to +1.000%)\n"
 
 
 def test_a_rivals_figure_is_found_among_what_it_prints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
