@@ -3,24 +3,36 @@
     python -m benchmarks.sft FOLDER                          # unit conversion, worked solutions of our own
     python -m benchmarks.sft FOLDER --gsm8k DATA/gsm8k       # and word problems: its train.jsonl and test.jsonl
 
-Ours are the commands themselves, `flatout train` with `recipe: sft` and `flatout eval MODEL --against RUN`. Accuracies
-and their difference, paired by question, have their 95 % interval as low and high.
+Ours are the commands themselves, `flatout train` with `recipe: sft`, `flatout eval MODEL --against RUN`, `export` and
+`chat`. Accuracies and their difference, paired by question, have their 95 % interval as low and high. What was learnt
+is opened elsewhere, in fp32: as an adapter by PEFT and merged by transformers, beside our own logits.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
+
+from benchmarks.logits import our_logits
 from benchmarks.results import FOLDER, Call, Result, git_commit, table, write
 from benchmarks.rft import asked_both, trained
+from flatout.engine.opening import open_model
 from flatout.record import Run
+from flatout.sample import prompt_ids
 from flatout.tasks import Worked, open_task
 
+DIFFERENCE = "largest difference of logits from ours"
 UNITS = {"whole_s": "s", "loss_before": "nats a token", "loss_after": "nats a token"}
+UNITS |= {"in_peft": DIFFERENCE, "merged": DIFFERENCE, "untrained": DIFFERENCE}
+QUESTIONS = 20
 
 
 def write_rows(path: Path, task: str, *, limit: int | None) -> Path:
@@ -49,6 +61,46 @@ def ours(file: Path, overrides: list[str], *, folder: Path) -> dict[str, Any]:
     whole_s = trained(file, overrides, folder=folder)
     losses = [event.data["val_loss"] for event in Run.open(folder).events() if event.kind == "eval"]
     return {"whole_s": whole_s, "loss_before": losses[0], "loss_after": losses[-1]}
+
+
+def elsewhere(model: str, run: Path, task: str, *, scratch: Path) -> tuple[dict[str, float], str]:
+    """How far from ours the logits of 20 questions are, and what `flatout chat` answers to the first of them.
+
+    The adapter in PEFT, merged in transformers, and the model as it came.
+    """
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    flatout("export", run, "--to", scratch / "adapter")
+    flatout("export", run, "--to", scratch / "merged", "--merge", "--dtype", "fp32")
+    ours = open_model(str(run), dtype="fp32")
+    device = next(ours.model.parameters()).device
+    asked: Any = open_task(task)
+    texts = [torch.tensor(prompt_ids(ours.tokenizer, asked.prompt(i)), device=device) for i in range(QUESTIONS)]
+    expected = [our_logits(ours.model, text) for text in texts]
+
+    @torch.no_grad()
+    def apart(other: Any) -> float:
+        found: list[Tensor] = [other(text[None]).logits[0] for text in texts]
+        return max(float((one - two).abs().max()) for one, two in zip(found, expected, strict=True))
+
+    def opened(folder: Path | str) -> Any:
+        return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval().to(device)
+
+    plain = opened(model)
+    found = {"untrained": apart(plain), "merged": apart(opened(scratch / "merged"))}
+    found["in_peft"] = apart(PeftModel.from_pretrained(plain, scratch / "adapter").eval())
+    question = " ".join(asked.prompt(0)[-1]["content"].split())
+    said = flatout("chat", run, "--temperature", "0", "--max-tokens", "64", stdin=f"{question}\n")
+    return found, said
+
+
+def flatout(*arguments: object, stdin: str | None = None) -> str:
+    command = [sys.executable, "-m", "flatout", *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, input=stdin)
+    if done.returncode:
+        sys.exit(f"flatout {arguments[0]}: exit {done.returncode}: {done.stderr.strip()[-800:]}")
+    return done.stdout
 
 
 def results(call: Call, variant: str, found: dict[str, Any]) -> list[Result]:
@@ -81,6 +133,9 @@ def main() -> None:
             file = config(scratch / f"{variant}.yaml", model=options.model, rows=rows, epochs=epochs)
             told = ours(file, options.set, folder=scratch / variant)
             told |= asked_both(options.model, scratch / variant, measured, limit=options.limit, name="")
+            logits, said = elsewhere(options.model, scratch / variant, measured, scratch=scratch / f"{variant}-opened")
+            told |= logits
+            print(f"chat: {said!r}", flush=True)
             call = Call(benchmark="sft", commit=options.commit or git_commit())
             found = results(call, variant, told)
             write(found, options.to)
