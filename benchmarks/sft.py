@@ -32,7 +32,8 @@ from flatout.tasks import Worked, open_task
 DIFFERENCE = "largest difference of logits from ours"
 UNITS = {"whole_s": "s", "loss_before": "nats a token", "loss_after": "nats a token"}
 UNITS |= {"in_peft": DIFFERENCE, "merged": DIFFERENCE, "untrained": DIFFERENCE}
-QUESTIONS = 20
+QUESTIONS, TALKED = 20, 5
+UNITS |= {"right_in_chat": f"answers of {TALKED}"}
 
 
 def write_rows(path: Path, task: str, *, limit: int | None) -> Path:
@@ -63,11 +64,8 @@ def ours(file: Path, overrides: list[str], *, folder: Path) -> dict[str, Any]:
     return {"whole_s": whole_s, "loss_before": losses[0], "loss_after": losses[-1]}
 
 
-def elsewhere(model: str, run: Path, task: str, *, scratch: Path) -> tuple[dict[str, float], str]:
-    """How far from ours the logits of 20 questions are, and what `flatout chat` answers to the first of them.
-
-    The adapter in PEFT, merged in transformers, and the model as it came.
-    """
+def elsewhere(model: str, run: Path, task: str, *, scratch: Path) -> dict[str, float]:
+    """How far from ours the logits of 20 questions are: the adapter in PEFT, merged, and the model as it came."""
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
@@ -90,9 +88,23 @@ def elsewhere(model: str, run: Path, task: str, *, scratch: Path) -> tuple[dict[
     plain = opened(model)
     found = {"untrained": apart(plain), "merged": apart(opened(scratch / "merged"))}
     found["in_peft"] = apart(PeftModel.from_pretrained(plain, scratch / "adapter").eval())
-    question = " ".join(asked.prompt(0)[-1]["content"].split())
-    said = flatout("chat", run, "--temperature", "0", "--max-tokens", "64", stdin=f"{question}\n")
-    return found, said
+    return found
+
+
+def talked(run: Path, task: str) -> tuple[int, list[str]]:
+    """What `flatout chat` answers in one talk, and how many of its last five answers are right.
+
+    It is told what the task tells and asked the questions of its worked examples before those five. Answers are one
+    line each, as they were learnt; one of several lines shifts the others, which then count as wrong.
+    """
+    asked: Any = open_task(task)
+    told, *turns = asked.prompt(0)
+    examples = [turn["content"] for turn in turns[:-1] if turn["role"] == "user"]
+    questions = [asked.prompt(i)[-1]["content"] for i in range(TALKED)]
+    lines = "".join(f"{' '.join(question.split())}\n" for question in examples + questions)
+    said = flatout("chat", run, "--system", told["content"], "--temperature", "0", "--max-tokens", "64", stdin=lines)
+    answers = said.splitlines()[len(examples) :]
+    return sum(asked.reward(i, answer) == 1 for i, answer in enumerate(answers[:TALKED])), said.splitlines()
 
 
 def flatout(*arguments: object, stdin: str | None = None) -> str:
@@ -133,9 +145,9 @@ def main() -> None:
             file = config(scratch / f"{variant}.yaml", model=options.model, rows=rows, epochs=epochs)
             told = ours(file, options.set, folder=scratch / variant)
             told |= asked_both(options.model, scratch / variant, measured, limit=options.limit, name="")
-            logits, said = elsewhere(options.model, scratch / variant, measured, scratch=scratch / f"{variant}-opened")
-            told |= logits
-            print(f"chat: {said!r}", flush=True)
+            told |= elsewhere(options.model, scratch / variant, measured, scratch=scratch / f"{variant}-opened")
+            told["right_in_chat"], said = talked(scratch / variant, measured)
+            print("chat:", *said, sep="\n  ", flush=True)
             call = Call(benchmark="sft", commit=options.commit or git_commit())
             found = results(call, variant, told)
             write(found, options.to)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from benchmarks.sft import elsewhere, flatout
+from benchmarks.sft import TALKED, elsewhere, flatout, talked
 
 from flatout.record import Run
 from flatout.tasks.units import Units
@@ -48,8 +48,9 @@ def test_adapters_on_real_weights(folder: Path, tmp_path: Path) -> None:
     config.write_text(yaml.safe_dump(settings))
     flatout("train", config, "--run", run)
     losses = [event.data["val_loss"] for event in Run.open(run).events() if event.kind == "eval"]
-    found, said = elsewhere(str(folder), run, "units", scratch=tmp_path)
-    print(f"\nheld-out loss {losses}; logits of 20 questions apart from ours by {found}; it says {said!r}")
+    found = elsewhere(str(folder), run, "units", scratch=tmp_path)
+    right, said = talked(run, "units")
+    print(f"\nheld-out loss {losses}; logits of 20 questions apart from ours by {found}; {right} right in {said}")
     assert losses[-1] < losses[0] - 0.1
     assert max(found["in_peft"], found["merged"]) <= 1e-3 < 0.5 < found["untrained"]
-    assert said.strip()
+    assert sum(map(bool, said)) >= TALKED
