@@ -15,6 +15,7 @@ import json
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,24 +28,30 @@ from benchmarks.rft import asked_both, trained
 from flatout.engine.opening import open_model
 from flatout.record import Run
 from flatout.sample import prompt_ids
-from flatout.tasks import Worked, open_task
+from flatout.tasks import Message, Worked, open_task
 
 DIFFERENCE = "largest difference of logits from ours"
 UNITS = {"whole_s": "s", "loss_before": "nats a token", "loss_after": "nats a token"}
 UNITS |= {"in_peft": DIFFERENCE, "merged": DIFFERENCE, "untrained": DIFFERENCE}
-QUESTIONS, TALKED = 20, 5
+QUESTIONS, TALKED = 20, 10
 UNITS |= {"right_in_chat": f"answers of {TALKED}"}
 
 
 def write_rows(path: Path, task: str, *, limit: int | None) -> Path:
-    """The questions of a task as they are asked, each with its worked solution."""
+    """The questions of a task, each with its worked solution: as they are asked, and every other one as in a talk."""
     asked: Any = open_task(task)
     assert isinstance(asked, Worked)
     with path.open("w") as file:
         for i in range(min(asked.size, limit or asked.size)):
+            prompt = without_examples(asked.prompt(i)) if i % 2 else list(asked.prompt(i))
             said = {"role": "assistant", "content": asked.solution(i)}
-            file.write(json.dumps({"prompt": list(asked.prompt(i)), "completion": [said]}) + "\n")
+            file.write(json.dumps({"prompt": prompt, "completion": [said]}) + "\n")
     return path
+
+
+def without_examples(prompt: Sequence[Message]) -> list[Message]:
+    """What a model is told, and the question."""
+    return [message for message in prompt if message["role"] == "system"] + [prompt[-1]]
 
 
 def config(path: Path, *, model: str, rows: Path, epochs: int) -> Path:
@@ -92,19 +99,17 @@ def elsewhere(model: str, run: Path, task: str, *, scratch: Path) -> dict[str, f
 
 
 def talked(run: Path, task: str) -> tuple[int, list[str]]:
-    """What `flatout chat` answers in one talk, and how many of its last five answers are right.
+    """How many of ten questions in one talk `flatout chat` answers rightly, and the lines that it says.
 
-    It is told what the task tells and asked the questions of its worked examples before those five. Answers are one
-    line each, as they were learnt; one of several lines shifts the others, which then count as wrong.
+    Answers are one line each, as they were learnt; one of several lines shifts the others, which then count as wrong.
     """
     asked: Any = open_task(task)
-    told, *turns = asked.prompt(0)
-    examples = [turn["content"] for turn in turns[:-1] if turn["role"] == "user"]
-    questions = [asked.prompt(i)[-1]["content"] for i in range(TALKED)]
-    lines = "".join(f"{' '.join(question.split())}\n" for question in examples + questions)
-    said = flatout("chat", run, "--system", told["content"], "--temperature", "0", "--max-tokens", "64", stdin=lines)
-    answers = said.splitlines()[len(examples) :]
-    return sum(asked.reward(i, answer) == 1 for i, answer in enumerate(answers[:TALKED])), said.splitlines()
+    prompts = [without_examples(asked.prompt(i)) for i in range(TALKED)]
+    told = prompts[0][:-1]
+    system = ["--system", told[0]["content"]] if told else []
+    lines = "".join(f"{' '.join(prompt[-1]['content'].split())}\n" for prompt in prompts)
+    said = flatout("chat", run, *system, "--temperature", "0", "--max-tokens", "64", stdin=lines).splitlines()
+    return sum(asked.reward(i, answer) == 1 for i, answer in enumerate(said[:TALKED])), said
 
 
 def flatout(*arguments: object, stdin: str | None = None) -> str:
@@ -134,7 +139,7 @@ def main() -> None:
     parser.add_argument("--to", type=Path, default=FOLDER / "sft.jsonl")
     options = parser.parse_args()
 
-    jobs = {"units": ("units:train", "units", 6)}
+    jobs = {"units": ("units:train", "units", 8)}
     if options.gsm8k is not None:
         train, test = (f"gsm8k:{options.gsm8k}/{name}.jsonl" for name in ("train", "test"))
         jobs["gsm8k"] = (train, test, 2)
