@@ -102,6 +102,14 @@ POINTS = [
     Point(shape="1b", micro_batch=8, fp8=True),
     Point(shape="1b", micro_batch=4, fp8=True, recompute="full"),
     Point(shape="124m", micro_batch=64, fused=False, compile="default"),
+    Point(shape="360m", micro_batch=16, recompute="full"),
+    Point(shape="360m", micro_batch=8, fp8=True, recompute="full"),
+    Point(shape="124m", micro_batch=6),
+    Point(shape="124m", micro_batch=24, fp8=True),
+    Point(shape="124m", micro_batch=16, length=2048, recompute="full"),
+    Point(shape="360m", micro_batch=4, fp8=True),
+    Point(shape="360m", micro_batch=4, length=4096),
+    Point(shape="1b", micro_batch=2),
 ]
 
 

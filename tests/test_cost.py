@@ -18,8 +18,9 @@ from flatout.cost import (
     checkpoint_bytes,
     flops_per_token,
     kv_cache_bytes_per_token,
-    step_seconds,
+    step_time,
     training_memory,
+    weight_bytes,
 )
 from flatout.errors import UsageError
 
@@ -271,7 +272,7 @@ def seconds(**changes: Any) -> float:
         "path": "compiled",
         "sequence_length": 1024,
     }
-    return step_seconds(SMALL, **values | changes)
+    return step_time(SMALL, **values | changes).seconds
 
 
 def test_time_follows_what_it_is_made_of() -> None:
@@ -290,6 +291,21 @@ def test_time_follows_what_it_is_made_of() -> None:
 def test_few_tokens_take_the_time_of_the_host() -> None:
     assert seconds(micro_tokens=64) == seconds(micro_tokens=128)
     assert seconds(micro_tokens=64, path="fp8") > seconds(micro_tokens=64, path="fused")
+    again = flops_per_token(SMALL, sequence_length=1024, recompute="full")
+    assert seconds(micro_tokens=64, flops=again) > 1.5 * seconds(micro_tokens=64), "blocks are launched once more"
+    # Recorded, a pass takes as long as what is in it; with many tokens it does so anyway, and gradients are added up.
+    assert seconds(micro_tokens=64, path="fused", graphs=True) < seconds(micro_tokens=128, path="fused", graphs=True)
+    assert seconds(micro_tokens=64, path="fused", graphs=True) < 0.5 * seconds(micro_tokens=64, path="fused")
+    assert seconds(path="fused") < seconds(path="fused", graphs=True) < 1.1 * seconds(path="fused")
+
+
+def test_every_micro_batch_casts_the_weights_and_adds_to_their_gradients() -> None:
+    assert seconds(micro_tokens=32768, accumulation=2) > seconds()
+    assert weight_bytes(SMALL, width=2, path="fused", again=False) == 10 * SMALL.matmul_weights
+    blocks = SMALL.layers * SMALL.block_matmul_weights
+    assert weight_bytes(SMALL, width=2, path="fused", again=True) == 10 * SMALL.matmul_weights + 6 * blocks
+    assert weight_bytes(SMALL, width=2, path="fp8", again=False) == 4 * SMALL.matmul_weights
+    assert weight_bytes(SMALL, width=4, path="eager", again=False) == 4 * SMALL.matmul_weights
 
 
 def test_short_documents_do_not_make_the_libraries_attention_free() -> None:

@@ -429,10 +429,12 @@ def training_memory(
     accumulation: int = 1,
     num_ranks: int = 1,
     adapters: Adapters | None = None,
+    graphs: bool = False,
 ) -> Memory:
     """Predicted peak for replicated weights and AdamW, trained weights and moments in fp32, frozen ones as they are.
 
-    The peak is in the loss, where all activations stand beside one chunk of logits and the head's gradient, or in
+    Gradients stand beside those of the next micro-batch, if there is one; with `graphs` they always do. The peak is in
+    the loss, where all activations stand beside one chunk of logits and the head's gradient, or in
     the backward pass of a block, whichever needs more.
     """
     width = BYTES[precision]
@@ -451,7 +453,8 @@ def training_memory(
     if recompute != "none":
         # The block whose backward runs has all its activations back.
         inner = activation_bytes(shape, precision=precision, recompute="none", path=path)
-        backward = micro_tokens * (inner - kept // shape.layers + 2 * width * shape.hidden)
+        fused = 3 * shape.intermediate if path in ("fused", "fp8") else 0  # gradients that its kernels write
+        backward = micro_tokens * (inner - kept // shape.layers + width * (fused + 2 * shape.hidden))
     if adapters is not None:
         trained = adapters.num_parameters(shape)
         # The input of each pair of matrices is kept already; what lies between them is not.
@@ -472,7 +475,7 @@ def training_memory(
         # Casts to the compute type are kept for the backward pass, except where that recomputes them.
         weight_copies=0 if width == 4 else width * (2 * head + (blocks if recompute == "none" else 0)),
         # Several ranks lay their gradients end to end to sum them.
-        gradients=4 * shape.num_parameters * ((accumulation > 1) + (num_ranks > 1)) + 4 * head,
+        gradients=4 * shape.num_parameters * ((accumulation > 1 or graphs) + (num_ranks > 1)) + 4 * head,
         optimizer=8 * shape.num_parameters,
         activations=micro_tokens * (kept + outside),
         temporary=max(loss, backward),
@@ -495,17 +498,27 @@ def checkpoint_bytes(shape: ModelShape, *, weights_only: bool, adapters: Adapter
 SHORT_DOCUMENT = 128
 
 # What an H200 reached with this decoder, as shares of the datasheet; see docs/predictions.md.
-MATMUL_SHARE: dict[BlockPath, float] = {"eager": 0.66, "compiled": 0.66, "fused": 0.73, "fp8": 0.70}
+MATMUL_SHARE: dict[BlockPath, float] = {"eager": 0.66, "compiled": 0.68, "fused": 0.70, "fp8": 0.67}
 FP32_ATTENTION_SHARE = 0.06
-BANDWIDTH_SHARE = 0.7
+BANDWIDTH_SHARE = 0.67
 # Passes over the tensors of a block and over the logits: fused kernels read and write each few times, eager ones many.
 BLOCK_PASSES: dict[BlockPath, float] = {"eager": 20, "compiled": 3, "fused": 2.4, "fp8": 3.3}
 LOGIT_PASSES: dict[BlockPath, float] = {"eager": 12, "compiled": 4, "fused": 3.4, "fp8": 4.5}
+# A second forward pass reads and writes half of what a block's two passes do.
+RECOMPUTED_SHARE = 0.5
+# Bytes that the update of a weight moves: itself, its gradient and both moments, and what clipping reads.
+UPDATE_BYTES = 40
+# And what its copies in 8 bits take then, by rows and by columns.
+EIGHT_BYTES = 11
+# Bytes by which the gradient of one micro-batch is added to that of those before.
+ADDED_BYTES = 12
 # The host's part of one block's forward and backward: with too few tokens in a micro-batch it is what takes time.
-HOST_S: dict[BlockPath, float] = {"eager": 4.0e-3, "compiled": 1.9e-3, "fused": 1.8e-3, "fp8": 2.5e-3}
-# The same with adapters in the fused segments; and what is left of it where passes are recorded: kernels that begin and
-# end, one after the other.
-ADAPTED_HOST_S, RECORDED_S = 5.5e-3, 3.5e-4
+HOST_S: dict[BlockPath, float] = {"eager": 4.0e-3, "compiled": 2.4e-3, "fused": 2.3e-3, "fp8": 3.5e-3}
+# The same with adapters in the fused segments; how much a second forward pass adds to it; and what is left of it where
+# passes are recorded: kernels that begin and end, one after the other.
+ADAPTED_HOST_S, RECOMPUTED_HOST_SHARE, RECORDED_SHARE = 7.0e-3, 0.9, 0.05
+# Hosts differ, and one differs from day to day: it may be slower than that by so much.
+SLOW_HOST = 1.25
 # What adapters' narrow products leave of the matmuls' speed.
 ADAPTED_SHARE = 0.86
 # Attention over packed documents by the libraries' kernel takes at least as long as so many passes over its queries;
@@ -517,10 +530,32 @@ def attention_share(sequence_length: int, *, precision: str) -> float:
     """Attention's share of the peak: short sequences leave its kernels half empty."""
     if precision == "fp32":
         return FP32_ATTENTION_SHARE
-    return 0.45 * sequence_length / (sequence_length + 1100)
+    return 0.43 * sequence_length / (sequence_length + 1100)
 
 
-def step_seconds(
+@dataclass(frozen=True, kw_only=True)
+class StepTime:
+    """Predicted seconds of an optimizer step on one device, by what takes them."""
+
+    device: float  # of a micro-batch's passes
+    launches: float  # of the host, for those passes
+    left: float  # of the launches, where passes are recorded
+    update: float
+    accumulation: int
+    graphs: bool
+
+    @property
+    def seconds(self) -> float:
+        passes = self.device + self.left if self.graphs else max(self.device, self.launches)
+        return self.accumulation * passes + self.update
+
+    @property
+    def may_wait(self) -> bool:
+        """Whether a device might wait for a host that launches one kernel after the other."""
+        return self.device < SLOW_HOST * self.launches
+
+
+def step_time(
     shape: ModelShape,
     *,
     sequence_length: int,
@@ -535,11 +570,12 @@ def step_seconds(
     adapters: Adapters | None = None,
     graphs: bool = False,
     documents: Literal["varlen", "short"] | None = None,
-) -> float:
-    """Predicted seconds of one optimizer step on one device, from three lanes that add up.
+) -> StepTime:
+    """What the device takes is four lanes that add up.
 
-    Matmuls at a share of the peak, attention at a smaller one, element-wise traffic at a share of the bandwidth. With
-    `graphs` the host launches everything at once. `documents` are packed ones, by the kernel that takes them.
+    Matmuls at a share of the peak, attention at a smaller one, element-wise traffic and what each micro-batch reads and
+    writes of the weights at a share of the bandwidth. With `graphs` the host launches everything at once. `documents`
+    are packed ones, by the kernel that takes them.
     """
     attention_flops = flops.attention
     matmul_flops = flops.executed - attention_flops
@@ -549,15 +585,20 @@ def step_seconds(
         wide = 6 * shape.layers * shape.hidden * shape.q_width
         matmul = wide / (MATMUL_SHARE["fused"] * peak_flops) + (matmul_flops - wide) / (MATMUL_SHARE[path] * fp8_flops)
     attention = attention_flops / (attention_share(sequence_length, precision=precision) * peak_flops)
-    traffic = update = 0.0
+    again = flops.recomputed > 0
+    traffic = weights = update = 0.0
     if bandwidth:
+        per_byte = 1 / (BANDWIDTH_SHARE * bandwidth)
         width = BYTES[precision]
         block = BLOCK_PASSES[path] * width * (12 * shape.hidden + 3 * shape.intermediate)
+        block *= 1 + RECOMPUTED_SHARE * again
         logits = LOGIT_PASSES[path] * width * shape.vocab
-        traffic = (shape.layers * block + logits) / (BANDWIDTH_SHARE * bandwidth)
+        traffic = (shape.layers * block + logits) * per_byte
         trained = shape.num_parameters if adapters is None else adapters.num_parameters(shape)
-        update = 28 * trained / (BANDWIDTH_SHARE * bandwidth)
-        over_queries = shape.layers * width * shape.q_width / (BANDWIDTH_SHARE * bandwidth)
+        update = (UPDATE_BYTES * trained + (EIGHT_BYTES * shape.matmul_weights if path == "fp8" else 0)) * per_byte
+        weights = weight_bytes(shape, width=width, path=path, again=again) * per_byte if adapters is None else 0.0
+        weights += (accumulation > 1 or graphs) * ADDED_BYTES * trained * per_byte
+        over_queries = shape.layers * width * shape.q_width * per_byte
         if documents == "varlen":
             attention = max(attention, VARLEN_PASSES * over_queries)
         elif documents == "short":
@@ -565,7 +606,21 @@ def step_seconds(
     host = HOST_S[path]
     if adapters is not None and path == "fused":
         host, matmul = ADAPTED_HOST_S, matmul / ADAPTED_SHARE
-    device = micro_tokens * (matmul + attention + traffic)
-    if graphs:
-        return accumulation * (device + shape.layers * RECORDED_S) + update
-    return accumulation * max(device, shape.layers * host) + update
+    return StepTime(
+        device=micro_tokens * (matmul + attention + traffic) + weights,
+        launches=shape.layers * host * (1 + RECOMPUTED_HOST_SHARE * again),
+        left=shape.layers * host * RECORDED_SHARE,
+        update=update,
+        accumulation=accumulation,
+        graphs=graphs,
+    )
+
+
+def weight_bytes(shape: ModelShape, *, width: int, path: BlockPath, again: bool) -> int:
+    """What a micro-batch's passes move of weights that learn: copies in the compute type, and gradients in fp32.
+
+    8-bit copies are made with the update; a second forward pass casts its blocks again.
+    """
+    cast = 0 if width == 4 or path == "fp8" else 4 + width
+    blocks = shape.layers * shape.block_matmul_weights
+    return (cast + 4) * shape.matmul_weights + (cast * blocks if again else 0)

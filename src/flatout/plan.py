@@ -26,10 +26,11 @@ from flatout.cost import (
     Memory,
     ModelShape,
     Rates,
+    StepTime,
     checkpoint_bytes,
     flops_per_token,
     kv_cache_bytes_per_token,
-    step_seconds,
+    step_time,
     training_memory,
 )
 from flatout.errors import UsageError
@@ -267,8 +268,8 @@ def decide(job: Job) -> Plan:
     settle("attention", *_attention(job, chosen))
     settle("loss_chunk", *_loss_chunk(job, micro_batch * job.sequence_length))
     settle("tf32", *_tf32(job))
-    memory = _memory(job, micro_batch=micro_batch, recompute=recompute, precision=precision, path=path)
-    settle("graphs", *_graphs(job, chosen, memory))
+    settle("graphs", *_graphs(job, chosen))
+    memory = _memory_of(job, chosen, graphs=chosen["graphs"])
     settle("fused_optimizer", True, "one pass over weights, gradients and moments instead of many")
     settle("workers", *_workers(job))
     ahead = 4 if job.pins.preset == "max" else 2
@@ -436,11 +437,14 @@ def compile_break_even(job: Job, *, precision: str, compile_s: float = COMPILE_S
 
 
 def _step_of(job: Job, *, precision: str, path: BlockPath) -> float | None:
-    """Predicted seconds of a step in micro-batches that fill the device, as far as the batch does."""
+    """Predicted seconds of a step in micro-batches that fill the device, as far as the batch does; recorded if not."""
     tokens = job.rank_sequences * job.sequence_length
     micro_tokens = min(tokens, _full_tokens(job))
     accumulation = max(1, tokens // micro_tokens)
-    return _step_s(job, precision=precision, micro_tokens=micro_tokens, accumulation=accumulation, path=path)
+    time = _time(job, precision=precision, micro_tokens=micro_tokens, accumulation=accumulation, path=path)
+    if time is None:
+        return None
+    return replace(time, graphs=path in ("fused", "fp8") and time.may_wait).seconds
 
 
 def _attention(job: Job, chosen: Mapping[str, Any]) -> tuple[str, str]:
@@ -505,18 +509,24 @@ def no_short(job: Job, chosen: Mapping[str, Any]) -> str | None:
     return None
 
 
-def _graphs(job: Job, chosen: Mapping[str, Any], memory: Memory) -> tuple[bool, str]:
+def _graphs(job: Job, chosen: Mapping[str, Any]) -> tuple[bool, str]:
     """Where launches may take longer than what they launch, and memory is left for what a recording keeps to itself."""
     if job.device == "cpu":
         return False, "nothing is launched"
-    if job.adapters is None:
-        return False, "gradients that stay in place would be read and written once more"
-    if not _fused(chosen) or chosen["compile"] != "none" or chosen["recompute"] != "none":
-        return False, "only where every segment has its kernel, and nothing is compiled or recomputed"
-    total_gib = job.hardware.memory_gib
-    if total_gib is None or memory.gib > GRAPHS_SHARE * (job.pins.memory_fraction or 1.0) * total_gib:
+    if job.adapters is None and not _may_wait(job, chosen):
+        return False, "enough tokens a micro-batch to hide the launches"
+    if not _fused(chosen) or chosen["compile"] != "none" or chosen["recompute"] == "selective":
+        return False, "only where every segment has its kernel, and nothing is compiled"
+    peak, total_gib = _memory_of(job, chosen, graphs=True).gib, job.hardware.memory_gib
+    if total_gib is None or peak > GRAPHS_SHARE * (job.pins.memory_fraction or 1.0) * total_gib:
         return False, f"a recording keeps its activations: only where the peak is under {GRAPHS_SHARE:.0%} of memory"
-    return True, "adapters mean many small kernels: launched whole, they do not wait for the host"
+    many = "few tokens" if job.adapters is None else "adapters"
+    return True, f"{many} mean many small kernels: launched whole, they do not wait for the host"
+
+
+def _may_wait(job: Job, chosen: Mapping[str, Any]) -> bool:
+    time = _time_of(job, chosen, graphs=False)
+    return time is not None and time.may_wait
 
 
 def _segments(job: Job) -> tuple[bool, str]:
@@ -542,7 +552,21 @@ def _threads(job: Job) -> tuple[int, str]:
     return min(8, share), "the GPU does the arithmetic; a few threads serve the host's part"
 
 
-def _memory(job: Job, *, micro_batch: int, recompute: str, precision: str, path: BlockPath) -> Memory:
+def _memory_of(job: Job, chosen: Mapping[str, Any], *, graphs: bool) -> Memory:
+    """With what has been decided so far."""
+    return _memory(
+        job,
+        micro_batch=chosen["micro_batch"],
+        recompute=chosen["recompute"],
+        precision=chosen["precision"],
+        path=_path(chosen),
+        graphs=graphs,
+    )
+
+
+def _memory(
+    job: Job, *, micro_batch: int, recompute: str, precision: str, path: BlockPath, graphs: bool = False
+) -> Memory:
     micro_tokens = micro_batch * job.sequence_length
     rows, _ = _loss_chunk(job, micro_tokens)
     return training_memory(
@@ -557,6 +581,7 @@ def _memory(job: Job, *, micro_batch: int, recompute: str, precision: str, path:
         accumulation=max(1, job.rank_sequences // micro_batch),
         num_ranks=job.num_ranks,
         adapters=job.adapters,
+        graphs=graphs,
     )
 
 
@@ -657,17 +682,8 @@ def _predict(job: Job, decisions: Decisions, memory: Memory) -> Prediction:
     precision, recompute = decisions.precision or "fp32", decisions.recompute or "none"
     flops = job.flops(recompute)
     peak = _peak(job, precision=precision, tf32=bool(decisions.tf32))
-    seconds = _step_s(
-        job,
-        precision=precision,
-        micro_tokens=(decisions.micro_batch or 1) * job.sequence_length,
-        accumulation=decisions.accumulation or 1,
-        path=_path(asdict(decisions)),
-        recompute=recompute,
-        tf32=bool(decisions.tf32),
-        graphs=bool(decisions.graphs),
-        documents=_documents(job, decisions.attention),
-    )
+    time = _time_of(job, asdict(decisions), graphs=bool(decisions.graphs))
+    seconds = None if time is None else time.seconds
     rates = Rates(flops=flops, peak_flops=peak, num_devices=job.num_ranks)
     shares = rates.shares(tokens=job.batch_tokens, seconds=seconds or 0.0)
     return Prediction(
@@ -689,7 +705,22 @@ def _documents(job: Job, attention: str | None) -> Literal["varlen", "short"] | 
     return "short" if attention == "short" else "varlen" if attention == "flash" else None
 
 
-def _step_s(
+def _time_of(job: Job, chosen: Mapping[str, Any], *, graphs: bool) -> StepTime | None:
+    """With what has been decided so far."""
+    return _time(
+        job,
+        precision=chosen["precision"],
+        micro_tokens=chosen["micro_batch"] * job.sequence_length,
+        accumulation=chosen["accumulation"],
+        path=_path(chosen),
+        recompute=chosen["recompute"],
+        tf32=bool(chosen["tf32"]),
+        graphs=graphs,
+        documents=_documents(job, chosen["attention"]),
+    )
+
+
+def _time(
     job: Job,
     *,
     precision: str,
@@ -700,12 +731,12 @@ def _step_s(
     tf32: bool = True,
     graphs: bool = False,
     documents: Literal["varlen", "short"] | None = None,
-) -> float | None:
-    """Predicted seconds of a step; None on a CPU, and where the device's peak is not known."""
+) -> StepTime | None:
+    """Predicted time of a step; None on a CPU, and where the device's peak is not known."""
     peak = _peak(job, precision=precision, tf32=tf32)
     if not peak or job.device == "cpu":
         return None
-    return step_seconds(
+    return step_time(
         job.shape,
         sequence_length=job.sequence_length,
         micro_tokens=micro_tokens,

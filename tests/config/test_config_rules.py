@@ -243,6 +243,7 @@ def test_sampling_presets_are_the_guides_and_adapters_are_trained_unless_refused
         ({"model": {"layers": 2, "hidden": 64, "heads": 4}}, "random weights solve nothing: give model.name"),
         ({"sample": {"temperature": 0}}, "at 0 all 30 samples of a question are the same"),
         ({"sample": {"min_tokens": 200}}, "sample.min_tokens: 200 must be at most sample.max_tokens (120)"),
+        ({"rft": {"keep": 31}}, "rft.keep: 31 must be at most rft.oversample (30)"),
         ({"recipe": "pretrain", "rft": {"keep": 4}}, "rft.keep: 4 goes with recipe rft"),
     ],
 )

@@ -171,12 +171,20 @@ def test_a_steady_step_never_waits_for_the_device() -> None:
     assert waits == []
 
 
+ADAPTERS = Adapters(rank=4, alpha=8.0, targets=("q", "k", "v", "o", "gate", "up", "down"))
+
+
 @pytest.mark.gpu
-def test_adapters_learn_the_same_from_recorded_passes() -> None:
-    spec = Adapters(rank=4, alpha=8.0, targets=("q", "k", "v", "o", "gate", "up", "down"))
-    here = replace(active(**ALL), device=torch.device("cuda"), dtype=torch.bfloat16)
-    as_they_come = train(build(active=here, adapters=spec), steps=20, size=2)
-    whole = build(active=replace(here, graphs=True), adapters=spec)
+@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize(
+    ("adapters", "kernels"),
+    [(ADAPTERS, ALL), (None, ALL), (None, {**ALL, "fp8": True})],
+    ids=["adapters", "all weights", "8 bits"],
+)
+def test_recorded_passes_learn_the_same(adapters: Adapters | None, kernels: dict[str, bool], recompute: str) -> None:
+    here = replace(active(**kernels), device=torch.device("cuda"), dtype=torch.bfloat16)
+    as_they_come = train(build(active=here, adapters=adapters, recompute=recompute), steps=20, size=2)
+    whole = build(active=replace(here, graphs=True), adapters=adapters, recompute=recompute)
     assert as_they_come[-1].loss < as_they_come[0].loss
     for one, other in zip(as_they_come, train(whole, steps=20, size=2), strict=True):
         assert other.loss == pytest.approx(one.loss, rel=1e-3)

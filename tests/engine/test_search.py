@@ -27,7 +27,7 @@ def plan(*, sequences: int = 8, micro_batch: int = 4) -> Plan:
         sequence_length=T,
         batch_tokens=sequences * T,
         num_ranks=1,
-        pins=PlanSettings(micro_batch=micro_batch),
+        pins=PlanSettings(micro_batch=micro_batch, graphs=False),
     )
     return decide(job)
 

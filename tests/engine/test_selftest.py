@@ -1,6 +1,7 @@
 import pytest
 import torch
 
+from flatout.cost import ModelShape
 from flatout.engine import selftest
 
 
@@ -35,3 +36,13 @@ def test_a_wrong_path_and_a_broken_one_are_said(monkeypatch: pytest.MonkeyPatch)
     optimizer = checks["optimizer: fused AdamW"]
     assert (optimizer.usable, optimizer.difference, optimizer.speedup) == (False, None, None)
     assert optimizer.reason == "RuntimeError: no such kernel"
+
+
+def test_drawn_tokens_are_those_of_softmax_and_search() -> None:
+    pytest.importorskip("triton", reason="no Triton for this platform")
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    shape = ModelShape(layers=1, hidden=32, heads=2, kv_heads=2, head_dim=16, intermediate=32, vocab=48, positions=16)
+    fast, plain = (selftest._draw(shape, torch.float32, device, kernel=kernel) for kernel in (True, False))
+    (found,), (expected,) = fast(), plain()
+    assert torch.allclose(found, expected, atol=1e-4)
+    assert len(set(expected.tolist())) > 100, "rows draw by chances of their own"

@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 from flatout.cost import ModelShape
 from flatout.data.tokenizer import ByteTokenizer
 from flatout.errors import UsageError
+from flatout.kernels.chance import uniform
 from flatout.model import Decoder
 from flatout.sample import Completion, Generator, Plain, Sampling, cache, logits_of
 from flatout.sample.cache import Cache, Cached
-from flatout.sample.draw import draw, row_key, uniform
+from flatout.sample.draw import draw, row_key
 
 TOKENIZER = ByteTokenizer()
 WINDOW = 96

@@ -242,6 +242,11 @@ def _sampled(settings: Settings) -> Iterator[Breach]:
             keys=("sample.min_tokens", "sample.max_tokens"),
             text=f"{sample.min_tokens} must be at most sample.max_tokens ({sample.max_tokens})",
         )
+    if rft.keep > rft.oversample:
+        yield Breach(
+            keys=("rft.keep", "rft.oversample"),
+            text=f"{rft.keep} must be at most rft.oversample ({rft.oversample}), the samples there are to keep",
+        )
     if sample.temperature == 0 and rft.oversample > 1:
         yield Breach(
             keys=("sample.temperature", "rft.oversample"),

@@ -1,8 +1,8 @@
 """A micro-batch's passes recorded as CUDA graphs: one launch for each, where a host is slower than its device.
 
-A layer with adapters is about 150 launches there and back, and a host takes milliseconds for them whatever the size
-of the batch. The micro-batches of a run have few different shapes (see `data.packed`), so a few recordings serve them
-all. Used by `Engine`, with gradients that stay in place and are added to.
+A layer is many launches there and back, about 150 with adapters, and a host takes milliseconds for them whatever the
+size of the batch. The micro-batches of a run have few different shapes (see `data.packed`), so a few recordings serve
+them all. Used by `Engine`, with gradients that stay in place and are added to.
 """
 
 from __future__ import annotations

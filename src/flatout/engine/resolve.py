@@ -114,7 +114,7 @@ def resolve(plan: Plan, *, local_rank: int, deterministic: bool) -> Active:
     kernels, words = _kernels(plan, dtype, device)
     facts |= words
     compiler, facts["compile"] = _compiler(wish.compile or "none", on_gpu=on_gpu)
-    problem = _no_graphs(plan, compiler, kernels, on_gpu=on_gpu)
+    problem = _no_graphs(plan, compiler, on_gpu=on_gpu)
     if wish.graphs:
         facts["graphs"] = f"off: {problem}" if problem else "forward and backward pass launched whole"
     facts["optimizer"] = "AdamW, fused" if wish.fused_optimizer else "AdamW, one operation at a time"
@@ -132,15 +132,15 @@ def resolve(plan: Plan, *, local_rank: int, deterministic: bool) -> Active:
     )
 
 
-def _no_graphs(plan: Plan, compiler: str, kernels: Mapping[str, bool], *, on_gpu: bool) -> str | None:
+def _no_graphs(plan: Plan, compiler: str, *, on_gpu: bool) -> str | None:
     """Why passes cannot be recorded, or None."""
     adapters = plan.job.adapters
     if not on_gpu:
         return "nothing is launched on a CPU"
     if plan.job.shape.adapter:
         return "the model runs as transformers builds it"
-    if compiler != "none" or plan.decisions.recompute != "none" or kernels["fp8"]:
-        return "not with compile, recompute or fp8"
+    if compiler != "none" or plan.decisions.recompute == "selective":
+        return "not with compile or selective recomputation"
     return "dropout draws anew in every pass" if adapters is not None and adapters.dropout else None
 
 

@@ -23,6 +23,7 @@ from flatout.cost import Adapters, ModelShape
 from flatout.engine.prepare import prepare
 from flatout.engine.resolve import Active
 from flatout.errors import first_line
+from flatout.kernels.chance import uniform
 from flatout.losses import linear_cross_entropy, row_loss
 from flatout.model import Attend, Block, Decoder, Masked, Padded, Rectangular, Short, Varlen
 from flatout.model.decoder import linear
@@ -278,10 +279,9 @@ def _decode(shape: ModelShape, dtype: torch.dtype, device: torch.device, *, kern
 
 
 def _draw(shape: ModelShape, dtype: torch.dtype, device: torch.device, *, kernel: bool) -> Work:
-    """The log-probability of one token of each of 256 rows, drawn by a given chance."""
+    """The log-probability of one token of each of 256 rows, drawn by chance, of few that are likely at all."""
     rows = 256
-    logits = 3 * _random((rows, shape.vocab), seed=0, dtype=dtype, device=device)
-    chance = torch.linspace(0.0, 0.99, rows, device=device)
+    logits = 10 * _random((rows, shape.vocab), seed=0, dtype=dtype, device=device)
     index = torch.arange(rows, device=device)
 
     def fast() -> Sequence[Tensor]:
@@ -292,12 +292,12 @@ def _draw(shape: ModelShape, dtype: torch.dtype, device: torch.device, *, kernel
         state = (token, position, count, alive, limit, ids, logprobs)
         nothing = torch.full_like(index[:1], -1)
         asked = {"temperature": 0.7, "top_p": 1.0, "top_k": 0, "min_tokens": 0}
-        draw_(logits, chance, index, nothing, state, known=shape.vocab, **asked)  # type: ignore[arg-type]
+        draw_(logits, index, index, nothing, state, known=shape.vocab, **asked)  # type: ignore[arg-type]
         return [logprobs[:, 0]]
 
     def plain() -> Sequence[Tensor]:
         until = (logits.float() / 0.7).softmax(-1).double().cumsum(-1)
-        found = torch.searchsorted(until, chance[:, None].double() * until[:, -1:], right=True)
+        found = torch.searchsorted(until, uniform(index, 0 * index)[:, None] * until[:, -1:], right=True)
         return [logits.float().log_softmax(-1).gather(-1, found.clamp(max=shape.vocab - 1))[:, 0]]
 
     return fast if kernel else plain

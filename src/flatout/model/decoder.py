@@ -94,11 +94,13 @@ class Block(nn.Module):
         """`body`, its intermediates kept or recomputed in the backward pass."""
         if self.recompute == "none" or not torch.is_grad_enabled():
             return self.body(*inputs)
-        # In the class, not around an instance: every block then shares one compiled graph.
-        if self.recompute == "full":
-            kept: tuple[Tensor, Tensor] = checkpoint(self.body, *inputs, use_reentrant=False)
-        else:
-            kept = checkpoint(self.body, *inputs, use_reentrant=False, context_fn=selective_contexts)
+        # In the class, not around an instance: every block then shares one compiled graph. Random numbers are drawn
+        # again only where adapters drop out: a pass that is being recorded cannot be asked for their state.
+        draws = any(adapter.dropout for adapter in self.adapters.values())
+        options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": draws}
+        if self.recompute == "selective":
+            options["context_fn"] = selective_contexts
+        kept: tuple[Tensor, Tensor] = checkpoint(self.body, *inputs, **options)
         return kept
 
     def body(

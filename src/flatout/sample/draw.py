@@ -7,26 +7,19 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from flatout.kernels.chance import FIRST, GOLDEN, MASK, SECOND, signed
 from flatout.sample.request import Keys, Sampling
-
-_MASK = (1 << 64) - 1
-_GOLDEN, _FIRST, _SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
-
-
-def _signed(value: int) -> int:
-    value &= _MASK
-    return value - (1 << 64) if value >> 63 else value
 
 
 def row_key(seed: int, prompt: int, sample: int) -> int:
     """64 bits that tell one completion's draws from any other's (splitmix64)."""
     key = 0
     for part in (seed, prompt, sample):
-        key = (key ^ part) + _GOLDEN & _MASK
-        key = (key ^ key >> 30) * _FIRST & _MASK
-        key = (key ^ key >> 27) * _SECOND & _MASK
+        key = (key ^ part) + GOLDEN & MASK
+        key = (key ^ key >> 30) * FIRST & MASK
+        key = (key ^ key >> 27) * SECOND & MASK
         key ^= key >> 31
-    return _signed(key)
+    return signed(key)
 
 
 def numbered(num_prompts: int, samples: int, *, first: int, keys: Keys, seed: int) -> Iterator[tuple[int, int, int]]:
@@ -34,20 +27,6 @@ def numbered(num_prompts: int, samples: int, *, first: int, keys: Keys, seed: in
     for i in range(num_prompts):
         for sample in range(first, first + samples):
             yield i, sample, row_key(seed, i if keys is None else keys[i], sample)
-
-
-def uniform(keys_R: Tensor, positions_R: Tensor) -> Tensor:
-    """A number in [0, 1) for each row at its position; on the device, with no state."""
-    x = keys_R + (positions_R + 1) * _signed(_GOLDEN)
-    x = (x ^ _shifted(x, 30)) * _signed(_FIRST)
-    x = (x ^ _shifted(x, 27)) * _signed(_SECOND)
-    x = x ^ _shifted(x, 31)
-    return _shifted(x, 11).double() * 2.0**-53
-
-
-def _shifted(x: Tensor, bits: int) -> Tensor:
-    """To the right, with zeros: the bits are an unsigned number's."""
-    return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 
 def draw(logits_RV: Tensor, uniform_R: Tensor, positions_R: Tensor, sampling: Sampling) -> Tensor:

@@ -20,7 +20,8 @@ from torch import Tensor
 
 from flatout.data.tokenizer import Tokenizer
 from flatout.errors import UsageError
-from flatout.sample.draw import draw, numbered, row_key, uniform
+from flatout.kernels.chance import uniform
+from flatout.sample.draw import draw, numbered, row_key
 from flatout.sample.plain import ended
 from flatout.sample.request import Completion, Keys, Prompt, Sampling, Unfinished
 

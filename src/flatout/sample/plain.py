@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from flatout.data.tokenizer import Tokenizer
+from flatout.kernels.chance import uniform
 from flatout.model import Decoder, Rectangular
-from flatout.sample.draw import draw, numbered, row_key, uniform
+from flatout.sample.draw import draw, numbered, row_key
 from flatout.sample.request import Completion, Keys, Prompt, Sampling, Status
 
 # Token ids of one sequence to the logits after each of them, [T] to [T, V].

@@ -11,7 +11,8 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
-from flatout.sample.draw import draw, uniform
+from flatout.kernels.chance import uniform
+from flatout.sample.draw import draw
 from flatout.sample.request import Sampling
 
 
