@@ -20,6 +20,7 @@ from flatout.cost import Adapters, ModelShape
 from flatout.errors import UsageError
 from flatout.hardware import Hardware, named, names
 from flatout.plan import (
+    ADAPTED,
     COMPILE_S,
     FULL_TOKENS,
     MEMORY_BUDGET,
@@ -584,6 +585,13 @@ def test_8_bits_need_tokens_enough_and_widths_of_16() -> None:
     few = decide(job(sequences=1))
     assert not few.decisions.fp8
     assert "too few tokens" in few.reasons["fp8"]
+    # Where passes cannot be recorded, 8 bits have more launches to wait for.
+    assert decide(job(sequences=8)).decisions.fp8
+    assert not decide(job(sequences=8, pins={"graphs": False})).decisions.fp8
+    assert not decide(job(sequences=8, pins={"compile": "default"})).decisions.fp8
+    deep = decide(job(shape=replace(LARGE, layers=36), hardware="H100-SXM", length=2048, sequences=1))
+    assert "under 50% of memory" in deep.reasons["graphs"]
+    assert not deep.decisions.fp8
     odd = decide(job(shape=replace(SMALL, vocab=50257), sequences=64))
     assert not odd.decisions.fp8
     assert "model.vocab is 50257" in odd.reasons["fp8"]
@@ -741,3 +749,12 @@ def test_passes_are_recorded_where_the_device_might_wait_and_memory_is_left() ->
         assert plan.decisions.graphs is False, changes
         assert word in plan.reasons["graphs"], changes
     assert of(adapters=adapters, pins={"graphs": False}).decisions.graphs is False
+    assert of(shape=replace(SMALL, adapter="a model of another kind")).reasons["graphs"] == ADAPTED
+    unknown = replace(named("H200"), peak_flops={})
+    assert "not known" in of(hardware=unknown).reasons["graphs"]
+    # One peak in all that is said of a plan, gradients that stay included; and it fits.
+    assert f"predicted peak {few.predicted.peak_gib:.1f} of" in few.reasons["micro_batch"]
+    pinned = {"shape": replace(LARGE, layers=56), "hardware": "A100-80GB", "sequences": 1}
+    assert decide(job(**pinned)).decisions.graphs is False
+    assert decide(job(**pinned)).decisions.recompute == "none"
+    assert decide(job(**pinned, pins={"graphs": True})).decisions.recompute == "full"

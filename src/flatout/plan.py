@@ -270,6 +270,8 @@ def decide(job: Job) -> Plan:
     settle("tf32", *_tf32(job))
     settle("graphs", *_graphs(job, chosen))
     memory = _memory_of(job, chosen, graphs=chosen["graphs"])
+    if job.pins.micro_batch is None:
+        reasons["micro_batch"] = f"{_room(job, chosen, memory)}; {reasons['micro_batch']}"
     settle("fused_optimizer", True, "one pass over weights, gradients and moments instead of many")
     settle("workers", *_workers(job))
     ahead = 4 if job.pins.preset == "max" else 2
@@ -437,14 +439,26 @@ def compile_break_even(job: Job, *, precision: str, compile_s: float = COMPILE_S
 
 
 def _step_of(job: Job, *, precision: str, path: BlockPath) -> float | None:
-    """Predicted seconds of a step in micro-batches that fill the device, as far as the batch does; recorded if not."""
+    """Predicted seconds of a step in micro-batches that fill the device, as far as the batch does.
+
+    Where it does not, passes are taken to be recorded if nothing stands against it.
+    """
     tokens = job.rank_sequences * job.sequence_length
     micro_tokens = min(tokens, _full_tokens(job))
     accumulation = max(1, tokens // micro_tokens)
-    time = _time(job, precision=precision, micro_tokens=micro_tokens, accumulation=accumulation, path=path)
-    if time is None:
-        return None
-    return replace(time, graphs=path in ("fused", "fp8") and time.may_wait).seconds
+
+    def of(*, graphs: bool) -> StepTime | None:
+        return _time(
+            job, precision=precision, micro_tokens=micro_tokens, accumulation=accumulation, path=path, graphs=graphs
+        )
+
+    time = of(graphs=False)
+    unpinned = job.pins.graphs is not False and job.pins.compile in (None, "none")
+    if time is not None and time.may_wait and path in ("fused", "fp8") and unpinned:
+        size = max(1, job.rank_sequences // accumulation)
+        memory = _memory(job, micro_batch=size, recompute="none", precision=precision, path=path, graphs=True)
+        time = of(graphs=_leaves_room(job, memory))
+    return None if time is None else time.seconds
 
 
 def _attention(job: Job, chosen: Mapping[str, Any]) -> tuple[str, str]:
@@ -513,20 +527,32 @@ def _graphs(job: Job, chosen: Mapping[str, Any]) -> tuple[bool, str]:
     """Where launches may take longer than what they launch, and memory is left for what a recording keeps to itself."""
     if job.device == "cpu":
         return False, "nothing is launched"
-    if job.adapters is None and not _may_wait(job, chosen):
-        return False, "enough tokens a micro-batch to hide the launches"
+    if job.shape.adapter:
+        return False, ADAPTED
+    if job.adapters is None:
+        time = _time_of(job, chosen, graphs=False)
+        if time is None:
+            return False, "how fast the device is, and whether it might wait, is not known"
+        if not time.may_wait:
+            return False, "enough tokens a micro-batch to hide the launches"
     if not _fused(chosen) or chosen["compile"] != "none" or chosen["recompute"] == "selective":
         return False, "only where every segment has its kernel, and nothing is compiled"
-    peak, total_gib = _memory_of(job, chosen, graphs=True).gib, job.hardware.memory_gib
-    if total_gib is None or peak > GRAPHS_SHARE * (job.pins.memory_fraction or 1.0) * total_gib:
+    if not _leaves_room(job, _memory_of(job, chosen, graphs=True)):
         return False, f"a recording keeps its activations: only where the peak is under {GRAPHS_SHARE:.0%} of memory"
     many = "few tokens" if job.adapters is None else "adapters"
     return True, f"{many} mean many small kernels: launched whole, they do not wait for the host"
 
 
-def _may_wait(job: Job, chosen: Mapping[str, Any]) -> bool:
-    time = _time_of(job, chosen, graphs=False)
-    return time is not None and time.may_wait
+def _leaves_room(job: Job, memory: Memory) -> bool:
+    """For what recorded passes keep to themselves."""
+    total_gib = _total_gib(job)
+    return total_gib is not None and memory.gib <= GRAPHS_SHARE * total_gib
+
+
+def _total_gib(job: Job) -> float | None:
+    """The memory there is, as if the device had only the share of it that the run may use."""
+    total_gib = job.hardware.memory_gib if job.device == "gpu" else job.hardware.ram_gib
+    return None if total_gib is None else (job.pins.memory_fraction or 1.0) * total_gib
 
 
 def _segments(job: Job) -> tuple[bool, str]:
@@ -588,9 +614,7 @@ def _memory(
 def _batch(job: Job, *, precision: str, path: BlockPath) -> tuple[int, int, str, dict[str, str]]:
     """Micro-batch, accumulation and recomputation together: they share the memory and must hold the batch."""
     pins, sequences = job.pins, job.rank_sequences
-    total_gib = job.hardware.memory_gib if job.device == "gpu" else job.hardware.ram_gib
-    if total_gib is not None and pins.memory_fraction is not None:
-        total_gib *= pins.memory_fraction  # as if the device were that small
+    total_gib = _total_gib(job)
     budget = None if total_gib is None else MEMORY_BUDGET[pins.preset] * total_gib
     sizes = [n for n in range(sequences, 0, -1) if sequences % n == 0]
     if pins.micro_batch and pins.accumulation and pins.micro_batch * pins.accumulation != sequences:
@@ -617,11 +641,12 @@ def _batch(job: Job, *, precision: str, path: BlockPath) -> tuple[int, int, str,
     modes = ["none", "selective", "full"] if plain else ["none", "full"]
     modes = [pins.recompute] if pins.recompute else modes
 
-    def peak(size: int, mode: str) -> float:
-        return _memory(job, micro_batch=size, recompute=mode, precision=precision, path=path).gib
+    def needs(size: int, mode: str) -> Memory:
+        graphs = bool(pins.graphs) and job.device == "gpu"  # unpinned, they are only taken where room is left
+        return _memory(job, micro_batch=size, recompute=mode, precision=precision, path=path, graphs=graphs)
 
     def fits(size: int, mode: str) -> bool:
-        return budget is None or peak(size, mode) <= budget
+        return budget is None or needs(size, mode).gib <= budget
 
     # Per mode the largest size that fits; the first mode whose micro-batch is not thin, else the largest of all.
     best = [(next((n for n in sizes if fits(n, mode)), 0), mode) for mode in modes]
@@ -629,18 +654,16 @@ def _batch(job: Job, *, precision: str, path: BlockPath) -> tuple[int, int, str,
     size, mode = next((b for b in best if b[0] * job.sequence_length >= enough), max(best, key=lambda b: b[0]))
     if size == 0:
         least = sizes[-1]
-        memory = _memory(job, micro_batch=least, recompute=modes[-1], precision=precision, path=path)
+        memory = needs(least, modes[-1])
         raise UsageError(
             f"the model needs {memory.gib:.1f} GiB with micro-batch {least} and recomputation {modes[-1]}, but the "
             f"{pins.preset} preset may use {budget:.1f} of {total_gib:.1f} GiB (largest part: {memory.largest()}): "
             + _way_out(job, budget=budget or 0.0, precision=precision, path=path)
         )
     tokens = size * job.sequence_length
-    room = "memory unknown" if budget is None else f"predicted peak {peak(size, mode):.1f} of {total_gib:.1f} GiB"
     full = tokens >= _full_tokens(job) or size == sequences
     why = {
-        "micro_batch": f"{tokens} tokens a pass; {room}; "
-        + ("enough to fill the device" if full else "the largest that fits the memory or divides the batch"),
+        "micro_batch": "enough to fill the device" if full else "the largest that fits the memory or divides the batch",
         "accumulation": f"{size} x {sequences // size} x {job.num_ranks} rank(s) = {sequences * job.num_ranks} "
         f"sequences = {job.batch_tokens} tokens, exactly the batch asked for",
         "recompute": {
@@ -653,6 +676,12 @@ def _batch(job: Job, *, precision: str, path: BlockPath) -> tuple[int, int, str,
         if getattr(pins, name) is not None:
             why[name] = "pinned in the configuration"
     return size, sequences // size, mode, why
+
+
+def _room(job: Job, chosen: Mapping[str, Any], memory: Memory) -> str:
+    total_gib = _total_gib(job)
+    peak = "memory unknown" if total_gib is None else f"predicted peak {memory.gib:.1f} of {total_gib:.1f} GiB"
+    return f"{chosen['micro_batch'] * job.sequence_length} tokens a pass; {peak}"
 
 
 def _way_out(job: Job, *, budget: float, precision: str, path: BlockPath) -> str:

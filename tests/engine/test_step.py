@@ -10,8 +10,10 @@ import torch
 from flatout.config.settings import TrainSettings
 from flatout.cost import Adapters, ModelShape
 from flatout.data.stream import Batch
+from flatout.engine.faults import OutOfMemory
 from flatout.engine.prepare import prepare
 from flatout.engine.ranks import Ranks
+from flatout.engine.replay import Replay
 from flatout.engine.resolve import Active
 from flatout.engine.step import Engine, StepFacts
 from flatout.model import Decoder, lora
@@ -226,6 +228,25 @@ def test_compiled_bf16_follows_the_plain_path(recompute: str) -> None:
     fast = train(build(active=active, recompute=recompute), steps=20)
     for one, other in zip(plain, fast, strict=True):
         assert other.loss == pytest.approx(one.loss, rel=0.02)
+
+
+def test_too_little_memory_to_record_is_not_the_batch_s_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    def short() -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate a lot")
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", short)
+    engine, plain = build(), build()
+    engine.replay = Replay(engine.parameters)
+    first, expected = train(engine, steps=1, size=8), train(plain, steps=2, size=8)
+    assert not engine.replay, "a shape's first micro-batch runs as it is"
+    engine.begin_step(1)
+    with pytest.raises(OutOfMemory) as raised:
+        engine.step(1, micro_batches(1, 8))
+    assert raised.value.recorded
+    assert engine.replay is None
+    engine.step(1, micro_batches(1, 8))
+    engine.end_step()
+    assert [f.loss for f in (*first, *engine.finished(all=True))] == [f.loss for f in expected]
 
 
 @pytest.mark.gpu

@@ -169,8 +169,9 @@ class EightBits:
         self._refresh(self._weights, self._copies)
 
     def forget(self) -> None:
-        """What an abandoned step saw."""
+        """What an abandoned step saw; and if weights are loaded before the next one, their copies are not these."""
         self.scales.amax.zero_()
+        self._stale = True
 
     def loss(self, plain: HeadLoss, *, chunk: int) -> HeadLoss:
         """The head in 8 bits while training, the plain one in evaluations."""

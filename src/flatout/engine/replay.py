@@ -45,10 +45,11 @@ class Replay:
         self._parameters = parameters
         self._known: dict[Any, Recorded | None] = {}
         self._memory: Any = None  # that all recordings share, since no two run at once
+        self._begun = False
 
     def __bool__(self) -> bool:
-        """Whether there is a recording, and gradients therefore have to stay where they are."""
-        return any(self._known.values())
+        """Whether a recording was begun, and gradients therefore have to stay where they are."""
+        return self._begun
 
     def is_due(self, batch: Batch) -> bool:
         """Whether such a batch has run before, and has no recording."""
@@ -61,9 +62,11 @@ class Replay:
     def forget(self) -> None:
         self._known.clear()
         self._memory = None
+        self._begun = False
 
     def record(self, batch: Batch, loss: Callable[[Batch], Tensor]) -> None:
         """Both passes over a batch on the device, which becomes the place that later ones are copied to."""
+        self._begun = True
         for parameter in self._parameters:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)

@@ -28,7 +28,7 @@ from flatout.plan import Plan
 from flatout.record.lines import write_atomic
 
 # Decided before the search, and built into the engine that it tries.
-KEPT = ("recompute", "graphs")
+KEPT = ("recompute", "graphs", "fp8")
 # Passes timed of each candidate, seconds after which no other is tried, and how near the best is as good.
 PASSES, BUDGET_S, NEAR = 3, 50.0, 0.99
 
@@ -79,7 +79,7 @@ def chosen(trials: Sequence[Trial]) -> Trial:
 
 def key_of(plan: Plan) -> str:
     """All that the answer depends on."""
-    loose = ("micro_batch", "accumulation", "loss_chunk", "workers", "prefetch", "pin_memory", "manual_gc", "graphs")
+    loose = ("micro_batch", "accumulation", "loss_chunk", "workers", "prefetch", "pin_memory", "manual_gc")
     facts = {
         "versions": [__version__, str(torch.__version__)],
         "device": [plan.job.hardware.name, plan.job.hardware.memory_gib],
