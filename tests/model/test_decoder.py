@@ -115,3 +115,32 @@ def test_the_kernels_for_packed_documents_equal_the_mask(kernel: type[Varlen | S
         gradients.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
     assert (outputs[0] - outputs[1]).norm() / outputs[0].norm() < 1e-2
     assert (gradients[0] - gradients[1]).norm() / gradients[0].norm() < 2e-2
+
+
+def test_a_compiled_block_has_the_gradients_of_a_plain_one() -> None:
+    tokens, positions, _ = packed()
+    gradients = []
+    for compiled in (False, True):
+        model = build()
+        torch.compiler.reset()
+        if compiled:
+            for block in model.blocks:
+                block.compile(fullgraph=True, dynamic=False, backend="aot_eager")
+        model(tokens, positions, Rectangular(batch=len(LENGTHS)), logits).square().mean().backward()
+        gradients.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
+    torch.testing.assert_close(*gradients)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_a_gradient_with_gaps_does_not_spoil_later_ones(device: str) -> None:
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    generator = torch.Generator().manual_seed(0)
+    for gap in (16, 0):
+        inputs = [torch.randn(16, heads, 16, generator=generator).to(device, dtype) for heads in (2, 1, 1)]
+        given = torch.randn(16, 32 + gap, generator=generator).to(device, dtype)[:, :32].unflatten(1, (2, 16))
+        found = []
+        for kind in (dtype, torch.float32):
+            leaves = [x.to(kind).detach().requires_grad_() for x in inputs]
+            Rectangular(batch=2, repeat_kv=True)(*leaves).backward(given if kind == dtype else given.float())
+            found.append(torch.cat([x.grad.float().flatten() for x in leaves]))
+        assert (found[0] - found[1]).norm() / found[1].norm() < 2e-2, gap

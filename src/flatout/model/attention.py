@@ -39,6 +39,22 @@ def _flat(x_BHTD: Tensor) -> Tensor:
     return x_BHTD.transpose(1, 2).flatten(0, 1)
 
 
+class _WithoutGaps(torch.autograd.Function):
+    """Closes the gaps between rows of a gradient.
+
+    cuDNN's backward pass is built for one layout of it and kept by the layout of everything else, so that in one
+    process a gradient with gaps, as adapters give it, would spoil those without: torch 2.11 does not look.
+    """
+
+    @staticmethod
+    def forward(_ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(_ctx: Any, d: Tensor) -> Tensor:
+        return d.contiguous()
+
+
 @dataclass(frozen=True, kw_only=True)
 class Rectangular:
     """Sequences of one length, each attending to its own past: plain concatenated data.
@@ -59,7 +75,8 @@ class Rectangular:
             is_causal=True,
             enable_gqa=q_NHD.shape[1] != k_NGD.shape[1],
         )
-        return _flat(out)
+        flat: Tensor = _WithoutGaps.apply(_flat(out))  # type: ignore[no-untyped-call]
+        return flat
 
 
 @dataclass(frozen=True, kw_only=True)
