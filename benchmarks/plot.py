@@ -43,7 +43,9 @@ def main() -> None:
     newest = [r for r in results if r.call == results[-1].call and r.metric == metric]
     newest.sort(key=lambda r: -r.value)
     one = newest[0]
-    title = f"{benchmark}: {one.unit} on one {one.hardware}, torch {one.versions['torch']}, median of {one.repeats}"
+    least, most = (f({r.repeats for r in newest}) for f in (min, max))
+    runs = f"median of {most}" if least == most else f"{least} to {most} runs each"
+    title = f"{benchmark}: {one.unit} on one {one.hardware}, torch {one.versions['torch']}, {runs}"
     Path(target).write_text(svg(newest, title=title))
 
 

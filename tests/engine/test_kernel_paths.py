@@ -184,7 +184,7 @@ def test_a_steady_step_never_waits_for_the_device() -> None:
     assert waits == []
 
 
-ADAPTERS = Adapters(rank=4, alpha=8.0, targets=("q", "k", "v", "o", "gate", "up", "down"))
+ADAPTERS = Adapters(rank=4, alpha=8.0)
 
 
 @pytest.mark.gpu
