@@ -28,7 +28,7 @@ from flatout.data.sources import Tally, Which, describe_source, encodable, read_
 from flatout.data.template import BadRow, Spoken, Template
 from flatout.data.tokenizer import Tokenizer, load_tokenizer
 from flatout.errors import UsageError
-from flatout.record.lines import write_atomic
+from flatout.files import write_atomic
 
 FORMAT = 3
 ENCODED_ROWS = 1024

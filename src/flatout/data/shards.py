@@ -31,7 +31,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flatout.errors import EnvironmentLacks, RunFailed, UsageError
-from flatout.record.lines import write_atomic
+from flatout.files import write_atomic
 
 FORMAT = 1
 MANIFEST = "manifest.json"

@@ -21,7 +21,7 @@ import numpy as np
 from flatout import hub
 from flatout.data import chat
 from flatout.errors import EnvironmentLacks, UsageError
-from flatout.record.lines import write_atomic
+from flatout.files import write_atomic
 
 EOS = "<|endoftext|>"
 WELL_KNOWN_EOS = (EOS, "</s>", "<|im_end|>")

@@ -24,8 +24,8 @@ from flatout.engine.faults import is_out_of_memory
 from flatout.engine.ranks import Ranks
 from flatout.engine.step import Engine
 from flatout.errors import RunFailed, UsageError
+from flatout.files import write_atomic
 from flatout.plan import Plan
-from flatout.record.lines import write_atomic
 
 # Decided before the search, and built into the engine that it tries.
 KEPT = ("recompute", "graphs", "fp8")

@@ -24,7 +24,7 @@ from flatout.config.settings import RftSettings
 from flatout.data.tokenizer import Tokenizer
 from flatout.engine.faults import is_out_of_memory
 from flatout.errors import EnvironmentLacks, RunFailed, UsageError
-from flatout.record.lines import write_atomic
+from flatout.files import write_atomic
 from flatout.sample import Completion, Sampler, Sampling, prompt_ids, text_of
 from flatout.tasks import Graded, Grader, Task
 

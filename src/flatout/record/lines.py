@@ -12,14 +12,17 @@ import math
 import os
 import threading
 from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
-from flatout.errors import UsageError
+from flatout.files import BadFile, open_for_appending, opened, parse_json
 
 _NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 _CHUNK_BYTES = 1 << 16
+# An evaluation of a hundred thousand questions in one event has about a tenth of this.
+LINE_BYTES = 64 << 20
 
 
 @dataclass(frozen=True)
@@ -42,47 +45,21 @@ def encode(value: Any, *, indent: int | None = None) -> bytes:
 
 
 def decode(text: bytes, *, source: str) -> dict[str, Any]:
-    try:
-        value = json.loads(text)
-        if not isinstance(value, dict):
-            raise ValueError(f"expected an object, found {type(value).__name__}")
-    except ValueError as error:
-        raise UsageError(
-            f"{source} is not what flatout wrote ({error}). Delete that line or restore the file to read the run."
-        ) from error
+    value = parse_json(text, source=source)
     # One look at the bytes spares the walk through nearly every line.
     return _revived(value) if b'"NaN"' in text or b'Infinity"' in text else value
-
-
-def write_atomic(path: Path, data: bytes) -> None:
-    """After a kill at any moment `path` holds the old content or the new, never a part."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with temporary.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
 
 
 def read_lines(path: Path, *, start_byte: int = 0, end_byte: int | None = None) -> Iterator[Line]:
     """Whole lines from `start_byte` on; a last one without its newline is still being written, or torn."""
     if not path.exists():
         return
-    with path.open("rb") as file:
+    with _opened(path) as file:
         file.seek(start_byte)
-        for text in file:
+        while text := _next(file, path):
             if not text.endswith(b"\n") or (end_byte is not None and start_byte >= end_byte):
                 return
-            value = decode(text, source=f"{path}, the line at byte {start_byte},")
+            value = decode(text, source=_place(path, start_byte))
             yield Line(value, start_byte, start_byte + len(text))
             start_byte += len(text)
 
@@ -92,29 +69,45 @@ def spread_lines(path: Path, *, count: int) -> Iterator[Line]:
     if not path.exists():
         return
     size, after = path.stat().st_size, 0
-    with path.open("rb") as file:
+    with _opened(path) as file:
         for at in range(count):
             start = max(after, size * at // count)
             if start > after:
                 file.seek(start - 1)
-                start += len(file.readline()) - 1  # to the start of the next line
+                start += len(_next(file, path)) - 1  # to the start of the next line
             else:
                 file.seek(start)
-            text = file.readline()
+            text = _next(file, path)
             if not text.endswith(b"\n"):
                 return
             after = start + len(text)
-            yield Line(decode(text, source=f"{path}, the line at byte {start},"), start, after)
+            yield Line(decode(text, source=_place(path, start)), start, after)
 
 
 def last_line(path: Path) -> Line | None:
     """The last whole line, found from the end."""
     if not path.exists():
         return None
-    with path.open("rb") as file:
+    with _opened(path) as file:
         end = _line_start(file.fileno(), before=os.fstat(file.fileno()).st_size)
         start = _line_start(file.fileno(), before=end - 1) if end else 0
     return next(read_lines(path, start_byte=start, end_byte=end), None)
+
+
+def _opened(path: Path) -> AbstractContextManager[BinaryIO]:
+    # The lines of a run lie in its folder itself.
+    return opened(path, root=path.parent)
+
+
+def _next(file: BinaryIO, path: Path) -> bytes:
+    text = file.readline(LINE_BYTES + 1)
+    if len(text) > LINE_BYTES:
+        raise BadFile(path, f"has a line of more than {LINE_BYTES:,} bytes, which flatout never writes")
+    return text
+
+
+def _place(path: Path, byte: int) -> str:
+    return f"{path}, the line at byte {byte},"
 
 
 class LineWriter:
@@ -125,7 +118,7 @@ class LineWriter:
     """
 
     def __init__(self, path: Path) -> None:
-        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        self._fd = open_for_appending(path, root=path.parent)
         self.end_byte = _line_start(self._fd, before=os.fstat(self._fd).st_size)
         os.ftruncate(self._fd, self.end_byte)
         self._lock = threading.Lock()

@@ -13,7 +13,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from flatout.errors import UsageError
-from flatout.record.lines import Line, encode, read_lines, write_atomic
+from flatout.files import write_atomic
+from flatout.record.lines import Line, encode, read_lines
 from flatout.record.records import StepRecord, step_from_json
 
 STEPS_PER_ROLLUP = 256

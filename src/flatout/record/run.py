@@ -16,8 +16,9 @@ from types import TracebackType
 from typing import Any, Literal, Self
 
 from flatout.errors import EnvironmentLacks, FlatoutError, UsageError
+from flatout.files import write_atomic
 from flatout.record import rollup
-from flatout.record.lines import LineWriter, decode, encode, last_line, read_lines, spread_lines, write_atomic
+from flatout.record.lines import LineWriter, decode, encode, last_line, read_lines, spread_lines
 from flatout.record.records import (
     Diagnosis,
     Event,
