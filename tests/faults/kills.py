@@ -159,16 +159,20 @@ JOBS = {
 }
 
 
-def flatout(arguments: list[str], *, cwd: Path, environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
-    """The command in a process forked from one that has imported everything already."""
+def flatout(
+    arguments: list[str], *, cwd: Path, environment: dict[str, str], hang_s: float = 600
+) -> subprocess.CompletedProcess[str]:
+    """The command in a process forked from one that has imported everything already; TimeoutError if it hangs."""
     from tests.warm import Started
 
     before = dict(os.environ)
     os.environ.update({"FLATOUT_CACHE": str(cwd / "cache")} | environment)
     try:
         started = Started(*arguments, cwd=cwd)
-        out, err = started.communicate(timeout=600)
+        out, err = started.communicate(timeout=hang_s)
         return subprocess.CompletedProcess(arguments, started.wait(), out, err)
+    except subprocess.TimeoutExpired:
+        raise TimeoutError(f"no end after {hang_s} s") from None
     finally:
         os.environ.clear()
         os.environ.update(before)
