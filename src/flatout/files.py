@@ -197,7 +197,8 @@ class _Exactly:
 def _narrowed(base: Callable[[Any], Any], rule: Callable[[Any], bool], words: str) -> Callable[[Any], Any]:
     if not isinstance(base, _Exactly):
         raise TypeError("files.typed holds only plain values to a rule")
-    return _Exactly(lambda value: base.fits(value) and rule(value), words)
+    fits = base.fits
+    return _Exactly(lambda value: fits(value) and rule(value), words)
 
 
 def _union_builder(parts: list[Callable[[Any], Any]]) -> Callable[[Any], Any]:
@@ -228,7 +229,10 @@ def _sequence_builder(made: Callable[[Any], Any], arguments: tuple[Any, ...]) ->
             raise _Mismatch(f"{_named(value)} where a list is expected")
         if length is not None and len(value) != length:
             raise _Mismatch(f"{len(value)} entries where {length} are expected")
-        return made(_placed(f"[{i}]", item, one) for i, one in enumerate(value))
+        try:
+            return made(map(item, value))
+        except _Mismatch:  # again, to say where
+            return made(_placed(f"[{i}]", item, one) for i, one in enumerate(value))
 
     return build
 
@@ -261,7 +265,7 @@ def _dataclass_builder(kind: Any) -> Callable[[Any], Any]:
                 raise _Mismatch(f"{name} is missing")
         try:
             return kind(**{name: known[name](one) for name, one in value.items()})
-        except (_Mismatch, KeyError):  # again, to say where: files of a million lines are rarely wrong
+        except (_Mismatch, KeyError):  # again, to say where
             for name, one in value.items():
                 if name not in known:
                     raise _Mismatch(f"{_short(str(name))} is unknown") from None

@@ -177,7 +177,7 @@ class Run:
     def open(cls, path: Path | str) -> Run:
         run = cls(Path(path))
         try:
-            missing = [name for name in _WRITTEN_ONCE if not run._at(name).is_file()]
+            missing = [name for name in reversed(_WRITTEN_ONCE) if not run._at(name).is_file()]
             why = f"it lacks {', '.join(missing)}" if run.path.is_dir() else "there is no such folder"
             half_made = bool(missing and run._present()) and cls.is_half_made(path)
         except OSError as error:
