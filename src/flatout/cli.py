@@ -253,8 +253,10 @@ def _carry_out(recipe: Callable[..., Outcome], settings: Settings, *, folder: Pa
     from flatout.record import Run
     from flatout.terminal import View
 
-    if resume and Run.is_half_made(folder):  # nothing was trained yet: the same run begins
+    if resume and Run.is_half_made(folder):
         resume = False
+        if from_environment().first:
+            err.print(f"{folder} was not whole when the run was stopped: it starts from the beginning", markup=False)
     try:
         return recipe(
             settings,

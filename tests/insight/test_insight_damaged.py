@@ -78,55 +78,42 @@ def put(path: Path, *keys: str | int, value: Any, kind: str | None = None) -> No
 NAN = float("nan")
 # File, event, place, value. A value of ... takes the key away.
 DAMAGE: list[tuple[str, str | None, tuple[str | int, ...], Any]] = [
-    *(("steps.jsonl", None, ("seconds",), value) for value in ("0.1", None, True, NAN, 10**400, [0.1], {}, ..., 1e308)),
-    *(("steps.jsonl", None, ("step",), value) for value in ("3", -1, 1.5, 10**30, ...)),
-    *(("steps.jsonl", None, ("loss",), value) for value in ("low", True, 1e300, [])),
-    *(("steps.jsonl", None, ("tokens",), value) for value in ("many", NAN, None)),
-    ("steps.jsonl", None, ("time",), "now"),
+    *(("steps.jsonl", None, ("seconds",), value) for value in ("0.1", None, True, NAN, 10**400, [0.1], ..., 1e308)),
+    *(("steps.jsonl", None, ("step",), value) for value in ("3", -1, 10**30, ...)),
+    *(("steps.jsonl", None, ("loss",), value) for value in ("low", True, 1e300)),
+    ("steps.jsonl", None, ("tokens",), None),
     ("steps.jsonl", None, ("spans",), {"forward": 1}),
     ("steps.jsonl", None, ("spans", 0, "seconds"), "fast"),
-    ("steps.jsonl", None, ("spans", 0, "phase"), None),
-    ("steps.jsonl", None, ("memory",), [1]),
     ("steps.jsonl", None, ("memory", "peak_gib"), "much"),
     ("steps.jsonl", None, ("utilisation", "gpu"), "busy"),
     ("steps.jsonl", None, ("extra", "lr"), 10**400),
-    ("steps.jsonl", None, ("extra", "lr"), {"a": []}),
     ("events.jsonl", "eval", ("data", "val_loss"), "low"),
     ("events.jsonl", "eval", ("data", "val_loss"), ...),
     ("events.jsonl", "eval", ("data",), [1]),
-    ("events.jsonl", "eval", ("step",), "ten"),
     ("events.jsonl", "eval", ("time",), "today"),
     ("events.jsonl", "start", ("data", "total_steps"), "all"),
     ("events.jsonl", "attempt", ("data", "pid"), -5),
-    ("events.jsonl", "attempt", ("data", "host"), ["a"]),
     ("events.jsonl", "active", ("data", "attention"), {"a": 1}),
     ("events.jsonl", "plan", ("data", "rates", "flops"), None),
-    ("events.jsonl", "plan", ("data", "rates", "flops", "forward"), 0),
     ("events.jsonl", "plan", ("data", "predicted", "memory_gib"), 3),
-    ("events.jsonl", "plan", ("data", "decisions"), "none"),
     ("events.jsonl", "end", ("data", "outcome"), "good"),
     ("events.jsonl", "end", ("data", "verdicts"), [{"met": "yes"}]),
     ("events.jsonl", "tasks", ("data", "tasks", 0, "value"), "half"),
-    ("events.jsonl", "tasks", ("data", "tasks", 0, "n"), None),
     ("events.jsonl", "oom", ("data", "now"), ...),
     ("events.jsonl", "lines_dropped", ("data", "num_lines"), "3"),
     ("events.jsonl", "save", ("data", "checkpoint"), ...),
-    *(("monitor.jsonl", None, ("time",), value) for value in ("noon", None, NAN, ...)),
-    ("monitor.jsonl", None, ("cpu",), "busy"),
+    *(("monitor.jsonl", None, ("time",), value) for value in ("noon", NAN, ...)),
     ("monitor.jsonl", None, ("gpus",), {"0": 1}),
     ("monitor.jsonl", None, ("gpus", 0, "index"), ...),
     ("monitor.jsonl", None, ("gpus", 0, "busy"), ["x"]),
     ("monitor.jsonl", None, ("gpus", 0, "throttle"), "power"),
     ("plan.json", None, ("rates",), 1),
-    ("plan.json", None, ("rates", "flops", "forward"), "many"),
+    ("plan.json", None, ("rates", "flops", "forward"), 0),
     ("plan.json", None, ("decisions", "workers"), "two"),
-    ("plan.json", None, ("foreign",), 1),
     ("config.json", None, ("criteria",), [1]),
     ("config.json", None, ("target",), "low"),
-    ("config.json", None, ("train",), 5),
     ("findings.json", None, ("limit", "share"), "all"),
     ("findings.json", None, ("findings", 0, "gain"), "much"),
-    ("findings.json", None, ("findings", 0, "evidence"), 3),
     ("findings.json", None, ("findings",), None),
 ]  # fmt: skip
 # Which command cannot notice: it does not read the file, or takes the same facts from another one.
@@ -154,7 +141,7 @@ def test_a_wrong_type_is_named_with_its_file(
     ("key", "value"),
     [
         ("seconds", "x"), ("num_steps", 0), ("loss", "low"), ("tokens", None), ("end_byte", -1), ("fastest_s", 0.0),
-        ("spans", []), ("memory", {"peak_gib": NAN}), ("first_step", 10**30),
+        ("spans", {}), ("memory", {"peak_gib": NAN}), ("first_step", 10**30),
     ],
 )  # fmt: skip
 def test_damaged_roll_ups_are_made_again_from_the_steps(
@@ -242,11 +229,14 @@ def test_a_run_folder_behind_a_link_is_fine(flatout: Flatout, damaged: Path, tmp
 
 
 def test_a_report_never_replaces_a_device(flatout: Flatout, damaged: Path, tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "pipe.html")
-    code, _, err = flatout("report", damaged, "-o", tmp_path / "pipe.html")
+    pipe = tmp_path / "pipe.md"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)  # whoever writes to it need not wait
+    code, _, err = flatout("report", damaged, "-o", pipe)
+    os.close(reader)
     assert code == 2
     assert "is not a regular file" in err
-    assert (tmp_path / "pipe.html").is_fifo()
+    assert pipe.is_fifo()
 
 
 # ---- a folder that cannot be written

@@ -240,9 +240,8 @@ def limit_line(limit: Mapping[str, Any]) -> str:
     if ceiling is None:
         why = limit.get("source") if limit.get("peak_flops") is None else limit.get("model")
         return f"{number(limit['tokens_per_s'])} tokens/s; ceiling n/a: {why}"
-    return (
-        f"{number(limit['tokens_per_s'])} tokens/s of at most {number(ceiling)} ({limit['source']}; {limit['model']})"
-    )
+    known = f"{limit.get('source')}; {limit.get('model')}"
+    return f"{number(limit['tokens_per_s'])} tokens/s of at most {number(ceiling)} ({known})"
 
 
 def note(console: Console, text: str) -> None:

@@ -182,14 +182,10 @@ def step_of(line: Line) -> StepRecord:
 
 
 def _agrees(rollup: Rollup, steps_path: Path) -> bool:
-    """Whether the roll-up's first and last byte still lie at the steps they name."""
-    lines = list(read_lines(steps_path, start_byte=rollup.start_byte, end_byte=rollup.end_byte))
-    return (
-        bool(lines)
-        and lines[-1].end_byte == rollup.end_byte
-        and step_of(lines[0]).step == rollup.first_step
-        and step_of(lines[-1]).step == rollup.last_step
-    )
+    """Whether the roll-up is still the summary of the steps between its bytes."""
+    lines = read_lines(steps_path, start_byte=rollup.start_byte, end_byte=rollup.end_byte)
+    steps = [_Step(step_of(line), line.start_byte, line.end_byte) for line in lines]
+    return bool(steps) and _summary(steps) == rollup
 
 
 def _summary(steps: Sequence[_Step]) -> Rollup:

@@ -53,7 +53,8 @@ _CONFIG_TEXT, _CONFIG, _PLAN, _HARDWARE, _ENVIRONMENT = (
     "hardware.json",
     "env.json",
 )
-_FINDINGS, _LOCK, _CHECKPOINTS = "findings.json", ".lock", "checkpoints"
+_FINDINGS, _LOCK, _REPORT = "findings.json", ".lock", "report.html"
+_FOLDERS = ("checkpoints", "tokenizer", "samples", "profile", "trackers")
 # Below so many roll-ups' worth of steps, a history reads every step.
 _FEW_ROLLUPS = 16
 # In the order they are written: the last one makes the folder a run. Nobody is meant to edit the sealed ones.
@@ -149,7 +150,7 @@ class Run:
             len(present) < len(_WRITTEN_ONCE)
             and present == list(_WRITTEN_ONCE[: len(present)])
             and all(is_sealed(self.path / name) for name in present if name in _SEALED)
-            and not any(_RECORDED.fullmatch(path.name) or path.name == _CHECKPOINTS for path in self.path.iterdir())
+            and not any(_RECORDED.fullmatch(path.name) or path.name in _FOLDERS for path in self.path.iterdir())
         )
 
     @classmethod
@@ -230,6 +231,8 @@ class Run:
             if rank:
                 raise ValueError(f"rank {rank} needs the attempt of rank 0, or their lines could not be matched")
             attempt = 1 + max(self._last_attempt("events"), self._last_attempt("steps"))
+        for name in _FOLDERS:  # a link in the place of one is refused now, not when it is first needed
+            self._at(name)
         with _writing(self.path):
             return Recorder(self, rank=rank, attempt=attempt, sinks=sinks)
 
@@ -370,7 +373,7 @@ class Run:
 
     @property
     def checkpoints_dir(self) -> Path:
-        return self._at(_CHECKPOINTS)
+        return self._at("checkpoints")
 
     @property
     def tokenizer_dir(self) -> Path:
@@ -394,7 +397,7 @@ class Run:
 
     @property
     def report_path(self) -> Path:
-        return self._at("report.html")
+        return self._at(_REPORT)
 
     def file(self, what: Literal["steps", "events", "monitor", "rollups"], rank: int) -> Path:
         """Where a rank's steps, events, monitor samples or rollups lie."""
