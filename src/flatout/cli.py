@@ -250,8 +250,13 @@ def _run_folder(settings: Settings, run: Path | None, *, config: Path, resume: b
 def _carry_out(recipe: Callable[..., Outcome], settings: Settings, *, folder: Path, resume: bool) -> Outcome:
     from flatout.config import dump, to_mapping
     from flatout.engine.ranks import from_environment
+    from flatout.record import Run
     from flatout.terminal import View
 
+    if resume and Run.is_half_made(folder):
+        resume = False
+        if from_environment().first:
+            err.print(f"{folder} was not whole when the run was stopped: it starts from the beginning", markup=False)
     try:
         return recipe(
             settings,
@@ -459,6 +464,7 @@ def report(
     as_json: AsJson = False,
 ) -> None:
     """Write runs down: one self-contained HTML file, or Markdown or JSON. Several runs stand side by side."""
+    from flatout.files import write_atomic
     from flatout.insight import report as verb
     from flatout.record import Run
 
@@ -476,8 +482,16 @@ def report(
         sys.stdout.write(text)
     elif not to.parent.is_dir():
         raise UsageError(f"{to} cannot be written: there is no folder {to.parent}")
+    elif to.exists() and not to.is_file():  # a device or a pipe, which must not be replaced
+        raise UsageError(f"{to} is not a regular file and is not overwritten: -o - writes to the terminal")
     else:
-        to.write_text(text)
+        try:
+            write_atomic(to, text.encode())
+        except OSError as error:
+            raise EnvironmentLacks(
+                f"{to} cannot be written: {error.strerror or error}. Choose another file with -o FILE, or -o - for "
+                "the terminal"
+            ) from None
         out.print(f"wrote {to}", highlight=False, markup=False, soft_wrap=True)
 
 

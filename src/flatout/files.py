@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, fields, is_dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, BinaryIO, Literal, TypeVar
+from typing import Annotated, Any, BinaryIO, Literal, TypeVar
 
 from flatout.errors import UsageError
 
@@ -35,6 +35,10 @@ _KINDS = {
 _TEMPORARY = re.compile(r"\..+\.(\d+)\.tmp")
 
 T = TypeVar("T")
+
+# `Annotated[type, rule, words]` is held to the rule as well. These are numbers that sums, charts and clocks can bear.
+Finite = Annotated[float, lambda value: abs(value) <= 1e30, "a usual number"]
+Count = Annotated[int, lambda value: 0 <= value < 10**15, "a count"]
 
 
 class BadFile(UsageError):
@@ -126,7 +130,10 @@ def parse_json(text: bytes | str, *, source: Path | str) -> dict[str, Any]:
 
 
 def typed(kind: type[T], value: Any, *, source: Path | str) -> T:
-    """`value`, read from JSON, as the dataclass `kind`. Missing, unknown and mistyped fields are refused."""
+    """`value`, read from JSON, as the dataclass `kind`. Missing, unknown and mistyped fields are refused.
+
+    A TypedDict is a view: the value itself comes back, its named fields checked, others left alone.
+    """
     try:
         built: T = _builder(typing.cast(Any, kind))(value)
         return built
@@ -143,21 +150,25 @@ def _builder(kind: Any) -> Callable[[Any], Any]:
     """What turns JSON into a `kind`, made once for each type."""
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if kind is Any or kind is object:
-        return lambda value: value
+        return _Exactly(lambda value: True, "anything")
+    if origin is Annotated:
+        return _narrowed(_builder(arguments[0]), *kind.__metadata__)
+    if typing.is_typeddict(kind):
+        return _view_builder(kind)
     if is_dataclass(kind):
         return _dataclass_builder(kind)
     if kind is types.NoneType:
-        return _exactly(lambda value: value is None, "null")
+        return _Exactly(lambda value: value is None, "null")
     if kind is bool:
-        return _exactly(lambda value: isinstance(value, bool), "true or false")
+        return _Exactly(lambda value: isinstance(value, bool), "true or false")
     if kind is int:
-        return _exactly(_is_int, "a whole number")
+        return _Exactly(_is_int, "a whole number")
     if kind is float:
-        return _exactly(lambda value: isinstance(value, float) or _is_int(value), "a number")
+        return _Exactly(lambda value: isinstance(value, float) or _is_int(value), "a number")
     if kind is str:
-        return _exactly(lambda value: isinstance(value, str), "text")
+        return _Exactly(lambda value: isinstance(value, str), "text")
     if origin is Literal:
-        return _exactly(lambda value: value in arguments, f"one of {', '.join(map(repr, arguments))}")
+        return _Exactly(lambda value: value in arguments, f"one of {', '.join(map(repr, arguments))}")
     if origin in (typing.Union, types.UnionType):
         return _union_builder([_builder(part) for part in arguments])
     if origin in (tuple, list, Sequence) or kind in (tuple, list):
@@ -171,25 +182,41 @@ def _is_int(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and -(2**63) <= value < 2**63
 
 
-def _exactly(fits: Callable[[Any], bool], expected: str) -> Callable[[Any], Any]:
-    def build(value: Any) -> Any:
-        if not fits(value):
-            raise _Mismatch(f"{_named(value)} where {expected} is expected")
+class _Exactly:
+    """Takes a value as it is, if it fits."""
+
+    def __init__(self, fits: Callable[[Any], bool], expected: str) -> None:
+        self.fits, self.expected = fits, expected
+
+    def __call__(self, value: Any) -> Any:
+        if not self.fits(value):
+            raise _Mismatch(f"{_named(value)} where {self.expected} is expected")
         return value
 
-    return build
+
+def _narrowed(base: Callable[[Any], Any], rule: Callable[[Any], bool], words: str) -> Callable[[Any], Any]:
+    if not isinstance(base, _Exactly):
+        raise TypeError("files.typed holds only plain values to a rule")
+    fits = base.fits
+    return _Exactly(lambda value: fits(value) and rule(value), words)
 
 
 def _union_builder(parts: list[Callable[[Any], Any]]) -> Callable[[Any], Any]:
-    def build(value: Any) -> Any:
-        for part in parts[:-1]:
-            with contextlib.suppress(_Mismatch):
-                return part(value)
-        return parts[-1](value)
-
     # `X | None` complains of X.
     none = _builder(typing.cast(Any, types.NoneType))
     parts.sort(key=lambda part: part is not none)
+    plain = [part for part in parts if isinstance(part, _Exactly)]
+    others = [part for part in parts if not isinstance(part, _Exactly)]
+
+    def build(value: Any) -> Any:
+        for part in plain:
+            if part.fits(value):
+                return value
+        for other in others[:-1]:
+            with contextlib.suppress(_Mismatch):
+                return other(value)
+        return (others or plain)[-1](value)
+
     return build
 
 
@@ -202,7 +229,10 @@ def _sequence_builder(made: Callable[[Any], Any], arguments: tuple[Any, ...]) ->
             raise _Mismatch(f"{_named(value)} where a list is expected")
         if length is not None and len(value) != length:
             raise _Mismatch(f"{len(value)} entries where {length} are expected")
-        return made(_placed(f"[{i}]", item, one) for i, one in enumerate(value))
+        try:
+            return made(map(item, value))
+        except _Mismatch:  # again, to say where
+            return made(_placed(f"[{i}]", item, one) for i, one in enumerate(value))
 
     return build
 
@@ -211,13 +241,15 @@ def _mapping_builder(item: Callable[[Any], Any] | None) -> Callable[[Any], Any]:
     def build(value: Any) -> Any:
         if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
             raise _Mismatch(f"{_named(value)} where an object is expected")
-        return value if item is None else {key: _placed(key, item, one) for key, one in value.items()}
+        if item is None or (isinstance(item, _Exactly) and all(map(item.fits, value.values()))):
+            return value
+        return {key: _placed(key, item, one) for key, one in value.items()}
 
     return build
 
 
 def _dataclass_builder(kind: Any) -> Callable[[Any], Any]:
-    hints = typing.get_type_hints(kind)
+    hints = typing.get_type_hints(kind, include_extras=True)
     known = {field.name: _builder(hints[field.name]) for field in fields(kind) if field.init}
     needed = [
         field.name
@@ -231,12 +263,37 @@ def _dataclass_builder(kind: Any) -> Callable[[Any], Any]:
         for name in needed:
             if name not in value:
                 raise _Mismatch(f"{name} is missing")
-        made = {}
-        for name, one in value.items():
-            if name not in known:
-                raise _Mismatch(f"{_short(str(name))} is unknown")
-            made[name] = _placed(name, known[name], one)
-        return kind(**made)
+        try:
+            return kind(**{name: known[name](one) for name, one in value.items()})
+        except (_Mismatch, KeyError):  # again, to say where
+            for name, one in value.items():
+                if name not in known:
+                    raise _Mismatch(f"{_short(str(name))} is unknown") from None
+                _placed(name, known[name], one)
+            raise
+
+    return build
+
+
+def _view_builder(kind: Any) -> Callable[[Any], Any]:
+    hints = typing.get_type_hints(kind, include_extras=True)
+    optional = {name for name, hint in hints.items() if typing.get_origin(hint) is typing.NotRequired}
+    if not kind.__total__:
+        optional = set(hints)
+    known = {
+        name: _builder(typing.get_args(hint)[0] if typing.get_origin(hint) is typing.NotRequired else hint)
+        for name, hint in hints.items()
+    }
+
+    def build(value: Any) -> Any:
+        if not isinstance(value, dict):
+            raise _Mismatch(f"{_named(value)} where an object is expected")
+        for name, one in known.items():
+            if name in value:
+                _placed(name, one, value[name])
+            elif name not in optional:
+                raise _Mismatch(f"{name} is missing")
+        return value
 
     return build
 
@@ -294,6 +351,11 @@ def sync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def is_temporary(name: str) -> bool:
+    """Whether `write_atomic` calls a file so until it is whole."""
+    return _TEMPORARY.fullmatch(name) is not None
 
 
 def sweep(folder: Path) -> None:

@@ -1,11 +1,32 @@
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from tests.insight import made
 from tests.insight.browser import Browser
 
+from flatout import cli
 from flatout.record import Run
+
+Flatout = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def flatout(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Flatout:
+    """The command in this process, in an empty folder."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(*arguments: str | Path) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["flatout", *map(str, arguments)])
+        code = 0
+        try:
+            cli.main()
+        except SystemExit as done:
+            code = int(done.code or 0)
+        return code, *capsys.readouterr()
+
+    return run
 
 
 @pytest.fixture(scope="session")

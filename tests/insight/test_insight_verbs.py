@@ -3,36 +3,16 @@
 from __future__ import annotations
 
 import json
-import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from tests.insight import made
+from tests.insight.conftest import Flatout
 
-from flatout import cli, gallery
+from flatout import gallery
 from flatout.insight.machine import Machine
 from flatout.insight.report import fragments
 from flatout.record import Run
-
-Flatout = Callable[..., tuple[int, str, str]]
-
-
-@pytest.fixture
-def flatout(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Flatout:
-    """The command in this process, in an empty folder."""
-    monkeypatch.chdir(tmp_path)
-
-    def run(*arguments: str | Path) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["flatout", *map(str, arguments)])
-        code = 0
-        try:
-            cli.main()
-        except SystemExit as done:
-            code = int(done.code or 0)
-        return code, *capsys.readouterr()
-
-    return run
 
 
 def test_a_report_lies_in_the_run_folder(flatout: Flatout, tmp_path: Path):

@@ -119,7 +119,9 @@ def test_two_ranks_equal_one(flatout: Call, config: Path, tmp_path: Path) -> Non
     assert done.stdout.count("Run folder") == 1, "only the first rank speaks"
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 75), (signal.SIGUSR1, 75), (signal.SIGINT, 130)])
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGTERM, 75), (signal.SIGUSR1, 75), (signal.SIGHUP, 75), (signal.SIGINT, 130)]
+)
 def test_a_signal_saves_and_says_how_to_go_on(
     number: signal.Signals, code: int, flatout: Call, start: Start, config: Path, tmp_path: Path
 ) -> None:

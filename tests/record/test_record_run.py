@@ -39,7 +39,7 @@ def test_a_created_run_reads_back(run: Run):
     assert opened.config == {"recipe": "pretrain"}
     assert opened.plan == {"micro_batch": 4}
     assert opened.hardware == {"gpu": None}
-    assert opened.environment == {"python": "3.11"}
+    assert opened.environment == {"run_id": run.id, "python": "3.11"}
     assert list(opened.steps()) == []
     assert opened.rollups() == []
     assert not list(run.path.glob(".*.tmp"))
@@ -388,5 +388,5 @@ def test_training_time_is_what_evaluating_and_saving_leave(make_step):
 )
 def test_findings_of_another_version_are_named(run: Run, text: str):
     (run.path / "findings.json").write_text(text)
-    with pytest.raises(UsageError, match=r"findings\.json is not what this version of flatout writes"):
+    with pytest.raises(UsageError, match=r"findings\.json is not what flatout writes there: .*Ask the doctor again"):
         _ = run.diagnosis

@@ -80,9 +80,14 @@ class StopRequest:
 
 @contextmanager
 def stop_on_signals() -> Iterator[StopRequest]:
-    """SIGTERM, SIGUSR1 and Ctrl-C ask for a stop after the step in flight."""
+    """SIGTERM, SIGUSR1, SIGHUP and Ctrl-C ask for a stop after the step in flight.
+
+    Under nohup SIGHUP is ignored, so that the run outlives its terminal, and stays so.
+    """
     request = StopRequest()
-    numbers = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+    numbers = [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT]
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+        numbers.append(signal.SIGHUP)
     before = {number: signal.signal(number, request._handle) for number in numbers}
     try:
         yield request

@@ -13,7 +13,7 @@ from typing import Any
 from rich.console import Console
 from rich.markup import escape
 
-from flatout.errors import RunFailed, UsageError
+from flatout.errors import EnvironmentLacks, RunFailed, UsageError
 from flatout.hardware import detect
 from flatout.insight.attach import Asked, Watched, new_run, watch
 from flatout.insight.diagnose import diagnose
@@ -66,8 +66,11 @@ def main(
 
         run = Run.open(what[0])
         diagnosis = runs.diagnose(run)
-        run.write_diagnosis(diagnosis)
         say(diagnosis, console=out, json_to=json_to)
+        try:
+            run.write_diagnosis(diagnosis)
+        except EnvironmentLacks as error:  # a read-only folder is diagnosed all the same
+            note(err, f"not kept in the run: {error}")
         return 0
     # With `continue` the script's stdout stays the script's.
     console = err if asked.then == "continue" or json_to == "-" else out
@@ -237,9 +240,8 @@ def limit_line(limit: Mapping[str, Any]) -> str:
     if ceiling is None:
         why = limit.get("source") if limit.get("peak_flops") is None else limit.get("model")
         return f"{number(limit['tokens_per_s'])} tokens/s; ceiling n/a: {why}"
-    return (
-        f"{number(limit['tokens_per_s'])} tokens/s of at most {number(ceiling)} ({limit['source']}; {limit['model']})"
-    )
+    known = f"{limit.get('source')}; {limit.get('model')}"
+    return f"{number(limit['tokens_per_s'])} tokens/s of at most {number(ceiling)} ({known})"
 
 
 def note(console: Console, text: str) -> None:

@@ -20,6 +20,11 @@ async function refresh() {
   const made = document.getElementById("made");
   try {
     const answer = await fetch("content" + location.search, { cache: "no-store" });
+    if (answer.status === 500) {
+      made.textContent = await answer.text();
+      setTimeout(refresh, EVERY_MS);
+      return;
+    }
     if (!answer.ok) throw new Error(answer.statusText);
     const fresh = new DOMParser().parseFromString(await answer.text(), "text/html");
     const [old, now] = [leaves(document), leaves(fresh)];

@@ -57,7 +57,7 @@ def _speed(
         hfu=shares.hfu,
         mfu_common=shares.mfu_common,
         data_share=spans["data"] / seconds if "data" in spans else None,
-        unattributed_share=1 - sum(spans.values()) / wall if spans else None,
+        unattributed_share=1 - sum(spans.values()) / wall if spans and wall > 0 else None,
     )
 
 

@@ -15,10 +15,11 @@ from typing import Any, Literal
 
 from flatout.config.settings import CriteriaSettings
 from flatout.cost import Rates
+from flatout.files import typed
 from flatout.insight.speed import loss_ends, speed_of, speed_of_steps, warm_steps
 from flatout.insight.state import State, state_of, watched
 from flatout.recipes.verdict import Outcome, Speed, Verdict, judge
-from flatout.record import Event, Finding, Rollup, Run, StepRecord, redact, redacted
+from flatout.record import GPU_NUMBERS, Event, Finding, Rollup, Run, StepRecord, redact, redacted
 
 # Parts a history is drawn from, steps the current speed is averaged over, samples that are read of a long run.
 NUM_PARTS, RECENT_STEPS, NUM_SAMPLES = 240, 20, 400
@@ -311,7 +312,7 @@ def _criteria(story: Story, outcome: Mapping[str, Any] | None) -> list[Verdict]:
         utilisation=sum(v * n for v, n in busy) / sum(n for _, n in busy) if busy else None,
         saves=sum(event.kind == "save" for event in story.events),
     )
-    return judge(CriteriaSettings(**wanted), so_far)
+    return judge(typed(CriteriaSettings, wanted, source=f"{story.path}/config.json, section criteria,"), so_far)
 
 
 def _choices(plan: Mapping[str, Any], active: Mapping[str, str]) -> list[Choice]:
@@ -352,7 +353,7 @@ def _gpu(index: int, rows: Sequence[Mapping[str, Any]]) -> Gpu:
     reasons: dict[str, int] = defaultdict(int)
     for row in rows:
         for key, value in row.items():
-            if key != "index" and isinstance(value, int | float):
+            if key in GPU_NUMBERS:
                 columns[key].append(value)
         for reason in row.get("throttle", []):
             reasons[reason] += 1

@@ -16,7 +16,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib import resources
 from urllib.parse import parse_qs, urlsplit
 
-from flatout.errors import EnvironmentLacks
+from flatout.errors import EnvironmentLacks, FlatoutError
 from flatout.insight.machine import Looking
 from flatout.insight.report import fragments, page
 from flatout.insight.report.html import Html, tag
@@ -99,13 +99,16 @@ class Handler(BaseHTTPRequestHandler):
         if (refusal := self._refusal()) is not None:
             self._answer(refusal, refusal.phrase)
             return
-        match urlsplit(self.path).path:
-            case "/":
-                self._answer(HTTPStatus.OK, self.server.site.document(), kind="text/html")
-            case "/content":
-                self._answer(HTTPStatus.OK, self.server.site.body(), kind="text/html")
-            case _:
-                self._answer(HTTPStatus.NOT_FOUND, "there is only one page here")
+        try:
+            match urlsplit(self.path).path:
+                case "/":
+                    self._answer(HTTPStatus.OK, self.server.site.document(), kind="text/html")
+                case "/content":
+                    self._answer(HTTPStatus.OK, self.server.site.body(), kind="text/html")
+                case _:
+                    self._answer(HTTPStatus.NOT_FOUND, "there is only one page here")
+        except (FlatoutError, FileNotFoundError) as error:  # a run folder that is damaged, or gone
+            self._answer(HTTPStatus.INTERNAL_SERVER_ERROR, redact(str(error)))
 
     do_HEAD = do_GET
 

@@ -21,6 +21,7 @@ from flatout.engine.prepare import recompiles
 from flatout.engine.ranks import Ranks
 from flatout.engine.resolve import Active
 from flatout.engine.step import StepFacts
+from flatout.files import inside
 from flatout.plan import Plan, compile_break_even
 from flatout.probe import Monitor, describe
 from flatout.recipes.verdict import LossTrend, Outcome, Speedometer
@@ -57,18 +58,19 @@ def open_session(
                 trackers.check(tensorboard=settings.log.tensorboard, wandb=settings.log.wandb != "off")
                 if resume:
                     run = Run.open(folder)
-                else:
-                    run = Run.create(
-                        folder,
-                        config_text=config_text,
-                        config=config,
-                        plan=plan.to_json(),
-                        hardware=plan.job.hardware.to_json(),
-                        environment=describe(),
-                    )
-                stack.enter_context(run.lock())
-                if resume:
+                    stack.enter_context(run.lock())
                     run.reconfigure(config_text=config_text, config=config)
+                else:
+                    run = stack.enter_context(
+                        Run.created(
+                            folder,
+                            config_text=config_text,
+                            config=config,
+                            plan=plan.to_json(),
+                            hardware=plan.job.hardware.to_json(),
+                            environment=describe(),
+                        )
+                    )
                 recorder = stack.enter_context(run.recorder(sinks=[*sinks, *_trackers(settings, run, plan, config)]))
         attempt = ranks.agree(str(recorder.attempt) if ranks.first else "")
         if not ranks.first:
@@ -87,7 +89,7 @@ def _trackers(settings: Settings, run: Run, plan: Plan, config: Mapping[str, Any
     log = settings.log
     name = log.name or trackers.run_name(settings.recipe)
     if log.tensorboard:
-        yield trackers.tensorboard(run.trackers_dir / "tensorboard" / name, rates=plan.rates)
+        yield trackers.tensorboard(inside(run.trackers_dir / "tensorboard" / name, run.path), rates=plan.rates)
     if log.wandb != "off":
         yield trackers.wandb(
             log.wandb, project=log.project, name=name, folder=run.trackers_dir, config=config, rates=plan.rates

@@ -14,9 +14,11 @@ from flatout.record.records import BESIDE, WARM_STEPS, Diagnosis, Event, Finding
 from flatout.record.redact import redact, redacted
 from flatout.record.rollup import Rollup
 from flatout.record.run import Recorder, Run
+from flatout.record.schemas import GPU_NUMBERS
 
 __all__ = [
     "BESIDE",
+    "GPU_NUMBERS",
     "WARM_STEPS",
     "Diagnosis",
     "Event",

@@ -21,17 +21,24 @@ from flatout.files import BadFile, open_for_appending, opened, parse_json
 
 _NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 _CHUNK_BYTES = 1 << 16
+_DEEPEST = 50
 # An evaluation of a hundred thousand questions in one event has about a tenth of this.
 LINE_BYTES = 64 << 20
 
 
 @dataclass(frozen=True)
 class Line:
-    """One line and the bytes it takes in its file."""
+    """One line of a file and the bytes it takes there."""
 
+    path: Path
     value: Mapping[str, Any]
     start_byte: int
     end_byte: int
+
+    @property
+    def place(self) -> str:
+        """What a message calls it."""
+        return _place(self.path, self.start_byte)
 
 
 def encode(value: Any, *, indent: int | None = None) -> bytes:
@@ -46,6 +53,9 @@ def encode(value: Any, *, indent: int | None = None) -> bytes:
 
 def decode(text: bytes, *, source: str) -> dict[str, Any]:
     value = parse_json(text, source=source)
+    # Few lines have so many lists and objects that they might be nested deeply, where readers could not follow.
+    if text.count(b"[") + text.count(b"{") > _DEEPEST and _depth(value) > _DEEPEST:
+        raise BadFile(source, f"is nested more than {_DEEPEST} levels deep, which flatout never writes")
     # One look at the bytes spares the walk through nearly every line.
     return _revived(value) if b'"NaN"' in text or b'Infinity"' in text else value
 
@@ -60,7 +70,7 @@ def read_lines(path: Path, *, start_byte: int = 0, end_byte: int | None = None) 
             if not text.endswith(b"\n") or (end_byte is not None and start_byte >= end_byte):
                 return
             value = decode(text, source=_place(path, start_byte))
-            yield Line(value, start_byte, start_byte + len(text))
+            yield Line(path, value, start_byte, start_byte + len(text))
             start_byte += len(text)
 
 
@@ -81,7 +91,7 @@ def spread_lines(path: Path, *, count: int) -> Iterator[Line]:
             if not text.endswith(b"\n"):
                 return
             after = start + len(text)
-            yield Line(decode(text, source=_place(path, start)), start, after)
+            yield Line(path, decode(text, source=_place(path, start)), start, after)
 
 
 def last_line(path: Path) -> Line | None:
@@ -150,6 +160,15 @@ def _line_start(fd: int, *, before: int) -> int:
             return start + newline + 1
         before = start
     return 0
+
+
+def _depth(value: Any) -> int:
+    """Levels of lists and objects, counted without recursion."""
+    depth, level = 0, [value]
+    while level := [one for one in level if isinstance(one, dict | list)]:
+        depth += 1
+        level = [inner for one in level for inner in (one.values() if isinstance(one, dict) else one)]
+    return depth
 
 
 def _spelled(value: Any) -> Any:

@@ -6,8 +6,11 @@ Records hold raw facts; tokens per second, MFU and shares are derived by whoever
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
+
+from flatout.files import Count, Finite, typed
+from flatout.record.schemas import EVENTS, Loss, Scalar
 
 # Phases that are not training: a step's speed is what is left without them.
 BESIDE = ("eval", "save", "profile")
@@ -20,26 +23,26 @@ class Span:
     """Time of one phase in a step, over all its micro-batches; `role` tells actor from critic in RL."""
 
     phase: str
-    seconds: float
+    seconds: Finite
     role: str = "train"
-    tokens: int | None = None
+    tokens: Count | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepRecord:
     """One optimizer step of one rank."""
 
-    attempt: int
-    step: int
-    time: float  # unix seconds at the end of the step
-    seconds: float
-    tokens: int  # useful ones, without padding, over all ranks
-    padded_tokens: int
-    loss: float | None
+    attempt: Count
+    step: Count
+    time: Finite  # unix seconds at the end of the step
+    seconds: Finite
+    tokens: Count  # useful ones, without padding, over all ranks
+    padded_tokens: Count
+    loss: Loss | None
     spans: tuple[Span, ...] = ()
-    memory: Mapping[str, float] = field(default_factory=dict)  # allocated_gib, reserved_gib, peak_gib, total_gib
-    utilisation: Mapping[str, float] = field(default_factory=dict)  # fractions: gpu, cpu, ram
-    extra: Mapping[str, Any] = field(default_factory=dict)  # lr, grad_norm, loss_scale, skipped, recompiles
+    memory: Mapping[str, Finite] = field(default_factory=dict)  # allocated_gib, reserved_gib, peak_gib, total_gib
+    utilisation: Mapping[str, Finite] = field(default_factory=dict)  # fractions: gpu, cpu, ram
+    extra: Mapping[str, Scalar] = field(default_factory=dict)  # lr, grad_norm, loss_scale, skipped, recompiles
 
     @property
     def training_s(self) -> float:
@@ -51,10 +54,10 @@ class StepRecord:
 class Event:
     """Something that happened beside the steps: an evaluation, a save, a fault."""
 
-    attempt: int
-    time: float  # unix seconds
+    attempt: Count
+    time: Finite  # unix seconds
     kind: str
-    step: int | None = None
+    step: Count | None = None
     data: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -64,8 +67,8 @@ class Finding:
 
     cause: str  # a stable id, such as data-starvation
     sentence: str  # the cause in plain words
-    share: float | None  # of step time that is lost to it; None where it is no matter of time
-    gain: float | None  # share of step time that the fix saves
+    share: Finite | None  # of step time that is lost to it; None where it is no matter of time
+    gain: Finite | None  # share of step time that the fix saves
     status: Literal["estimated", "measured"]
     evidence: tuple[str, ...]
     fix: str
@@ -76,7 +79,7 @@ class Diagnosis:
     """What the doctor found: one sentence, how near the limit the job is, and the causes, the costliest first."""
 
     verdict: str
-    limit: Mapping[str, Any]  # tokens_per_s, ceiling_tokens_per_s, share, and where the ceiling comes from
+    limit: Mapping[str, Scalar]  # tokens_per_s, ceiling_tokens_per_s, share, and where the ceiling comes from
     findings: tuple[Finding, ...]
 
 
@@ -106,20 +109,8 @@ def step_to_json(record: StepRecord) -> dict[str, Any]:
     }
 
 
-def step_from_json(line: Mapping[str, Any]) -> StepRecord:
-    return StepRecord(
-        attempt=line["attempt"],
-        step=line["step"],
-        time=line["time"],
-        seconds=line["seconds"],
-        tokens=line["tokens"],
-        padded_tokens=line["padded_tokens"],
-        loss=line["loss"],
-        spans=tuple(Span(**span) for span in line["spans"]),
-        memory=line["memory"],
-        utilisation=line["utilisation"],
-        extra=line["extra"],
-    )
+def step_from_json(value: Mapping[str, Any], *, source: str) -> StepRecord:
+    return typed(StepRecord, value, source=source)
 
 
 def event_to_json(event: Event) -> dict[str, Any]:
@@ -132,17 +123,12 @@ def event_to_json(event: Event) -> dict[str, Any]:
     }
 
 
-def event_from_json(line: Mapping[str, Any]) -> Event:
-    return Event(attempt=line["attempt"], time=line["time"], kind=line["kind"], step=line["step"], data=line["data"])
-
-
-def diagnosis_to_json(diagnosis: Diagnosis) -> dict[str, Any]:
-    return asdict(diagnosis)
-
-
-def diagnosis_from_json(value: Mapping[str, Any]) -> Diagnosis:
-    findings = (Finding(**{**finding, "evidence": tuple(finding["evidence"])}) for finding in value["findings"])
-    return Diagnosis(verdict=value["verdict"], limit=value["limit"], findings=tuple(findings))
+def event_from_json(value: Mapping[str, Any], *, source: str) -> Event:
+    """An event whose data is what its kind promises to readers."""
+    event = typed(Event, value, source=source)
+    if event.kind in EVENTS:
+        typed(EVENTS[event.kind], event.data, source=f"{source} an event {event.kind!r},")
+    return event
 
 
 def _span_to_json(span: Span) -> dict[str, Any]:

@@ -13,9 +13,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from flatout.errors import UsageError
-from flatout.files import write_atomic
+from flatout.files import Count, Finite, typed, write_atomic
 from flatout.record.lines import Line, encode, read_lines
 from flatout.record.records import StepRecord, step_from_json
+from flatout.record.schemas import Loss
 
 STEPS_PER_ROLLUP = 256
 
@@ -24,27 +25,39 @@ STEPS_PER_ROLLUP = 256
 class Rollup:
     """At most 256 consecutive lines of steps.jsonl: sums, and means and peaks where a sum says nothing."""
 
-    attempt: int
-    first_step: int
-    last_step: int
-    num_steps: int
-    start_byte: int
-    end_byte: int
-    first_time: float
-    last_time: float
-    seconds: float
-    fastest_s: float  # the shortest and the longest step, without what was done beside training
-    slowest_s: float
-    tokens: int
-    padded_tokens: int
-    loss: float | None  # mean of the finite ones, then their range
-    loss_low: float | None
-    loss_high: float | None
-    num_non_finite: int  # losses that were NaN or infinite
-    spans: Mapping[str, float]  # seconds by phase; by role/phase where the role is not "train"
-    memory: Mapping[str, float]  # highest
-    utilisation: Mapping[str, float]  # mean
+    attempt: Count
+    first_step: Count
+    last_step: Count
+    num_steps: Count
+    start_byte: Count
+    end_byte: Count
+    first_time: Finite
+    last_time: Finite
+    seconds: Finite
+    fastest_s: Finite  # the shortest and the longest step, without what was done beside training
+    slowest_s: Finite
+    tokens: Count
+    padded_tokens: Count
+    loss: Loss | None  # mean of the finite ones, then their range
+    loss_low: Loss | None
+    loss_high: Loss | None
+    num_non_finite: Count  # losses that were NaN or infinite
+    spans: Mapping[str, Finite]  # seconds by phase; by role/phase where the role is not "train"
+    memory: Mapping[str, Finite]  # highest
+    utilisation: Mapping[str, Finite]  # mean
     extra: Mapping[str, float]  # mean of the finite numbers
+
+    @property
+    def whole(self) -> bool:
+        """Whether its numbers can be of the same steps."""
+        losses = (self.loss_low, self.loss, self.loss_high)
+        return (
+            0 < self.num_steps <= min(STEPS_PER_ROLLUP, self.last_step - self.first_step + 1)
+            and self.start_byte < self.end_byte
+            and 0 < self.fastest_s <= self.slowest_s
+            and (losses == (None, None, None) or (None not in losses and self.num_non_finite < self.num_steps))
+            and all(math.isfinite(loss) for loss in losses if loss is not None)
+        )
 
 
 @dataclass(frozen=True)
@@ -83,12 +96,12 @@ def saved(path: Path, *, steps_path: Path) -> list[Rollup]:
     found: list[Rollup] = []
     try:
         for line in read_lines(path):
-            rollup = Rollup(**line.value)
-            if rollup.start_byte != (found[-1].end_byte if found else 0):
+            rollup = typed(Rollup, line.value, source=line.place)
+            if not rollup.whole or rollup.start_byte != (found[-1].end_byte if found else 0):
                 break
             found.append(rollup)
         return found if not found or _agrees(found[-1], steps_path) else []
-    except (UsageError, TypeError):
+    except UsageError:
         return []  # damaged or of another version: rebuilt from the steps, which are the truth
 
 
@@ -165,24 +178,14 @@ def merged(parts: Sequence[Rollup]) -> Rollup:
 
 
 def step_of(line: Line) -> StepRecord:
-    try:
-        return step_from_json(line.value)
-    except (KeyError, TypeError) as error:
-        raise UsageError(
-            f"the line at byte {line.start_byte} of the steps is not a step record ({error}). "
-            "It may come from another version of flatout: read the run with that one, or delete the line."
-        ) from error
+    return step_from_json(line.value, source=line.place)
 
 
 def _agrees(rollup: Rollup, steps_path: Path) -> bool:
-    """Whether the roll-up's first and last byte still lie at the steps they name."""
-    lines = list(read_lines(steps_path, start_byte=rollup.start_byte, end_byte=rollup.end_byte))
-    return (
-        bool(lines)
-        and lines[-1].end_byte == rollup.end_byte
-        and step_of(lines[0]).step == rollup.first_step
-        and step_of(lines[-1]).step == rollup.last_step
-    )
+    """Whether the roll-up is still the summary of the steps between its bytes."""
+    lines = read_lines(steps_path, start_byte=rollup.start_byte, end_byte=rollup.end_byte)
+    steps = [_Step(step_of(line), line.start_byte, line.end_byte) for line in lines]
+    return bool(steps) and _summary(steps) == rollup
 
 
 def _summary(steps: Sequence[_Step]) -> Rollup:

@@ -6,6 +6,7 @@ import fcntl
 import logging
 import os
 import re
+import secrets
 import socket
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,22 +17,32 @@ from types import TracebackType
 from typing import Any, Literal, Self
 
 from flatout.errors import EnvironmentLacks, FlatoutError, UsageError
-from flatout.files import write_atomic
+from flatout.files import (
+    BadFile,
+    inside,
+    is_temporary,
+    open_for_appending,
+    read_bytes,
+    read_text,
+    sweep,
+    typed,
+    write_atomic,
+)
 from flatout.record import rollup
-from flatout.record.lines import LineWriter, decode, encode, last_line, read_lines, spread_lines
+from flatout.record.lines import Line, LineWriter, decode, encode, last_line, read_lines, spread_lines
 from flatout.record.records import (
     Diagnosis,
     Event,
     Sink,
     StepRecord,
-    diagnosis_from_json,
-    diagnosis_to_json,
     event_from_json,
     event_to_json,
     step_to_json,
 )
 from flatout.record.redact import redact, redacted
 from flatout.record.rollup import Rollup
+from flatout.record.schemas import ConfigView, EnvironmentView, LimitView, PlanView, Sample
+from flatout.record.sealed import is_sealed, seal, unseal
 
 log = logging.getLogger(__name__)
 
@@ -42,10 +53,14 @@ _CONFIG_TEXT, _CONFIG, _PLAN, _HARDWARE, _ENVIRONMENT = (
     "hardware.json",
     "env.json",
 )
-_FINDINGS = "findings.json"
+_FINDINGS, _LOCK, _REPORT = "findings.json", ".lock", "report.html"
+_FOLDERS = ("checkpoints", "tokenizer", "samples", "profile", "trackers")
 # Below so many roll-ups' worth of steps, a history reads every step.
 _FEW_ROLLUPS = 16
-_WRITTEN_ONCE = (_CONFIG_TEXT, _CONFIG, _PLAN, _HARDWARE, _ENVIRONMENT)
+# In the order they are written: the last one makes the folder a run. Nobody is meant to edit the sealed ones.
+_SEALED = (_PLAN, _HARDWARE, _ENVIRONMENT)
+_WRITTEN_ONCE = (*_SEALED, _CONFIG, _CONFIG_TEXT)
+_RECORDED = re.compile(r"(steps|events|monitor)(-rank(\d+))?(\.rollup)?\.jsonl")
 
 # A forked child (a loader worker) shares its parent's lock; unless it lets go, the lock outlives a killed parent.
 _held_locks: set[int] = set()
@@ -78,41 +93,102 @@ class Run:
         environment: Mapping[str, Any],
     ) -> Run:
         """Make the folder and write what is known before the first step, secrets masked."""
+        with cls.created(
+            path, config_text=config_text, config=config, plan=plan, hardware=hardware, environment=environment
+        ) as run:
+            return run
+
+    @classmethod
+    @contextmanager
+    def created(
+        cls,
+        path: Path | str,
+        *,
+        config_text: str,
+        config: Mapping[str, Any],
+        plan: Mapping[str, Any],
+        hardware: Mapping[str, Any],
+        environment: Mapping[str, Any],
+    ) -> Iterator[Run]:
+        """A new run, locked from before its first file is written to the end of the block."""
         run = cls(Path(path))
-        present = [name for name in _WRITTEN_ONCE if (run.path / name).exists()]
-        if len(present) == len(_WRITTEN_ONCE):
-            raise UsageError(
-                f"{run.path} already holds a run. Continue it with --resume, or start another with --run FOLDER."
-            )
-        if present:
-            raise UsageError(
-                f"{run.path} holds {', '.join(present)} but is no complete run, and nothing is overwritten. "
-                "Delete them, or choose another folder with --run FOLDER."
-            )
+        run._check_vacant()
         with _writing(run.path):
             run.path.mkdir(parents=True, exist_ok=True)
-            for name, value in ((_PLAN, plan), (_HARDWARE, hardware), (_ENVIRONMENT, environment), (_CONFIG, config)):
-                write_atomic(run.path / name, encode(redacted(value), indent=2))
-            write_atomic(run.path / _CONFIG_TEXT, redact(config_text).encode())
-        return run
+        with run.lock():
+            run._check_vacant()  # another process may have been faster
+            with _writing(run.path):
+                for name, value in (
+                    (_PLAN, plan),
+                    (_HARDWARE, hardware),
+                    (_ENVIRONMENT, {"run_id": secrets.token_hex(16), **environment}),
+                ):
+                    write_atomic(run._at(name), seal(redacted(value)))
+            # The text comes last: with it the folder is a run.
+            run.reconfigure(config_text=config_text, config=config)
+            yield run
+
+    def _check_vacant(self) -> None:
+        present = self._present()
+        if len(present) == len(_WRITTEN_ONCE):
+            raise UsageError(
+                f"{self.path} already holds a run. Continue it with --resume, or start another with --run FOLDER."
+            )
+        if present and not self._half_made():
+            raise UsageError(
+                f"{self.path} holds {', '.join(present)} but is no complete run, and nothing is overwritten. "
+                "Delete them, or choose another folder with --run FOLDER."
+            )
+
+    def _present(self) -> list[str]:
+        return [name for name in _WRITTEN_ONCE if os.path.lexists(self.path / name)]
+
+    def _half_made(self) -> bool:
+        """Whether the folder is what `created` leaves when it is killed: its first files, whole, and no record."""
+        present = self._present()
+        return (
+            len(present) < len(_WRITTEN_ONCE)
+            and present == list(_WRITTEN_ONCE[: len(present)])
+            and all(is_sealed(self.path / name) for name in present if name in _SEALED)
+            and not any(_RECORDED.fullmatch(path.name) or path.name in _FOLDERS for path in self.path.iterdir())
+        )
+
+    @classmethod
+    def is_half_made(cls, path: Path | str) -> bool:
+        """Whether a run was killed while its folder was being made: it can be made again, and nothing is lost."""
+        run = cls(Path(path))
+        if not run.path.is_dir() or not run._half_made():
+            return False
+        return bool(run._present()) or all(
+            found.name == _LOCK or is_temporary(found.name) for found in run.path.iterdir()
+        )
 
     def reconfigure(self, *, config_text: str, config: Mapping[str, Any]) -> None:
         """What the run goes on with, where that differs from what it began with."""
         with _writing(self.path):
-            write_atomic(self.path / _CONFIG, encode(redacted(config), indent=2))
-            write_atomic(self.path / _CONFIG_TEXT, redact(config_text).encode())
+            write_atomic(self._at(_CONFIG), encode(redacted(config), indent=2))
+            write_atomic(self._at(_CONFIG_TEXT), redact(config_text).encode())
 
     def replan(self, plan: Mapping[str, Any]) -> None:
         """The plan after what was tried on the device before the first step."""
         with _writing(self.path):
-            write_atomic(self.path / _PLAN, encode(redacted(plan), indent=2))
+            write_atomic(self._at(_PLAN), seal(redacted(plan)))
 
     @classmethod
     def open(cls, path: Path | str) -> Run:
         run = cls(Path(path))
-        missing = [name for name in _WRITTEN_ONCE if not (run.path / name).is_file()]
-        if missing:
+        try:
+            missing = [name for name in reversed(_WRITTEN_ONCE) if not run._at(name).is_file()]
             why = f"it lacks {', '.join(missing)}" if run.path.is_dir() else "there is no such folder"
+            half_made = bool(missing and run._present()) and cls.is_half_made(path)
+        except OSError as error:
+            raise UsageError(f"{run.path} cannot be read as a run folder: {error.strerror or error}") from None
+        if half_made:
+            raise UsageError(
+                f"{run.path} is not a run folder yet: whoever made it was stopped before it was whole. "
+                "The same `flatout train` makes it again."
+            )
+        if missing:
             raise UsageError(f"{run.path} is not a run folder: {why}. `flatout train CONFIG --run FOLDER` makes one.")
         return run
 
@@ -125,7 +201,7 @@ class Run:
     def lock(self) -> Iterator[None]:
         """Keep others from training into this folder; the system lets go when the process dies, however it dies."""
         with _writing(self.path):
-            fd = os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            fd = open_for_appending(self._at(_LOCK))
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -155,6 +231,8 @@ class Run:
             if rank:
                 raise ValueError(f"rank {rank} needs the attempt of rank 0, or their lines could not be matched")
             attempt = 1 + max(self._last_attempt("events"), self._last_attempt("steps"))
+        for name in _FOLDERS:  # a link in the place of one is refused now, not when it is first needed
+            self._at(name)
         with _writing(self.path):
             return Recorder(self, rank=rank, attempt=attempt, sinks=sinks)
 
@@ -223,7 +301,7 @@ class Run:
         return rollup.steps_of(part, steps_path=self.file("steps", rank))
 
     def events(self, *, rank: int = 0) -> Iterator[Event]:
-        return (event_from_json(line.value) for line in read_lines(self.file("events", rank)))
+        return (event_from_json(line.value, source=line.place) for line in read_lines(self.file("events", rank)))
 
     def recent_steps(self, count: int, *, rank: int = 0, latest: Sequence[Rollup] | None = None) -> list[StepRecord]:
         """The last lines of `latest_steps`, at most `count`, found from the end; `latest` as for `history`."""
@@ -238,93 +316,115 @@ class Run:
         """What the monitor saw on this rank's machine; `at_most` so many, evenly spread over the run."""
         path = self.file("monitor", rank)
         lines = read_lines(path) if at_most is None else spread_lines(path, count=at_most)
-        return (line.value for line in lines)
+        return (_sample_of(line) for line in lines)
 
     def last_sample(self, *, rank: int = 0) -> Mapping[str, Any] | None:
         line = last_line(self.file("monitor", rank))
-        return line.value if line else None
+        return _sample_of(line) if line else None
 
     def ranks(self) -> list[int]:
         """The ranks that recorded steps."""
-        names = (re.fullmatch(r"steps(?:-rank(\d+))?\.jsonl", path.name) for path in self.path.iterdir())
-        return sorted(int(match[1] or 0) for match in names if match)
+        names = (_RECORDED.fullmatch(path.name) for path in self.path.iterdir())
+        return sorted(int(match[3] or 0) for match in names if match and match[1] == "steps" and not match[4])
+
+    @property
+    def id(self) -> str | None:
+        """What tells this run from every other; None in folders of versions that gave none."""
+        found = self.environment.get("run_id")
+        return None if found is None else str(found)
 
     @property
     def config_text(self) -> str:
-        return (self.path / _CONFIG_TEXT).read_text()
+        return read_text(self._at(_CONFIG_TEXT))
 
     @property
     def config(self) -> Mapping[str, Any]:
-        return self._read(_CONFIG)
+        return self._read(_CONFIG, ConfigView)
 
     @property
     def plan(self) -> Mapping[str, Any]:
-        return self._read(_PLAN)
+        """The plan as it was made; a file that was changed by others is refused."""
+        plan = self._unsealed(_PLAN, way_out="; to change a decision, set plan.KEY in the configuration")
+        return dict(typed(PlanView, plan, source=self.path / _PLAN))
 
     @property
     def hardware(self) -> Mapping[str, Any]:
-        return self._read(_HARDWARE)
+        return self._unsealed(_HARDWARE)
 
     @property
     def environment(self) -> Mapping[str, Any]:
-        return self._read(_ENVIRONMENT)
+        return self._unsealed(_ENVIRONMENT)
 
     @property
     def diagnosis(self) -> Diagnosis | None:
         """What the doctor last said of this run; None if it was never asked."""
-        if not (self.path / _FINDINGS).is_file():
+        if not self._at(_FINDINGS).is_file():
             return None
         try:
-            return diagnosis_from_json(self._read(_FINDINGS))
-        except (KeyError, TypeError) as error:
-            raise UsageError(
-                f"{self.path / _FINDINGS} is not what this version of flatout writes ({error}). "
-                "Ask the doctor again, or delete it."
-            ) from error
+            found = typed(Diagnosis, self._read(_FINDINGS), source=self.path / _FINDINGS)
+            typed(LimitView, found.limit, source=self.path / _FINDINGS)
+            return found
+        except BadFile as error:
+            raise BadFile(error.path, f"{error.why}. Ask the doctor again, or delete it.") from None
 
     def write_diagnosis(self, diagnosis: Diagnosis) -> None:
         with _writing(self.path):
-            write_atomic(self.path / _FINDINGS, encode(redacted(diagnosis_to_json(diagnosis)), indent=2))
+            write_atomic(self._at(_FINDINGS), encode(redacted(asdict(diagnosis)), indent=2))
 
     @property
     def checkpoints_dir(self) -> Path:
-        return self.path / "checkpoints"
+        return self._at("checkpoints")
 
     @property
     def tokenizer_dir(self) -> Path:
-        return self.path / "tokenizer"
+        return self._at("tokenizer")
 
     @property
     def samples_dir(self) -> Path:
-        return self.path / "samples"
+        return self._at("samples")
 
     def stage_dir(self, name: str) -> Path:
         """A run of its own that this one needed on its way."""
-        return self.path / name
+        return self._at(name)
 
     @property
     def profile_dir(self) -> Path:
-        return self.path / "profile"
+        return self._at("profile")
 
     @property
     def trackers_dir(self) -> Path:
-        return self.path / "trackers"
+        return self._at("trackers")
 
     @property
     def report_path(self) -> Path:
-        return self.path / "report.html"
+        return self._at(_REPORT)
 
     def file(self, what: Literal["steps", "events", "monitor", "rollups"], rank: int) -> Path:
         """Where a rank's steps, events, monitor samples or rollups lie."""
         stem, suffix = ("steps", ".rollup.jsonl") if what == "rollups" else (what, ".jsonl")
-        return self.path / (f"{stem}-rank{rank:05d}{suffix}" if rank else f"{stem}{suffix}")
+        return self._at(f"{stem}-rank{rank:05d}{suffix}" if rank else f"{stem}{suffix}")
 
-    def _read(self, name: str) -> Mapping[str, Any]:
-        return decode((self.path / name).read_bytes(), source=str(self.path / name))
+    def _at(self, name: str) -> Path:
+        """Where a file or folder of the run lies: every access comes by here, and none follows a link out of it."""
+        return inside(self.path / name, self.path)
+
+    def _read(self, name: str, kind: type[Any] = dict) -> dict[str, Any]:
+        path = self._at(name)
+        return dict(typed(kind, decode(read_bytes(path), source=str(path)), source=path))
+
+    def _unsealed(self, name: str, *, way_out: str = "") -> dict[str, Any]:
+        way_out = f"restore it, or start again in another folder with --run FOLDER{way_out}"
+        environment = unseal(self._at(_ENVIRONMENT), root=self.path, required=False, way_out=way_out)
+        typed(EnvironmentView, environment, source=self.path / _ENVIRONMENT)
+        # Whoever gave the run its id has sealed these files.
+        return unseal(self._at(name), root=self.path, required="run_id" in environment, way_out=way_out)
 
     def _last_attempt(self, what: Literal["steps", "events"]) -> int:
         line = last_line(self.file(what, 0))
-        return int(line.value["attempt"]) if line else 0
+        if line is None:
+            return 0
+        record = rollup.step_of(line) if what == "steps" else event_from_json(line.value, source=line.place)
+        return record.attempt
 
 
 class Recorder:
@@ -339,6 +439,8 @@ class Recorder:
         self.num_dropped = 0
         self._drop_told = False
         self._sinks = list(sinks)
+        if rank == 0:  # under the lock, and before the other ranks write
+            sweep(run.path)
         steps_path, rollups_path = run.file("steps", rank), run.file("rollups", rank)
         self._steps = LineWriter(steps_path)
         self._events = LineWriter(run.file("events", rank))
@@ -421,6 +523,11 @@ class Recorder:
             self._sinks.remove(sink)
             log.warning("%s failed and is off from here on: %s", type(sink).__name__, redact(str(error)))
             self.event("sink_failed", sink=type(sink).__name__, error=f"{type(error).__name__}: {error}")
+
+
+def _sample_of(line: Line) -> Mapping[str, Any]:
+    typed(Sample, line.value, source=line.place)
+    return line.value
 
 
 @contextmanager

@@ -66,7 +66,7 @@ class _Seen:
         )
 
     def share(self, phase: str) -> float:
-        return self.spans.get(phase, 0.0) / self.seconds
+        return self.spans.get(phase, 0.0) / max(self.seconds, 1e-9)
 
     @property
     def training_s(self) -> float:
@@ -74,7 +74,10 @@ class _Seen:
 
 
 def _limit(run: Run, seen: _Seen) -> dict[str, Any]:
-    rates = Rates.from_json(run.plan["rates"])
+    plan = run.plan
+    if "rates" not in plan:
+        raise UsageError(f"{run.path}/plan.json holds no rates to judge the speed by: it is no plan of flatout's")
+    rates = Rates.from_json(plan["rates"])
     speed = seen.tokens / seen.training_s if seen.training_s > 0 else None
     peak = rates.peak_flops
     ceiling = None if not peak else peak * rates.num_devices / rates.flops.done
@@ -91,7 +94,7 @@ def _limit(run: Run, seen: _Seen) -> dict[str, Any]:
 
 def _findings(run: Run, seen: _Seen, parts: list[Rollup], events: list[Event]) -> Iterable[Finding]:
     data, evaluation, saving = seen.share("data"), seen.share("eval"), seen.share("save")
-    decided = run.plan["decisions"]
+    decided = run.plan.get("decisions", {})
     if data >= WORTH:
         workers = decided.get("workers")
         yield _finding(
@@ -130,7 +133,7 @@ def _findings(run: Run, seen: _Seen, parts: list[Rollup], events: list[Event]) -
             [f"{seen.tokens:,} of {seen.padded_tokens:,} tokens are real"],
             "data.packing=true",
         )
-    rest = 1 - sum(seen.spans.values()) / seen.seconds
+    rest = 1 - sum(seen.spans.values()) / max(seen.seconds, 1e-9)
     if rest >= 0.1:
         yield _finding(
             "host-sync",
@@ -184,8 +187,9 @@ def _findings(run: Run, seen: _Seen, parts: list[Rollup], events: list[Event]) -
 def _late(run: Run, events: list[Event]) -> Finding | None:
     """The target is out of reach even if the loss went on falling as it lately did, which losses do not."""
     target = (run.config.get("target") or {}).get("val_loss")
-    total = next((event.data["total_steps"] for event in reversed(events) if event.kind == "start"), None)
-    seen = {event.step: float(event.data["val_loss"]) for event in events if event.kind == "eval" and event.step}
+    total = next((event.data.get("total_steps") for event in reversed(events) if event.kind == "start"), None)
+    losses = {event.step: float(event.data["val_loss"]) for event in events if event.kind == "eval" and event.step}
+    seen = {step: loss for step, loss in losses.items() if math.isfinite(loss)}
     steps = sorted(seen)
     if target is None or total is None or len(steps) < 4 or min(seen.values()) <= target:
         return None

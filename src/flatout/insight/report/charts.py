@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from flatout.insight.report.html import Child, Html, join, tag
 
@@ -105,7 +105,9 @@ class _Frame:
 
 def draw(chart: Chart) -> Html:
     """The chart as SVG; a sentence where there is nothing to draw."""
-    lines = [line for line in chart.lines if line.points]
+    # What is not finite has no place on an axis.
+    shown = [replace(line, points=[point for point in line.points if math.isfinite(point.y)]) for line in chart.lines]
+    lines = [line for line in shown if line.points]
     if not lines:
         return tag("p", f"n/a: {chart.missing}", class_="none")
     frame = _frame(chart, lines)

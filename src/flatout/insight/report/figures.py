@@ -148,7 +148,8 @@ def _bands(story: Story, *, id: str) -> Bands:
     if "unattributed" in whole:
         shares["unattributed"] = [1 - sum(part.spans.values()) / _wall(part) for part in parts]
     bands = [
-        Band(name=name, colour=phase_colour(name), shares=column, share=whole[name]) for name, column in shares.items()
+        Band(name=name, colour=phase_colour(name), shares=column, share=whole.get(name, 0.0))
+        for name, column in shares.items()
     ]
     about = ", ".join(f"{phase.name} {100 * phase.share:.1f} %" for phase in story.phases)
     return Bands(

@@ -1,0 +1,341 @@
+"""What readers rely on in data that is written elsewhere: of events, of plan.json and config.json, of the monitor.
+
+Only what somebody reads is named; other fields are left alone. A folder whose data is of other types is refused by
+the name of its file, so that no reader meets a text where it computes with a number.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, NotRequired, TypedDict
+
+from flatout.files import Count, Finite
+
+# A loss may be NaN or infinite; a finite one is far below this in every type that is trained in.
+Loss = Annotated[float, lambda value: not abs(value) > 1e100 or math.isinf(value), "a loss"]
+# What stands in a cell of a table. Any: whoever takes it for a number looks first.
+Scalar = Annotated[
+    Any,
+    lambda value: (
+        value is None or isinstance(value, str | bool | float) or (isinstance(value, int) and abs(value) < 2**63)
+    ),
+    "a number, a text, true, false or null",
+]
+Process = Annotated[int, lambda value: 0 < value < 2**31, "the number of a process"]
+
+
+# -- plan.json, config.json, monitor.jsonl
+
+
+@dataclass
+class _Flops:
+    forward: Annotated[float, lambda value: 0 < value <= 1e30, "a number above 0"]
+    backward: Annotated[float, lambda value: 0 <= value <= 1e30, "a number from 0 on"]
+    recomputed: Finite
+    common: Finite
+    attention: Finite = 0.0
+
+
+@dataclass
+class _Rates:
+    flops: _Flops
+    peak_flops: Annotated[float, lambda value: 0 < value <= 1e30, "a number above 0"] | None
+    num_devices: Annotated[int, lambda value: 0 < value < 10**9, "a number of devices"] = 1
+
+
+class _Job(TypedDict, total=False):
+    steps: Count | None
+
+
+class _Predicted(TypedDict, total=False):
+    peak_gib: Finite | None
+    memory_gib: Mapping[str, Finite]
+    tokens_per_s: Finite | None
+    step_s: Finite | None
+    mfu: Finite | None
+    mfu_common: Finite | None
+    hours: Finite | None
+
+
+class _Decisions(TypedDict, total=False):
+    micro_batch: Count | None
+    accumulation: Count | None
+    workers: Count | None
+    recompute: str | None
+
+
+class PlanView(TypedDict, total=False):
+    foreign: bool
+    decisions: _Decisions
+    reasons: Mapping[str, str]
+    predicted: _Predicted
+    job: _Job
+    rates: _Rates
+
+
+class _Target(TypedDict, total=False):
+    val_loss: Finite | None
+
+
+class ConfigView(TypedDict, total=False):
+    recipe: str
+    model: Mapping[str, Any]
+    criteria: Mapping[str, Any]
+    target: _Target | None
+    train: Mapping[str, Any] | None
+
+
+class EnvironmentView(TypedDict, total=False):
+    run_id: Annotated[str, lambda value: len(value) == 32, "32 hexadecimal digits"]
+
+
+class LimitView(TypedDict, total=False):
+    """Of findings.json."""
+
+    tokens_per_s: Finite | None
+    ceiling_tokens_per_s: Finite | None
+    share: Finite | None
+
+
+class _Gpu(TypedDict):
+    index: Count
+    throttle: NotRequired[list[str]]
+    busy: NotRequired[Finite]
+    sm_active: NotRequired[Finite]
+    tensor_active: NotRequired[Finite]
+    dram_active: NotRequired[Finite]
+    memory_gib: NotRequired[Finite]
+    memory_total_gib: NotRequired[Finite]
+    power_w: NotRequired[Finite]
+    temperature_c: NotRequired[Finite]
+    sm_clock_mhz: NotRequired[Finite]
+
+
+GPU_NUMBERS = tuple(name for name in _Gpu.__annotations__ if name not in ("index", "throttle"))
+
+
+class Sample(TypedDict):
+    time: Finite
+    cpu: NotRequired[Finite]
+    ram_gib: NotRequired[Finite]
+    ram_total_gib: NotRequired[Finite]
+    gpus: NotRequired[list[_Gpu]]
+
+
+# -- the data of events, by their kind
+
+
+class _Attempt(TypedDict, total=False):
+    pid: Process | None
+    host: str | None
+
+
+class _Start(TypedDict, total=False):
+    total_steps: Count | None
+
+
+class _Eval(TypedDict):
+    val_loss: Loss
+
+
+class _Task(TypedDict):
+    task: str
+    spec: str
+    metric: str
+    value: Loss
+    low: Finite | None
+    high: Finite | None
+    n: Count
+    samples: Count
+
+
+class _Tasks(TypedDict):
+    tasks: list[_Task]
+
+
+class _Save(TypedDict):
+    checkpoint: str
+
+
+class _Failed(TypedDict, total=False):
+    error: Scalar
+
+
+class _Target_(TypedDict):
+    seconds: Finite
+
+
+@dataclass
+class _Verdict:
+    criterion: str
+    wanted: str
+    got: str
+    met: bool | None
+
+
+class _Outcome(TypedDict):
+    stopped_by: str
+
+
+class _End(TypedDict):
+    outcome: _Outcome
+    verdicts: list[_Verdict]
+
+
+class _Dropped(TypedDict):
+    num_lines: Count
+
+
+class _Skipped(TypedDict):
+    loss: Scalar
+    grad_norm: Scalar
+
+
+class _Patience(TypedDict):
+    patience: Count
+    best: Loss
+
+
+class _Resume(TypedDict):
+    checkpoint: str
+
+
+class _Profile(TypedDict):
+    folder: str
+
+
+class _Compile(TypedDict):
+    seconds: Finite
+    break_even: Count | None
+
+
+class _Trial(TypedDict):
+    micro_batch: Count
+    tokens_per_s: Finite | None
+
+
+class _MicroBatch(TypedDict):
+    trials: list[_Trial]
+    seconds: Finite
+    compile_seconds: Finite
+
+
+class _Oom(TypedDict):
+    micro_batch: Count
+    now: Count
+
+
+class _Stage(TypedDict):
+    folder: str
+    steps: Count
+    seconds: Finite
+    loss: Loss | None
+    val_loss: Loss | None
+
+
+class _Sample(TypedDict):
+    round: Count
+    questions: Count
+    task: str
+    adaptive: bool
+    oversample: Count
+    temperature: Finite
+    model: str
+    on: str
+
+
+class _Dataset(TypedDict):
+    round: Count
+    path: str
+    solved: Count
+    questions: Count
+    kept: Count
+    correct: Count
+    samples: Count
+    tokens: Count
+    seconds: Finite
+    success_rate: Finite | None
+    correct_share: Finite | None
+    answered_share: Finite | None
+    tokens_per_s: Finite | None
+    duplicates: Count
+    unfinished: Count
+    cut_short: Count
+    too_long: Count
+    killed: Count
+
+
+class _Details(TypedDict):
+    answered: Finite | None
+
+
+class _Score(TypedDict):
+    round: Count
+    value: Finite
+    n: Count
+    details: _Details
+
+
+class _Rows(TypedDict):
+    rows: Count
+    now: Count
+
+
+class _Difference(TypedDict):
+    value: Finite
+    low: Finite
+    high: Finite
+    p: Finite | None
+
+
+class _Rft(TypedDict):
+    difference: _Difference | None
+    seconds: Finite | None
+
+
+class _Workers(TypedDict):
+    workers: Count
+    data_share: Finite | None
+
+
+class _SinkFailed(TypedDict):
+    sink: str
+    error: Scalar
+
+
+class _Notice(TypedDict):
+    text: Scalar
+
+
+EVENTS: Mapping[str, Any] = {
+    "attempt": _Attempt,
+    "plan": PlanView,
+    "active": Mapping[str, str],
+    "start": _Start,
+    "eval": _Eval,
+    "tasks": _Tasks,
+    "save": _Save,
+    "save-failed": _Failed,
+    "target": _Target_,
+    "end": _End,
+    "lines_dropped": _Dropped,
+    "skipped": _Skipped,
+    "patience": _Patience,
+    "resume": _Resume,
+    "profile": _Profile,
+    "compile": _Compile,
+    "micro_batch": _MicroBatch,
+    "oom": _Oom,
+    "stage": _Stage,
+    "sample": _Sample,
+    "dataset": _Dataset,
+    "score": _Score,
+    "rows": _Rows,
+    "rft": _Rft,
+    "workers": _Workers,
+    "sink_failed": _SinkFailed,
+    "notice": _Notice,
+    "bad-checkpoint": _Notice,
+}
