@@ -8,7 +8,7 @@ import os
 import shlex
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -310,6 +310,7 @@ def export(
     if to.exists() and not (to.is_dir() and not any(to.iterdir())):
         raise UsageError(f"{to} is no empty folder, and nothing is overwritten: choose another folder")
     trained = open_trained(Run.open(run), best=best)
+    _warn(trained.notices)
     if merge and trained.adapters is None:
         raise UsageError(f"{run} trained all weights: there is nothing to merge, leave --merge out")
     trained.tokenizer.save(to)
@@ -440,6 +441,7 @@ def chat(
     sampling = Sampling(max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed)
     chosen = backend_of(backend)
     opened = open_model(model, dtype=dtype, backend=chosen)
+    _warn(opened.notices)
     talk = verb.Talk(
         sampler_of(opened, backend=chosen, rows=1),
         opened.tokenizer,
@@ -605,6 +607,11 @@ def _new_folder(stem: str) -> Path:
     name = Path("runs") / f"{stem}-{time.strftime('%Y%m%d-%H%M%S')}"
     others = (name.with_name(f"{name.name}-{number}") for number in itertools.count(2))
     return next(folder for folder in itertools.chain([name], others) if not folder.exists())
+
+
+def _warn(notices: Iterable[str]) -> None:
+    for text in notices:
+        err.print(f"[yellow]warning:[/] {_escaped(text)}", highlight=False, soft_wrap=True)
 
 
 def _print_json(value: Any) -> None:

@@ -166,12 +166,13 @@ def test_killed_at_any_moment_a_whole_checkpoint_stands(tmp_path: Path) -> None:
     """Real processes, really killed: what was reported saved is never lost, and what is there loads."""
     rng = random.Random(1)
     reported = 0
-    for _ in range(8):
+    for trial in range(8):
         process = Started(tmp_path, cwd=tmp_path, script=SAVER)
-        while "ready\n" not in process.so_far():
+        lines = 1 + rng.randrange(3)  # "ready", and up to two saves
+        # Every other one is killed while a save is under way.
+        while process.so_far().count("\n") < lines or (trial % 2 and not list(tmp_path.glob("*.tmp-*"))):
             assert process.poll() is None
-            time.sleep(0.005)
-        time.sleep(rng.uniform(0.02, 0.3))
+            time.sleep(0.001)
         process.send_signal(signal.SIGKILL)
         out, _ = process.communicate()
         reported = max([reported, *map(int, out.split()[1:])])
@@ -180,7 +181,7 @@ def test_killed_at_any_moment_a_whole_checkpoint_stands(tmp_path: Path) -> None:
         if reported:
             assert found is not None
             assert found.step >= reported
-    assert reported > 3
+    assert reported
     model, optimizer = build()
     step = 1 + max(int(p.name[5:]) for p in tmp_path.glob("step-????????"))
     Checkpoints(tmp_path, identity="run", keep=2).save(step, model=model, optimizer=optimizer, state={})
