@@ -279,14 +279,14 @@ def whole_folder(folder: Path) -> Iterator[Path]:
     one left behind is removed by the next.
     """
     partial = folder.with_name(f".{folder.name}.tmp")
-    _remove(partial)
+    remove(partial)
     partial.mkdir(parents=True)
     try:
         yield partial
         for path in partial.rglob("*"):
             sync_folder(path)
         sync_folder(partial)
-        _remove(folder)
+        remove(folder)
         partial.rename(folder)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
@@ -294,7 +294,8 @@ def whole_folder(folder: Path) -> Iterator[Path]:
     sync_folder(folder.parent)
 
 
-def _remove(path: Path) -> None:
+def remove(path: Path) -> None:
+    """A file, a link or a whole folder; nothing where there is none."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:

@@ -15,8 +15,9 @@ import torch
 from flatout.config.settings import RftSettings
 from flatout.data.tokenizer import ByteTokenizer
 from flatout.errors import EnvironmentLacks, RunFailed, UsageError
-from flatout.recipes import sampling
+from flatout.recipes import sampling, sealed
 from flatout.recipes.sampling import Chunk, Fitting, Sampled, Stopped, looks
+from flatout.recipes.sealed import Seals
 from flatout.sample import Completion, Sampling
 from flatout.tasks import open_task
 
@@ -185,23 +186,23 @@ def test_chunks_of_other_settings_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="another task, model or settings"):
         replace(sampled(sampler), identity="two").collect(range(3), folder=tmp_path)
     (tmp_path / "00000.json").write_text('{"identity": ')
-    with pytest.raises(UsageError, match="no chunk of samples"):
+    with pytest.raises(UsageError, match=r"00000.json is not valid JSON.*remove it, and it is made again"):
         sampled(sampler).collect(range(3), folder=tmp_path)
 
 
 def test_a_full_disk_is_told_and_what_stands_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = sampling.write_atomic
+    whole = sealed.write_atomic
 
     def full(path: Path, data: bytes) -> None:
         if path.name == "00001.json":
             raise OSError(28, "No space left on device")
         whole(path, data)
 
-    monkeypatch.setattr(sampling, "write_atomic", full)
+    monkeypatch.setattr(sealed, "write_atomic", full)
     work = sampled(Scripted(lambda question, sample: right(question)))
     with pytest.raises(EnvironmentLacks, match=r"00001.json cannot be written: No space left on device. Make room"):
         work.collect(range(6), folder=tmp_path)
-    assert Chunk.read(tmp_path / "00000.json", identity="one").questions == (0, 1, 2)
+    assert Chunk.read(tmp_path / "00000.json", Seals(root=tmp_path), identity="one").questions == (0, 1, 2)
 
 
 HOSTILE = [

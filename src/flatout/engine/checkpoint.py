@@ -379,12 +379,18 @@ def _write_tensors(tensors: Mapping[str, Tensor], path: Path) -> FileFacts:
     try:
         save_file(copies, path)
     except SafetensorError as error:
-        # A full disk, a limit or a missing permission, as the system numbers them.
-        number = re.search(r"os error (\d+)", str(error))
-        code = int(number[1]) if number else errno.EIO
-        raise OSError(code, os.strerror(code) if number else first_line(error), str(path)) from error
+        raise as_os_error(error, path) from error
     files.sync_folder(path)
     return FileFacts(bytes=path.stat().st_size, tensors={name: _facts(tensor) for name, tensor in copies.items()})
+
+
+def as_os_error(error: SafetensorError | OSError, path: Path) -> OSError:
+    """A full disk, a limit or a missing permission as the system calls it; safetensors has errors of its own."""
+    if isinstance(error, OSError):
+        return error
+    number = re.search(r"os error (\d+)", str(error))
+    code = int(number[1]) if number else errno.EIO
+    return OSError(code, os.strerror(code) if number else first_line(error), str(path))
 
 
 def _facts(tensor: Tensor) -> TensorFacts:
