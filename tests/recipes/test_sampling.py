@@ -190,6 +190,63 @@ def test_chunks_of_other_settings_are_refused(tmp_path: Path) -> None:
         sampled(sampler).collect(range(3), folder=tmp_path)
 
 
+def test_chunks_in_each_others_place_are_refused(tmp_path: Path) -> None:
+    sampler = Scripted(lambda question, sample: right(question))
+    sampled(sampler).collect(range(6), folder=tmp_path)
+    one, other = tmp_path / "00000.json", tmp_path / "00001.json"
+    first, second = one.read_bytes(), other.read_bytes()
+    one.write_bytes(second)
+    other.write_bytes(first)
+    with pytest.raises(UsageError, match=r"00000.json is not what this run wrote there.*remove it, and it is made"):
+        sampled(sampler).collect(range(6), folder=tmp_path)
+    one.unlink()
+    other.unlink()
+    assert len(kept(sampled(sampler).collect(range(6), folder=tmp_path))) == 6
+
+
+def test_a_chunk_with_other_figures_or_words_is_refused(tmp_path: Path) -> None:
+    sampler = Scripted(lambda question, sample: right(question))
+    sampled(sampler).collect(range(3), folder=tmp_path)
+    path = tmp_path / "00000.json"
+    text = path.read_text()
+    for before, after in (
+        ('"solved": 3', '"solved": 2'),
+        ("so <answer>", "no <answer>"),
+        ('"sample": 0', '"sample": 1'),
+    ):
+        assert before in text
+        path.write_text(text.replace(before, after, 1))
+        with pytest.raises(UsageError, match=r"00000.json is not what this run wrote there"):
+            sampled(sampler).collect(range(3), folder=tmp_path)
+
+
+def test_a_chunk_of_another_run_is_refused(tmp_path: Path) -> None:
+    sampler = Scripted(lambda question, sample: right(question))
+    for run in ("one", "two"):
+        seals = Seals(root=tmp_path / run, run=run)
+        replace(sampled(sampler), seals=seals).collect(range(3), folder=tmp_path / run)
+    (tmp_path / "two" / "00000.json").replace(tmp_path / "one" / "00000.json")
+    with pytest.raises(UsageError, match=r"one/00000.json is not what this run wrote there"):
+        replace(sampled(sampler), seals=Seals(root=tmp_path / "one", run="one")).collect(
+            range(3), folder=tmp_path / "one"
+        )
+
+
+def test_what_has_no_seal_is_used_in_a_run_of_an_older_version_only(tmp_path: Path) -> None:
+    sampler = Scripted(lambda question, sample: right(question))
+    sampled(sampler).collect(range(3), folder=tmp_path)
+    path = tmp_path / "00000.json"
+    value = json.loads(path.read_text())
+    del value["seal"]
+    path.write_text(json.dumps(value))
+    told: list[str] = []
+    work = replace(sampled(sampler), seals=Seals(root=tmp_path, tell=told.append))
+    assert len(kept(work.collect(range(3), folder=tmp_path))) == 3
+    assert "without a check" in told[0]
+    with pytest.raises(UsageError, match="has no seal: remove it"):
+        replace(work, seals=Seals(root=tmp_path, run="id")).collect(range(3), folder=tmp_path)
+
+
 def test_a_full_disk_is_told_and_what_stands_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = sealed.write_atomic
 
