@@ -150,7 +150,7 @@ def edit(path: Path, before: str, after: str) -> None:
     [
         (lambda run: flip(run / "student/model.safetensors"), "student/model.safetensors"),
         (lambda run: (run / "student/chat_template.jinja").write_text("{{ messages }}"), "student/chat_template.jinja"),
-        (lambda run: edit(run / "samples/score-0.json", '"value": ', '"value": 0.9'), "score-0.json"),
+        (lambda run: edit(run / "samples/score-0.json", '"samples": 1', '"samples": 2'), "score-0.json"),
         (lambda run: edit(run / "samples/score-1.json", '"n": 40', '"n": 41'), "score-1.json"),
         (lambda run: exchange(run / "samples/score-0.json", run / "samples/score-1.json"), "score-0.json"),
         (lambda run: exchange(run / "samples/round-1/00000.json", run / "samples/round-1/00002.json"), "00000.json"),

@@ -78,7 +78,7 @@ class Seals:
 
         What stood there is replaced where other rows are wanted, and refused where it was changed.
         """
-        beside, content = path.with_name(f"{path.name}.seal"), text.encode()
+        beside, content = path.with_suffix(".seal.json"), text.encode()
         wanted = Rows(sha256=hashlib.sha256(content).hexdigest())
         try:
             found = Rows(sha256=self._hash(path))
