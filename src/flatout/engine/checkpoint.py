@@ -110,7 +110,7 @@ class Checkpoints:
         if final.exists():
             if not self.problem(final):
                 return final
-            shutil.rmtree(final)
+            files.remove(final)
         self.folder.mkdir(parents=True, exist_ok=True)
         self._sweep()
         partial = self.folder / f"{final.name}.tmp-{uuid.uuid4().hex[:8]}"
@@ -217,7 +217,7 @@ class Checkpoints:
         if self.identity is not None and manifest.identity != self.identity:
             raise BadFile(path, "belongs to another run (other model, data or seed)")
         if manifest.run is not None and manifest.run != self.run:
-            raise BadFile(path, "belongs to another run, of another id: put the run's own checkpoint there")
+            raise BadFile(path, "belongs to another run (its id is another): put this run's own checkpoint there")
         if None not in (self.valid, manifest.valid) and manifest.valid != self.valid:
             raise BadFile(path, "belongs to a run with other validation data: give the data the run began with")
         if path.parent.name.partition(".tmp-")[0] != f"step-{manifest.step:08}":
@@ -288,7 +288,7 @@ class Checkpoints:
         for folder in self._folders():
             if good >= max(2, self.keep):
                 if folder.name != best:
-                    shutil.rmtree(folder)
+                    files.remove(folder)
             elif self.problem(folder) is None:
                 good += 1
 
@@ -296,7 +296,7 @@ class Checkpoints:
         """Removes what a killed save left behind."""
         files.sweep(self.folder)
         for path in self.folder.glob("*.tmp-*"):
-            shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+            files.remove(path)
 
 
 def restore(checkpoint: Checkpoint, *, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:

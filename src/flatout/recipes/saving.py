@@ -148,8 +148,12 @@ class Saving:
     def save_best(self, step: int, **found: float) -> None:
         """Saves the state that was just found to be the best, and keeps it."""
         if (self.step == step or self.save(step)) and self.ranks.first:
-            self.checkpoints.mark_best(step)
-            self.session.recorder.event("best", step=step, **found)
+            try:
+                self.checkpoints.mark_best(step)
+            except OSError as error:
+                self.session.recorder.event("save-failed", step=step, error=str(error))
+            else:
+                self.session.recorder.event("best", step=step, **found)
 
     def save(self, step: int) -> bool:
         """Saves on the first rank while the others wait. One that fails, as on a full disk, is told and survived."""
