@@ -8,7 +8,7 @@ import os
 import shlex
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -20,7 +20,10 @@ from flatout import __version__
 from flatout.errors import INTERRUPTED_EXIT, PREEMPTED_EXIT, EnvironmentLacks, FlatoutError, RunFailed, UsageError
 
 if TYPE_CHECKING:
+    import torch
+
     from flatout.config.settings import Settings
+    from flatout.engine.trained import Trained
     from flatout.hardware import Hardware
     from flatout.recipes.verdict import Outcome
     from flatout.record import Run
@@ -304,10 +307,11 @@ def export(
 ) -> None:
     """Write a run's newest weights and tokenizer as a Hugging Face folder; adapters as PEFT's, unless merged."""
     _require_torch()
+    from safetensors import SafetensorError
+
+    from flatout.engine.checkpoint import as_os_error
     from flatout.engine.resolve import DTYPES
     from flatout.engine.trained import open_trained
-    from flatout.model import Decoder, lora, peft
-    from flatout.model.loading import export_model
     from flatout.record import Run
 
     if dtype not in DTYPES:
@@ -315,8 +319,20 @@ def export(
     if to.exists() and not (to.is_dir() and not any(to.iterdir())):
         raise UsageError(f"{to} is no empty folder, and nothing is overwritten: choose another folder")
     trained = open_trained(Run.open(run), best=best)
+    _warn(trained.notices)
     if merge and trained.adapters is None:
         raise UsageError(f"{run} trained all weights: there is nothing to merge, leave --merge out")
+    try:
+        _write_export(trained, run, to, dtype=DTYPES[dtype], merge=merge)
+    except (OSError, SafetensorError) as error:
+        why = as_os_error(error, to).strerror or error
+        raise EnvironmentLacks(f"{to} cannot be written: {why}. What is there is not whole: remove it") from None
+
+
+def _write_export(trained: Trained, run: Path, to: Path, *, dtype: torch.dtype, merge: bool) -> None:
+    from flatout.model import Decoder, lora, peft
+    from flatout.model.loading import export_model
+
     trained.tokenizer.save(to)
     if trained.adapters is not None and isinstance(trained.model, Decoder) and not merge:
         peft.save(trained.model, to, trained.adapters, base=trained.base, fingerprint=trained.fingerprint)
@@ -331,7 +347,7 @@ def export(
         if trained.adapters.base_bits == 4:
             out.print("they learnt over 4-bit weights and are merged into the full ones: close, not equal")
         lora.merge(trained.model)
-    export_model(trained.model, to, dtype=DTYPES[dtype], eos_token_id=trained.tokenizer.eos_id)
+    export_model(trained.model, to, dtype=dtype, eos_token_id=trained.tokenizer.eos_id)
     out.print(f"wrote step {trained.step} of {run} to {to}", highlight=False, markup=False, soft_wrap=True)
 
 
@@ -445,6 +461,7 @@ def chat(
     sampling = Sampling(max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed)
     chosen = backend_of(backend)
     opened = open_model(model, dtype=dtype, backend=chosen)
+    _warn(opened.notices)
     talk = verb.Talk(
         sampler_of(opened, backend=chosen, rows=1),
         opened.tokenizer,
@@ -619,6 +636,11 @@ def _new_folder(stem: str) -> Path:
     name = Path("runs") / f"{stem}-{time.strftime('%Y%m%d-%H%M%S')}"
     others = (name.with_name(f"{name.name}-{number}") for number in itertools.count(2))
     return next(folder for folder in itertools.chain([name], others) if not folder.exists())
+
+
+def _warn(notices: Iterable[str]) -> None:
+    for text in notices:
+        err.print(f"[yellow]warning:[/] {_escaped(text)}", highlight=False, soft_wrap=True)
 
 
 def _print_json(value: Any) -> None:

@@ -183,6 +183,8 @@ def train(settings: Settings, *, folder: Path, console: Console) -> Outcome:
     if outcome.stopped_by.startswith("SIG"):
         return outcome
     trained = open_trained(Run.open(folder))
+    for notice in trained.notices:
+        console.print(notice, style="yellow", markup=False, highlight=False)
     assert isinstance(trained.model, Decoder)
     draws = (
         complete(trained.model, trained.tokenizer, PROMPT, max_new_tokens=120, temperature=0.7, seed=settings.seed + i)

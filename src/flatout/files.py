@@ -12,6 +12,7 @@ import errno
 import json
 import os
 import re
+import shutil
 import stat
 import types
 import typing
@@ -327,6 +328,37 @@ def write_atomic(path: Path, data: bytes, *, root: Path | None = None) -> None:
     sync_folder(path.parent)
 
 
+@contextlib.contextmanager
+def whole_folder(folder: Path) -> Iterator[Path]:
+    """A folder to write files into, which takes the place of `folder` when the block ends well.
+
+    After a kill at any moment no part of it is found under that name. For folders with a single writer: what a killed
+    one left behind is removed by the next.
+    """
+    partial = folder.with_name(f".{folder.name}.tmp")
+    remove(partial)
+    partial.mkdir(parents=True)
+    try:
+        yield partial
+        for path in partial.rglob("*"):
+            sync_folder(path)
+        sync_folder(partial)
+        remove(folder)
+        partial.rename(folder)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    sync_folder(folder.parent)
+
+
+def remove(path: Path) -> None:
+    """A file, a link or a whole folder; nothing where there is none."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
 def open_for_appending(path: Path, *, root: Path | None = None) -> int:
     """A descriptor at the end of a regular file, which is made if need be; a link is not followed."""
     if root is not None:
@@ -345,7 +377,7 @@ def open_for_appending(path: Path, *, root: Path | None = None) -> int:
 
 
 def sync_folder(folder: Path) -> None:
-    """Makes renames in a folder last through a power cut."""
+    """Makes renames in a folder, or what was written to a file, last through a power cut."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

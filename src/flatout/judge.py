@@ -37,6 +37,8 @@ def run(
     documents = []
     for name in models:
         opened = open_model(name, dtype=dtype, backend=backend)
+        for text in opened.notices:
+            err.print(f"[yellow]warning:[/] {escape(text)}", highlight=False, soft_wrap=True)
         scores = measured(
             opened,
             specs,
@@ -142,6 +144,7 @@ def _document(
     return {
         "model": opened.name,
         "step": opened.step,
+        "notices": list(opened.notices),
         "on": opened.where,
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,

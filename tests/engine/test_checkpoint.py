@@ -14,6 +14,7 @@ from torch import nn
 
 from flatout.engine import checkpoint
 from flatout.engine.checkpoint import Checkpoints, restore
+from flatout.errors import UsageError
 
 
 def build(seed: int = 0) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -166,12 +167,13 @@ def test_killed_at_any_moment_a_whole_checkpoint_stands(tmp_path: Path) -> None:
     """Real processes, really killed: what was reported saved is never lost, and what is there loads."""
     rng = random.Random(1)
     reported = 0
-    for _ in range(8):
+    for trial in range(8):
         process = Started(tmp_path, cwd=tmp_path, script=SAVER)
-        while "ready\n" not in process.so_far():
+        lines = 1 + rng.randrange(3)  # "ready", and up to two saves
+        # Every other one is killed while a save is under way.
+        while process.so_far().count("\n") < lines or (trial % 2 and not list(tmp_path.glob("*.tmp-*"))):
             assert process.poll() is None
-            time.sleep(0.005)
-        time.sleep(rng.uniform(0.02, 0.3))
+            time.sleep(0.001)
         process.send_signal(signal.SIGKILL)
         out, _ = process.communicate()
         reported = max([reported, *map(int, out.split()[1:])])
@@ -180,7 +182,7 @@ def test_killed_at_any_moment_a_whole_checkpoint_stands(tmp_path: Path) -> None:
         if reported:
             assert found is not None
             assert found.step >= reported
-    assert reported > 3
+    assert reported
     model, optimizer = build()
     step = 1 + max(int(p.name[5:]) for p in tmp_path.glob("step-????????"))
     Checkpoints(tmp_path, identity="run", keep=2).save(step, model=model, optimizer=optimizer, state={})
@@ -218,3 +220,117 @@ def test_the_manifest_is_plain_json_with_hashes(tmp_path: Path) -> None:
     manifest = json.loads((tmp_path / "step-00000001" / "manifest.json").read_text())
     assert set(manifest["files"]) == {"weights-rank00000.safetensors", "optimizer-rank00000.safetensors"}
     assert manifest["files"]["weights-rank00000.safetensors"]["tensors"]["weight"]["shape"] == [8, 16]
+
+
+def rewrite(folder: Path, **changes: object) -> None:
+    """The manifest with other content, and the checksum that belongs to that."""
+    path = folder / "manifest.json"
+    body = json.loads(path.read_text()) | changes
+    del body["checksum"]
+    path.write_text(json.dumps(body | {"checksum": checkpoint._digest(body)}))
+
+
+FACTS = {"bytes": 1, "tensors": {}}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"files": {"../other": FACTS}},
+        {"files": {}},
+        {"files": {"optimizer-rank00000.safetensors": FACTS}},
+        {"state": [1]},
+        {"step": 2.0},
+        {"step": True},
+        {"world": "one"},
+        {"tokenizer": 7},
+        {"unheard": 1},
+    ],
+)
+def test_a_manifest_that_no_version_writes_is_refused_by_its_name(tmp_path: Path, changes: dict[str, object]) -> None:
+    save(tmp_path, 1, 2)
+    rewrite(tmp_path / "step-00000002", **changes)
+    found, problems = Checkpoints(tmp_path, identity="run", keep=2).latest()
+    assert found is not None
+    assert found.step == 1
+    assert problems[0].startswith("step-00000002: manifest.json ")
+
+
+def test_an_older_manifest_is_read(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    path = tmp_path / "step-00000001" / "manifest.json"
+    body = json.loads(path.read_text())
+    for name in ("run", "valid", "tokenizer", "checksum"):
+        body.pop(name, None)
+    path.write_text(json.dumps(body | {"checksum": checkpoint._digest(body)}))
+    found, problems = Checkpoints(tmp_path, identity="run", keep=2, run="id", valid="data").latest()
+    assert found is not None
+    assert problems == []
+
+
+@pytest.mark.parametrize("part", ["weights-rank00000.safetensors", "step"])
+def test_a_link_that_leaves_the_folder_is_not_followed(tmp_path: Path, part: str) -> None:
+    folder = tmp_path / "run"
+    save(folder, 1, 2)
+    newest = folder / "step-00000002"
+    victim = newest if part == "step" else newest / part
+    outside = victim.rename(tmp_path / "outside")
+    victim.symlink_to(outside)
+    found, problems = Checkpoints(folder, identity="run", keep=2).latest()
+    assert found is not None
+    assert found.step == 1
+    assert "symbolic link" in problems[0]
+
+
+def test_weights_and_optimizer_exchanged_are_named(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    folder = tmp_path / "step-00000001"
+    names = sorted(p.name for p in folder.glob("*.safetensors"))
+    facts = json.loads((folder / "manifest.json").read_text())["files"]
+    contents = [(folder / name).read_bytes() for name in names]
+    for name, content in zip(reversed(names), contents, strict=True):
+        (folder / name).write_bytes(content)
+    # Also where the manifest was exchanged with them.
+    rewrite(folder, files=dict(zip(names, (facts[name] for name in reversed(names)), strict=True)))
+    found, _ = Checkpoints(tmp_path, identity="run", keep=2).latest()
+    assert found is not None
+    model, optimizer = build()
+    before = [p.clone() for p in model.parameters()]
+    with pytest.raises(UsageError, match=r"weights-rank00000.safetensors does not fit the model.*it has no weight"):
+        restore(found, model=model, optimizer=optimizer)
+    assert all(torch.equal(one, other) for one, other in zip(model.parameters(), before, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        (nn.Linear(16, 9), r"weight has shape \[8, 16\], not \[9, 16\]"),
+        (nn.Linear(16, 8, dtype=torch.float64), r"weight is torch.float32, not torch.float64"),
+        (nn.Sequential(nn.Linear(16, 8)), r"it has no 0.weight"),
+    ],
+)
+def test_what_does_not_fit_the_model_is_named_and_changes_nothing(
+    tmp_path: Path, other: nn.Module, message: str
+) -> None:
+    save(tmp_path, 1)
+    found, _ = Checkpoints(tmp_path, identity="run", keep=2).latest()
+    assert found is not None
+    with pytest.raises(UsageError, match=message):
+        restore(found, model=other, optimizer=torch.optim.AdamW(other.parameters()))
+
+
+def test_a_file_that_vanishes_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(tmp_path, 1)
+
+    def nameless(*_args: object, **_how: object) -> None:
+        raise FileNotFoundError("No such file or directory")
+
+    monkeypatch.setattr(checkpoint, "safe_open", nameless)
+    _, problems = Checkpoints(tmp_path, identity="run", keep=2).latest()
+    assert problems == ["step-00000001: weights-rank00000.safetensors is missing"]
+
+
+def test_a_save_that_fails_says_what_the_system_says(tmp_path: Path) -> None:
+    script = LIMITED.replace('print("OSError")', "print(error.strerror)")
+    out, err = Started(tmp_path, cwd=tmp_path, script=script).communicate()
+    assert (out, err) == ("File too large\n", "")

@@ -1,5 +1,6 @@
 """The search for the micro-batch: it keeps the batch, survives what does not fit, changes nothing, remembers."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -149,10 +150,41 @@ def test_what_was_found_is_remembered_for_this_very_case(tmp_path: Path) -> None
     assert search.key_of(plan().but(fused_optimizer=False)) != key
 
 
-@pytest.mark.parametrize("content", ["", "{", "[1]", '[{"micro_batch": 4}]', "[]"])
+def written(**changes: object) -> str:
+    trial = {"micro_batch": 4, "tokens_per_s": 100.0, "first_s": 0.0} | changes
+    return json.dumps({"key": search.key_of(plan()), "trials": [trial]})
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "",
+        "{",
+        "[1]",
+        "7",
+        "[]",
+        '[{"micro_batch": 4}]',
+        '[{"micro_batch": "4", "tokens_per_s": 1.0, "first_s": 0.0}]',
+        '[{"micro_batch": 4, "tokens_per_s": "fast", "first_s": 0.0}]',
+        '[{"micro_batch": 0, "tokens_per_s": 1.0, "first_s": 0.0}]',
+        "[" * 100_000,
+        json.dumps({"key": "of another case", "trials": [{"micro_batch": 4, "tokens_per_s": 1.0, "first_s": 0.0}]}),
+        written(micro_batch=-1),
+        written(micro_batch=True),
+        written(tokens_per_s=float("nan")),
+        written(tokens_per_s=float("inf")),
+        written(first_s=None),
+    ],
+)
 def test_a_broken_cache_is_searched_again(tmp_path: Path, content: str) -> None:
     key = search.key_of(plan())
     (tmp_path / f"{key[:32]}.json").write_text(content)
+    assert search.remembered(tmp_path, key) is None
+
+
+def test_a_cache_that_is_no_file_is_searched_again(tmp_path: Path) -> None:
+    key = search.key_of(plan())
+    (tmp_path / f"{key[:32]}.json").mkdir()
     assert search.remembered(tmp_path, key) is None
 
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -110,6 +112,90 @@ def test_the_run_is_a_model_like_any_other(trained: tuple[Path, str]) -> None:
     assert report.returncode == 0
     assert "questions solved" in report.stdout
     assert said.rstrip().splitlines()[-1][:24] in report.stdout
+
+
+@pytest.fixture
+def copied(trained: tuple[Path, str], tmp_path: Path) -> Path:
+    """The whole run in a place where it may be damaged."""
+    return Path(shutil.copytree(trained[0] / "run", tmp_path / "run"))
+
+
+def go_on(run: Path, *overrides: str) -> None:
+    from flatout.config import load
+
+    settings = load(run / "config.yaml", overrides=overrides, environ={}).settings
+    rft.run(settings, folder=run, config_text=dump(settings), config=to_mapping(settings), resume=True)
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[-5] ^= 1
+    path.write_bytes(content)
+
+
+def exchange(one: Path, other: Path) -> None:
+    first, second = one.read_bytes(), other.read_bytes()
+    one.write_bytes(second)
+    other.write_bytes(first)
+
+
+def edit(path: Path, before: str, after: str) -> None:
+    text = path.read_text()
+    assert before in text
+    path.write_text(text.replace(before, after, 1))
+
+
+@pytest.mark.parametrize(
+    ("damage", "named"),
+    [
+        (lambda run: flip(run / "student/model.safetensors"), "student/model.safetensors"),
+        (lambda run: (run / "student/chat_template.jinja").write_text("{{ messages }}"), "student/chat_template.jinja"),
+        (lambda run: edit(run / "samples/score-0.json", '"samples": 1', '"samples": 2'), "score-0.json"),
+        (lambda run: edit(run / "samples/score-1.json", '"n": 40', '"n": 41'), "score-1.json"),
+        (lambda run: exchange(run / "samples/score-0.json", run / "samples/score-1.json"), "score-0.json"),
+        (lambda run: exchange(run / "samples/round-1/00000.json", run / "samples/round-1/00002.json"), "00000.json"),
+        (lambda run: edit(run / "samples/round-1.jsonl", "?", "!"), "round-1.jsonl"),
+    ],
+)
+def test_what_a_stage_left_for_a_later_one_is_checked_before_it_is_used(
+    copied: Path, damage: Callable[[Path], object], named: str
+) -> None:
+    damage(copied)
+    before = [event for event in Run.open(copied).events() if event.kind == "rft"]
+    with pytest.raises(UsageError, match=rf"{named} is not what this run wrote there.*remove .*it is made again"):
+        go_on(copied)
+    assert [event for event in Run.open(copied).events() if event.kind == "rft"] == before
+
+
+@pytest.mark.slow
+def test_killed_between_stages_it_goes_on_by_the_same_command(trained: tuple[Path, str], copied: Path) -> None:
+    """While the student was written, while the folder of a stage was made, and while rows were written."""
+    (copied / "student").rename(copied / ".student.tmp")
+    (copied / ".student.tmp/model.safetensors").write_bytes(b"half")
+    shutil.rmtree(copied / "checkpoints")
+    for path in (copied / "taught").iterdir():
+        if path.name not in ("plan.json", "hardware.json"):
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+    (copied / "samples/round-1.jsonl").unlink()
+    (copied / "samples/.round-1.jsonl.999999.tmp").write_text("half")
+    (copied / "samples/round-1/.00001.json.999999.tmp").write_text("half")
+    go_on(copied)
+    whole = trained[0] / "run"
+    assert rows_of(copied) == rows_of(whole)
+    assert not list(copied.rglob("*.tmp"))
+    verdicts = [[e.data["accuracy"] for e in Run.open(run).events() if e.kind == "rft"][-1] for run in (whole, copied)]
+    assert verdicts[0] == verdicts[1]
+
+    # More steps make other weights: what was measured before does not stand for them.
+    measured = len([event for event in Run.open(copied).events() if event.kind == "score"])
+    go_on(copied, "train.steps=9")
+    assert len([event for event in Run.open(copied).events() if event.kind == "score"]) == measured + 1
+
+    # Solutions that were edited are not taught.
+    shutil.rmtree(copied / "student")
+    edit(copied / "samples/solutions.jsonl", "?", "!")
+    with pytest.raises(UsageError, match=r"solutions.jsonl is not what this run wrote there"):
+        go_on(copied)
 
 
 @pytest.fixture

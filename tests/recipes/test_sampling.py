@@ -15,8 +15,9 @@ import torch
 from flatout.config.settings import RftSettings
 from flatout.data.tokenizer import ByteTokenizer
 from flatout.errors import EnvironmentLacks, RunFailed, UsageError
-from flatout.recipes import sampling
+from flatout.recipes import sampling, sealed
 from flatout.recipes.sampling import Chunk, Fitting, Sampled, Stopped, looks
+from flatout.recipes.sealed import Seals
 from flatout.sample import Completion, Sampling
 from flatout.tasks import open_task
 
@@ -185,23 +186,80 @@ def test_chunks_of_other_settings_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="another task, model or settings"):
         replace(sampled(sampler), identity="two").collect(range(3), folder=tmp_path)
     (tmp_path / "00000.json").write_text('{"identity": ')
-    with pytest.raises(UsageError, match="no chunk of samples"):
+    with pytest.raises(UsageError, match=r"00000.json is not valid JSON.*remove it, and it is made again"):
         sampled(sampler).collect(range(3), folder=tmp_path)
 
 
+def test_chunks_in_each_others_place_are_refused(tmp_path: Path) -> None:
+    sampler = Scripted(lambda question, sample: right(question))
+    sampled(sampler).collect(range(6), folder=tmp_path)
+    one, other = tmp_path / "00000.json", tmp_path / "00001.json"
+    first, second = one.read_bytes(), other.read_bytes()
+    one.write_bytes(second)
+    other.write_bytes(first)
+    with pytest.raises(UsageError, match=r"00000.json is not what this run wrote there.*remove it, and it is made"):
+        sampled(sampler).collect(range(6), folder=tmp_path)
+    one.unlink()
+    other.unlink()
+    assert len(kept(sampled(sampler).collect(range(6), folder=tmp_path))) == 6
+
+
+def test_a_chunk_with_other_figures_or_words_is_refused(tmp_path: Path) -> None:
+    sampler = Scripted(lambda question, sample: right(question))
+    sampled(sampler).collect(range(3), folder=tmp_path)
+    path = tmp_path / "00000.json"
+    text = path.read_text()
+    for before, after in (
+        ('"solved": 3', '"solved": 2'),
+        ("so <answer>", "no <answer>"),
+        ('"sample": 0', '"sample": 1'),
+    ):
+        assert before in text
+        path.write_text(text.replace(before, after, 1))
+        with pytest.raises(UsageError, match=r"00000.json is not what this run wrote there"):
+            sampled(sampler).collect(range(3), folder=tmp_path)
+
+
+def test_a_chunk_of_another_run_is_refused(tmp_path: Path) -> None:
+    sampler = Scripted(lambda question, sample: right(question))
+    for run in ("one", "two"):
+        seals = Seals(root=tmp_path / run, run=run)
+        replace(sampled(sampler), seals=seals).collect(range(3), folder=tmp_path / run)
+    (tmp_path / "two" / "00000.json").replace(tmp_path / "one" / "00000.json")
+    with pytest.raises(UsageError, match=r"one/00000.json is not what this run wrote there"):
+        replace(sampled(sampler), seals=Seals(root=tmp_path / "one", run="one")).collect(
+            range(3), folder=tmp_path / "one"
+        )
+
+
+def test_what_has_no_seal_is_used_in_a_run_of_an_older_version_only(tmp_path: Path) -> None:
+    sampler = Scripted(lambda question, sample: right(question))
+    sampled(sampler).collect(range(3), folder=tmp_path)
+    path = tmp_path / "00000.json"
+    value = json.loads(path.read_text())
+    del value["seal"]
+    path.write_text(json.dumps(value))
+    told: list[str] = []
+    work = replace(sampled(sampler), seals=Seals(root=tmp_path, tell=told.append))
+    assert len(kept(work.collect(range(3), folder=tmp_path))) == 3
+    assert "without a check" in told[0]
+    with pytest.raises(UsageError, match="has no seal: remove it"):
+        replace(work, seals=Seals(root=tmp_path, run="id")).collect(range(3), folder=tmp_path)
+
+
 def test_a_full_disk_is_told_and_what_stands_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = sampling.write_atomic
+    whole = sealed.write_atomic
 
     def full(path: Path, data: bytes) -> None:
         if path.name == "00001.json":
             raise OSError(28, "No space left on device")
         whole(path, data)
 
-    monkeypatch.setattr(sampling, "write_atomic", full)
+    monkeypatch.setattr(sealed, "write_atomic", full)
     work = sampled(Scripted(lambda question, sample: right(question)))
     with pytest.raises(EnvironmentLacks, match=r"00001.json cannot be written: No space left on device. Make room"):
         work.collect(range(6), folder=tmp_path)
-    assert Chunk.read(tmp_path / "00000.json", identity="one").questions == (0, 1, 2)
+    assert Chunk.read(tmp_path / "00000.json", Seals(root=tmp_path), identity="one").questions == (0, 1, 2)
 
 
 HOSTILE = [

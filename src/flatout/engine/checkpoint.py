@@ -8,6 +8,7 @@ back to the next older checkpoint when one does not hold.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -15,7 +16,8 @@ import re
 import shutil
 import uuid
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,26 +26,81 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from flatout import files
+from flatout.errors import first_line
+from flatout.files import BadFile
+
 FORMAT = 1
-_NAME = re.compile(r"step-(\d{8})")
+MANIFEST, WEIGHTS, OPTIMIZER = "manifest.json", "weights-rank00000.safetensors", "optimizer-rank00000.safetensors"
+_NAME = re.compile(r"step-(\d{8,18})")
 _MOMENTS = ("exp_avg", "exp_avg_sq", "step")
 
 
 @dataclass(frozen=True, kw_only=True)
+class TensorFacts:
+    """Global shape and the offset of this part: one rank's replicated tensors are the simplest case."""
+
+    shape: tuple[int, ...]
+    offset: tuple[int, ...]
+    dtype: str
+    sha256: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class FileFacts:
+    bytes: int
+    tensors: dict[str, TensorFacts]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """What `manifest.json` says. Older ones name no run, validation data or tokenizer."""
+
+    format: int
+    identity: str | None
+    step: int
+    state: dict[str, Any]
+    world: int
+    torch: str
+    files: dict[str, FileFacts]
+    run: str | None = None
+    valid: str | None = None
+    tokenizer: str | None = None
+    checksum: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Checkpoint:
+    """One that held. `checksum` is of all that its manifest says, the hashes of its tensors included."""
+
     folder: Path
     step: int
     state: Mapping[str, Any]
     resumable: bool
+    checksum: str
+    tokenizer: str | None = None
 
 
 class Checkpoints:
-    """The `checkpoints` folder of a run. `identity` ties a checkpoint to its run; a mere reader passes None."""
+    """The `checkpoints` folder of a run.
 
-    def __init__(self, folder: Path, *, identity: str | None, keep: int) -> None:
-        self.folder, self.identity, self.keep = folder, identity, keep
-        # What was hashed in this process: (folder, file) to (size, mtime); unchanged files are not hashed again.
-        self._seen: dict[Path, tuple[int, int]] = {}
+    `identity`, `run` (the run's id) and `valid` (its validation data) tie a checkpoint to its run; a mere reader gives
+    no identity. `tokenizer` is the fingerprint of the run's tokenizer files, kept for those who read them later.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        identity: str | None,
+        keep: int,
+        run: str | None = None,
+        valid: str | None = None,
+    ) -> None:
+        self.folder, self.identity, self.keep, self.run, self.valid = folder, identity, keep, run, valid
+        self.tokenizer: str | None = None
+        # What was hashed in this process, by its path; unchanged files are not hashed again.
+        self._seen: dict[Path, tuple[int, ...]] = {}
 
     def save(
         self, step: int, *, model: nn.Module, optimizer: torch.optim.Optimizer | None, state: Mapping[str, Any]
@@ -53,28 +110,26 @@ class Checkpoints:
         if final.exists():
             if not self.problem(final):
                 return final
-            shutil.rmtree(final)
+            files.remove(final)
         self.folder.mkdir(parents=True, exist_ok=True)
         self._sweep()
         partial = self.folder / f"{final.name}.tmp-{uuid.uuid4().hex[:8]}"
         try:
             partial.mkdir()
-            weights = _once(_kept(model))
-            tensors = {"weights-rank00000.safetensors": weights}
+            tensors = {WEIGHTS: _once(_kept(model))}
             if optimizer is not None:
-                tensors["optimizer-rank00000.safetensors"] = _moments(model, optimizer)
+                tensors[OPTIMIZER] = _moments(model, optimizer)
             facts = {name: _write_tensors(group, partial / name) for name, group in tensors.items()}
-            self._write_manifest(partial, step=step, files=facts, state=state)
-            _fsync(partial)
+            self._write_manifest(partial, step=step, written=facts, state=state)
             if problem := self.problem(partial):
                 raise OSError(f"read back differently than written: {problem}")
             partial.rename(final)
         except BaseException:
             shutil.rmtree(partial, ignore_errors=True)
             raise
-        _fsync(self.folder)
-        self._seen = {final / path.name: mark for path, mark in self._seen.items() if path.parent == partial} | {
-            path: mark for path, mark in self._seen.items() if path.parent != partial
+        files.sync_folder(self.folder)
+        self._seen = {
+            (final / path.name if path.parent == partial else path): mark for path, mark in self._seen.items()
         }
         self._point(final)
         self._purge()
@@ -85,124 +140,223 @@ class Checkpoints:
         self._point(self.folder / f"step-{step:08}", name="best")
         self._purge()
 
-    def best(self) -> Checkpoint | None:
-        """The one with the lowest validation loss, where a run keeps it and it holds."""
-        found, _ = self._first([self.folder / name for name in self._best_name()])
-        return found
+    def best(self) -> tuple[Checkpoint | None, list[str]]:
+        """The one with the lowest validation loss, where a run keeps one; a sentence where it does not hold."""
+        try:
+            name = self._best_name()
+        except BadFile as error:
+            return None, [f"best {error.why}"]
+        return self._first([self.folder / name] if name else [])
 
     def latest(self) -> tuple[Checkpoint | None, list[str]]:
         """The newest checkpoint that holds, and a sentence for each newer one that does not."""
         return self._first(self._folders())
 
+    def tidy(self, newest: Checkpoint | None) -> None:
+        """Removes what a killed save left behind, and lets `latest` name what a resumed run goes on from."""
+        with suppress(OSError):  # what cannot be written is told by the next save
+            self._sweep()
+            pointer = self.folder / "latest"
+            if newest is None:
+                pointer.unlink(missing_ok=True)
+            else:
+                with suppress(BadFile, FileNotFoundError):
+                    if self._pointed("latest") == newest.folder.name:
+                        return
+                self._point(newest.folder)
+
     def _first(self, folders: list[Path]) -> tuple[Checkpoint | None, list[str]]:
         problems: list[str] = []
         for folder in folders:
-            if problem := self.problem(folder):
-                problems.append(f"{folder.name}: {problem}")
+            try:
+                manifest = self._verified(folder)
+            except BadFile as error:
+                problems.append(f"{folder.name}: {error.path.name} {error.why}")
                 continue
-            manifest = json.loads((folder / "manifest.json").read_text())
-            resumable = "optimizer-rank00000.safetensors" in manifest["files"]
-            checkpoint = Checkpoint(folder=folder, step=manifest["step"], state=manifest["state"], resumable=resumable)
+            checkpoint = Checkpoint(
+                folder=folder,
+                step=manifest.step,
+                state=manifest.state,
+                resumable=OPTIMIZER in manifest.files,
+                checksum=manifest.checksum,
+                tokenizer=manifest.tokenizer,
+            )
             return checkpoint, problems
         return None, problems
 
     def problem(self, folder: Path) -> str | None:
         """Why this checkpoint must not be loaded; None if everything in it holds."""
         try:
-            manifest = json.loads((folder / "manifest.json").read_text())
-            body = {key: value for key, value in manifest.items() if key != "checksum"}
-            if manifest["checksum"] != _digest(body):
-                return "manifest.json does not match its own checksum"
-            if manifest["format"] != FORMAT:
-                return f"format {manifest['format']}, this version reads {FORMAT}"
-            if self.identity is not None and manifest["identity"] != self.identity:
-                return "manifest.json belongs to another run (other model, data or seed)"
-            if not folder.name.startswith(f"step-{manifest['step']:08}"):
-                return f"manifest.json is of step {manifest['step']}"
-            for name, facts in manifest["files"].items():
-                path = folder / name
-                stat = path.stat()
-                if stat.st_size != facts["bytes"]:
-                    return f"{name} has {stat.st_size} bytes, not {facts['bytes']}"
-                mark = (stat.st_size, stat.st_mtime_ns)
-                if self._seen.get(path) != mark:
-                    if different := _different(path, facts["tensors"]):
-                        return f"{name} does not match its SHA-256 ({different})"
-                    self._seen[path] = mark
-        except FileNotFoundError as error:
-            return f"{Path(str(error.filename)).name} is missing"
-        except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
-            return f"unreadable: {type(error).__name__}: {error}"
+            self._verified(folder)
+        except BadFile as error:
+            return f"{error.path.name} {error.why}"
         return None
+
+    def _verified(self, folder: Path) -> Manifest:
+        """What its manifest says, after every hash in it was checked; BadFile names the file that does not hold."""
+        path = folder / MANIFEST
+        try:
+            manifest = self._manifest(path)
+            for name, facts in manifest.files.items():
+                path = folder / name
+                self._check(path, facts)
+            return manifest
+        except FileNotFoundError:
+            raise BadFile(path, "is missing") from None
+        except (OSError, ValueError, KeyError, TypeError, RecursionError, SafetensorError) as error:
+            raise BadFile(path, f"cannot be read: {first_line(error)}") from None
+
+    def _manifest(self, path: Path) -> Manifest:
+        body = files.read_json(path, root=self.folder)
+        checksum = body.pop("checksum", None)
+        if checksum != _digest(body):
+            raise BadFile(path, "does not match its own checksum")
+        if body.get("format") != FORMAT:
+            raise BadFile(path, f"has another format than {FORMAT}, which this version of flatout reads")
+        manifest = replace(files.typed(Manifest, body, source=path), checksum=checksum)
+        if self.identity is not None and manifest.identity != self.identity:
+            raise BadFile(path, "belongs to another run (other model, data or seed)")
+        if manifest.run is not None and manifest.run != self.run:
+            raise BadFile(path, "belongs to another run (its id is another): put this run's own checkpoint there")
+        if None not in (self.valid, manifest.valid) and manifest.valid != self.valid:
+            raise BadFile(path, "belongs to a run with other validation data: give the data the run began with")
+        if path.parent.name.partition(".tmp-")[0] != f"step-{manifest.step:08}":
+            raise BadFile(path, f"is of step {manifest.step}")
+        # So no name leads out of the folder, and weights are never read as an optimizer's state.
+        if WEIGHTS not in manifest.files or not set(manifest.files) <= {WEIGHTS, OPTIMIZER}:
+            raise BadFile(path, f"names {', '.join(map(repr, manifest.files)) or 'no file'}, not {WEIGHTS}")
+        return manifest
+
+    def _check(self, path: Path, facts: FileFacts) -> None:
+        with files.opened(path, root=self.folder) as file:
+            found = os.fstat(file.fileno())
+        if found.st_size != facts.bytes:
+            raise BadFile(path, f"has {found.st_size} bytes, not {facts.bytes}")
+        mark = (found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino)
+        if self._seen.get(path) != mark:
+            if different := _different(path, facts.tensors):
+                raise BadFile(path, f"does not match its SHA-256 ({different})")
+            self._seen[path] = mark
 
     def _folders(self) -> list[Path]:
         """Committed checkpoints, newest first."""
         if not self.folder.is_dir():
             return []
-        return sorted((p for p in self.folder.iterdir() if _NAME.fullmatch(p.name)), reverse=True)
+        named = ((_NAME.fullmatch(path.name), path) for path in self.folder.iterdir())
+        return [path for _, path in sorted(((int(name[1]), path) for name, path in named if name), reverse=True)]
 
     def _write_manifest(
-        self, folder: Path, *, step: int, files: Mapping[str, Mapping[str, Any]], state: Mapping[str, Any]
+        self, folder: Path, *, step: int, written: Mapping[str, FileFacts], state: Mapping[str, Any]
     ) -> None:
-        body = {
-            "format": FORMAT,
-            "identity": self.identity,
-            "step": step,
-            "state": dict(state),
-            "world": 1,
-            "torch": str(torch.__version__),
-            "files": files,
-        }
-        path = folder / "manifest.json"
-        path.write_text(json.dumps(body | {"checksum": _digest(body)}))
-        _fsync(path)
+        manifest = Manifest(
+            format=FORMAT,
+            identity=self.identity,
+            step=step,
+            state=dict(state),
+            world=1,
+            torch=str(torch.__version__),
+            files=dict(written),
+            run=self.run,
+            valid=self.valid,
+            tokenizer=self.tokenizer,
+        )
+        body = {key: value for key, value in asdict(manifest).items() if key != "checksum"}
+        files.write_atomic(folder / MANIFEST, json.dumps(body | {"checksum": _digest(body)}).encode())
 
-    def _best_name(self) -> list[str]:
+    def _best_name(self) -> str | None:
+        """The folder that `best` names; BadFile if it names none."""
         try:
-            name = (self.folder / "best").read_text().strip()
-        except OSError:
-            return []
-        return [name] if _NAME.fullmatch(name) else []
+            name = self._pointed("best")
+        except FileNotFoundError:
+            return None
+        if not _NAME.fullmatch(name):
+            raise BadFile(self.folder / "best", "names no checkpoint")
+        return name
+
+    def _pointed(self, name: str) -> str:
+        return files.read_text(self.folder / name, root=self.folder, limit=256).strip()
 
     def _point(self, final: Path, *, name: str = "latest") -> None:
-        pointer, fresh = self.folder / name, self.folder / f"{name}.tmp-{uuid.uuid4().hex[:8]}"
-        fresh.write_text(final.name + "\n")
-        _fsync(fresh)
-        fresh.replace(pointer)
-        _fsync(self.folder)
+        files.write_atomic(self.folder / name, f"{final.name}\n".encode())
 
     def _purge(self) -> None:
         """Removes what is older than the newest `keep` checkpoints that hold, but for the best one."""
-        good, best = 0, self._best_name()
+        try:
+            good, best = 0, self._best_name()
+        except BadFile:
+            return  # which one is to be kept is not known
         for folder in self._folders():
             if good >= max(2, self.keep):
-                if folder.name not in best:
-                    shutil.rmtree(folder)
+                if folder.name != best:
+                    files.remove(folder)
             elif self.problem(folder) is None:
                 good += 1
 
     def _sweep(self) -> None:
         """Removes what a killed save left behind."""
+        files.sweep(self.folder)
         for path in self.folder.glob("*.tmp-*"):
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
+            files.remove(path)
 
 
 def restore(checkpoint: Checkpoint, *, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
-    """Puts a verified checkpoint into the model and, unless None, the optimizer."""
-    weights = load_file(checkpoint.folder / "weights-rank00000.safetensors")
-    parameters = dict(model.named_parameters())
+    """Puts a verified checkpoint into the model and, unless None, the optimizer: all of it fits, or nothing changes."""
+    path, parameters, kept = checkpoint.folder / WEIGHTS, dict(model.named_parameters()), _kept(model)
+    weights = _loaded(path)
+    for name, tensor in kept.items():
+        # A buffer may be newer than the checkpoint: one begun without 8-bit scales has none.
+        if name in weights:
+            exact = optimizer is not None and name in parameters
+            _require_fit(path, name, weights[name], tensor.shape, dtype=tensor.dtype, exact=exact)
+        elif name in parameters:
+            raise _unfit(path, f"it has no {name}")
+    moments = {} if optimizer is None else _moments_for(parameters, checkpoint.folder / OPTIMIZER)
     with torch.no_grad():
-        for name, tensor in _kept(model).items():
-            # A buffer may be newer than the checkpoint: one begun without 8-bit scales has none.
-            if name in weights or name in parameters:
+        for name, tensor in kept.items():
+            if name in weights:
                 tensor.copy_(weights[name])
-    if optimizer is None:
-        return
-    moments = load_file(checkpoint.folder / "optimizer-rank00000.safetensors")
-    for name, parameter in parameters.items():
-        for moment in _MOMENTS:
-            if (value := moments.get(f"{moment}.{name}")) is not None:
-                optimizer.state[parameter][moment] = value.to(parameter.device)
+    for name, found in moments.items():
+        assert optimizer is not None
+        for moment, value in found.items():
+            optimizer.state[parameters[name]][moment] = value.to(parameters[name].device)
+
+
+def _moments_for(parameters: Mapping[str, nn.Parameter], path: Path) -> dict[str, dict[str, Tensor]]:
+    """The optimizer's state of each parameter; one that never had a gradient has none."""
+    saved, found = _loaded(path), dict[str, dict[str, Tensor]]()
+    for full, value in saved.items():
+        moment, _, name = full.partition(".")
+        if name not in parameters or moment not in _MOMENTS:
+            raise _unfit(path, f"{full} belongs to nothing in it")
+        shape = torch.Size() if moment == "step" else parameters[name].shape
+        _require_fit(path, full, value, shape, dtype=torch.float32)
+        found.setdefault(name, {})[moment] = value
+    for name, moments in found.items():
+        if missing := set(_MOMENTS) - set(moments):
+            raise _unfit(path, f"it has no {sorted(missing)[0]}.{name}")
+    return found
+
+
+def _loaded(path: Path) -> dict[str, Tensor]:
+    try:
+        loaded: dict[str, Tensor] = load_file(files.checked(path, root=path.parent.parent))
+        return loaded
+    except (OSError, ValueError, KeyError, SafetensorError) as error:
+        raise BadFile(path, f"cannot be read: {first_line(error)}") from None
+
+
+def _require_fit(
+    path: Path, name: str, value: Tensor, shape: torch.Size, *, dtype: torch.dtype, exact: bool = False
+) -> None:
+    """Of this shape and type; a reader may want floating-point numbers in another width."""
+    if value.shape != shape:
+        raise _unfit(path, f"{name} has shape {list(value.shape)}, not {list(shape)}")
+    if value.dtype != dtype and (exact or not (value.is_floating_point() and dtype.is_floating_point)):
+        raise _unfit(path, f"{name} is {value.dtype}, not {dtype}")
+
+
+def _unfit(path: Path, why: str) -> BadFile:
+    return BadFile(path, f"does not fit the model of the run: {why}")
 
 
 def _once(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -219,29 +373,37 @@ def _kept(model: nn.Module) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in model.state_dict().items() if name not in frozen}
 
 
-def _write_tensors(tensors: Mapping[str, Tensor], path: Path) -> dict[str, Any]:
+def _write_tensors(tensors: Mapping[str, Tensor], path: Path) -> FileFacts:
     """Writes one file and gives what its manifest says of it, hashed from memory and not from the disk."""
     copies = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     try:
         save_file(copies, path)
     except SafetensorError as error:
-        raise OSError(f"{path.name}: {error}") from error  # how safetensors says that the disk is full
-    _fsync(path)
-    return {"bytes": path.stat().st_size, "tensors": {name: _facts(tensor) for name, tensor in copies.items()}}
+        raise as_os_error(error, path) from error
+    files.sync_folder(path)
+    return FileFacts(bytes=path.stat().st_size, tensors={name: _facts(tensor) for name, tensor in copies.items()})
 
 
-def _facts(tensor: Tensor) -> dict[str, Any]:
-    """Global shape and the offset of this part: one rank's replicated tensors are the simplest case."""
+def as_os_error(error: SafetensorError | OSError, path: Path) -> OSError:
+    """A full disk, a limit or a missing permission as the system calls it; safetensors has errors of its own."""
+    if isinstance(error, OSError):
+        return error
+    number = re.search(r"os error (\d+)", str(error))
+    code = int(number[1]) if number else errno.EIO
+    return OSError(code, os.strerror(code) if number else first_line(error), str(path))
+
+
+def _facts(tensor: Tensor) -> TensorFacts:
     content: Any = tensor.reshape(-1).view(torch.uint8).numpy()
-    return {
-        "shape": list(tensor.shape),
-        "offset": [0] * tensor.ndim,
-        "dtype": str(tensor.dtype),
-        "sha256": hashlib.sha256(content).hexdigest(),
-    }
+    return TensorFacts(
+        shape=tuple(tensor.shape),
+        offset=(0,) * tensor.ndim,
+        dtype=str(tensor.dtype),
+        sha256=hashlib.sha256(content).hexdigest(),
+    )
 
 
-def _different(path: Path, expected: Mapping[str, Any]) -> str | None:
+def _different(path: Path, expected: Mapping[str, TensorFacts]) -> str | None:
     """The first tensor that is not what the manifest says; None if all are."""
     with safe_open(path, framework="pt") as file:
         if set(file.keys()) != set(expected):
@@ -261,11 +423,3 @@ def _named_moments(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterat
 
 def _digest(body: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
-
-
-def _fsync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -30,6 +30,8 @@ class Opened:
     stop_ids: frozenset[int]
     run: Run | None = None
     step: int | None = None
+    checksum: str | None = None  # of the checkpoint of a run
+    notices: tuple[str, ...] = ()  # what was not used, and why
     folder: Path | None = None  # Hugging Face's, with these very weights, or those under the adapters
     adapters: Adapters | None = None
     backend: str = "auto"
@@ -82,6 +84,8 @@ def _trained(name: str, device: torch.device, dtype: torch.dtype) -> Opened:
         stop_ids=stop_ids(settings, trained.tokenizer),
         run=run,
         step=trained.step,
+        checksum=trained.checksum,
+        notices=trained.notices,
         folder=hub.folder(trained.base, weights=True, revision=settings.revision)
         if adapters and trained.base
         else None,

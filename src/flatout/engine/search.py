@@ -10,6 +10,7 @@ from __future__ import annotations
 import gc
 import hashlib
 import json
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -18,19 +19,21 @@ from typing import Any
 
 import torch
 
-from flatout import __version__
+from flatout import __version__, files
 from flatout.data.stream import Batch
 from flatout.engine.faults import is_out_of_memory
 from flatout.engine.ranks import Ranks
 from flatout.engine.step import Engine
 from flatout.errors import RunFailed, UsageError
-from flatout.files import write_atomic
+from flatout.files import BadFile, write_atomic
 from flatout.plan import Plan
 
 # Decided before the search, and built into the engine that it tries.
 KEPT = ("recompute", "graphs", "fp8")
 # Passes timed of each candidate, seconds after which no other is tried, and how near the best is as good.
 PASSES, BUDGET_S, NEAR = 3, 50.0, 0.99
+# A file of the cache has a few hundred bytes.
+CACHE_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +41,14 @@ class Trial:
     micro_batch: int
     tokens_per_s: float | None  # None: it did not fit
     first_s: float  # of the first pass, which compiles
+
+
+@dataclass(frozen=True, kw_only=True)
+class Remembered:
+    """The file of one case in the cache; `key` is the case."""
+
+    key: str
+    trials: tuple[Trial, ...]
 
 
 def candidates(plan: Plan) -> list[int]:
@@ -92,18 +103,22 @@ def key_of(plan: Plan) -> str:
 
 
 def remembered(folder: Path, key: str) -> list[Trial] | None:
-    """What an earlier search found; None if there was none, or its file cannot be read."""
+    """What an earlier search found; None if there was none, or its file is not what a search writes."""
+    path = folder / f"{key[:32]}.json"
     try:
-        trials = [Trial(**trial) for trial in json.loads((folder / f"{key[:32]}.json").read_text())]
-    except (OSError, ValueError, TypeError):
+        found = files.typed(Remembered, files.read_json(path, limit=CACHE_BYTES), source=path)
+    except (OSError, BadFile):
         return None
-    return trials if _fitting(trials) else None
+    trials = list(found.trials)
+    return trials if found.key == key and _fitting(trials) and all(map(_possible, trials)) else None
 
 
 def remember(folder: Path, key: str, trials: Sequence[Trial]) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        write_atomic(folder / f"{key[:32]}.json", json.dumps([asdict(trial) for trial in trials]).encode())
+        write_atomic(
+            folder / f"{key[:32]}.json", json.dumps(asdict(Remembered(key=key, trials=tuple(trials)))).encode()
+        )
     except OSError:
         return  # a cache that cannot be written is searched again
 
@@ -155,6 +170,11 @@ def _try(engine: Engine, batch_of: Callable[[int], Batch], size: int, ranks: Ran
         return Trial(micro_batch=size, tokens_per_s=None, first_s=first_s)
     tokens = size * batch.sequence_length * ranks.world
     return Trial(micro_batch=size, tokens_per_s=tokens / seconds, first_s=max(0.0, first_s - seconds))
+
+
+def _possible(trial: Trial) -> bool:
+    speed = 1.0 if trial.tokens_per_s is None else trial.tokens_per_s
+    return trial.micro_batch >= 1 and 0 < speed < math.inf and 0 <= trial.first_s < math.inf
 
 
 def _fitting(trials: Sequence[Trial]) -> list[Trial]:

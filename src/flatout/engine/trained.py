@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 
-from flatout import hub
+from flatout import files, hub
 from flatout.cost import Adapters, ModelShape
-from flatout.data.tokenizer import Tokenizer, load_tokenizer
-from flatout.engine.checkpoint import Checkpoints, restore
+from flatout.data.tokenizer import FILES, Tokenizer, load_tokenizer
+from flatout.engine.checkpoint import Checkpoint, Checkpoints, restore
 from flatout.errors import UsageError
 from flatout.model import Model, load_adapted, peft
 from flatout.model.loading import empty_model
@@ -24,6 +26,8 @@ class Trained:
     model: Model
     tokenizer: Tokenizer
     step: int
+    checksum: str  # of the checkpoint
+    notices: tuple[str, ...] = ()  # why it is not the newest checkpoint
     adapters: Adapters | None = None  # on the model, whose other weights are those of `base`
     base: str | None = None
     fingerprint: str | None = None
@@ -38,18 +42,10 @@ def open_trained(
     as_trained: bool = False,
 ) -> Trained:
     """Weights on the device in `dtype`. Under adapters the base is held in 16 bits or more, or `as_trained`."""
-    checkpoints = Checkpoints(run.checkpoints_dir, identity=None, keep=2)
-    checkpoint, problems = checkpoints.latest()
-    if best and (checkpoint := checkpoints.best()) is None:
-        raise UsageError(f"{run.path} keeps no best checkpoint: train with save.best: true, or export the newest")
-    if checkpoint is None:
-        raise UsageError(f"{run.path} has no whole checkpoint" + (": " + "; ".join(problems) if problems else " yet"))
-    job = run.plan["job"]
-    adapters = job.get("adapters")
-    spec = None if adapters is None else Adapters(**{**adapters, "targets": tuple(adapters["targets"])})
-    base = job.get("base")
+    checkpoint, notices = chosen_checkpoint(run, best=best)
+    check_tokenizer(run.tokenizer_dir, checkpoint)
+    shape, spec, base = _job(run)
     fingerprint = None
-    shape = ModelShape(**job["shape"])
     if spec is None:
         model: Model = empty_model(model_settings(run), shape=shape, device=device, dtype=dtype)
     else:
@@ -57,14 +53,68 @@ def open_trained(
             raise UsageError(f"{run.path} trained adapters on random weights, which nobody else has: nothing to write")
         folder = hub.folder(base, weights=True, revision=model_settings(run).revision)
         fingerprint = peft.fingerprint(folder)
-        if fingerprint != checkpoint.state["base"]:
+        if fingerprint != checkpoint.state.get("base"):
             raise UsageError(f"{base} holds other weights than those the adapters of {run.path} were trained on")
         held = spec if as_trained else replace(spec, base_bits=16)
         model = load_adapted(folder, held, shape=shape, device=device, compute_dtype=dtype)
     restore(checkpoint, model=model, optimizer=None)
-    if not run.tokenizer_dir.is_dir():
-        raise UsageError(f"{run.path} has no tokenizer folder: it was removed, or the run was killed while it began")
     tokenizer = load_tokenizer(str(run.tokenizer_dir), documents=None, cache=run.tokenizer_dir)
     return Trained(
-        model=model, tokenizer=tokenizer, step=checkpoint.step, adapters=spec, base=base, fingerprint=fingerprint
+        model=model,
+        tokenizer=tokenizer,
+        step=checkpoint.step,
+        checksum=checkpoint.checksum,
+        notices=notices,
+        adapters=spec,
+        base=base,
+        fingerprint=fingerprint,
+    )
+
+
+def chosen_checkpoint(run: Run, *, best: bool = False) -> tuple[Checkpoint, tuple[str, ...]]:
+    """The newest that holds, with a sentence for each newer one that does not; or the best one, and no other."""
+    checkpoints = Checkpoints(run.checkpoints_dir, identity=None, keep=2, run=getattr(run, "id", None))
+    checkpoint, problems = checkpoints.best() if best else checkpoints.latest()
+    why = "; ".join(problems)
+    if checkpoint is None and best and problems:
+        raise UsageError(
+            f"the best checkpoint of {run.path} cannot be used: {why}. Without --best, the newest is taken"
+        )
+    if checkpoint is None and best:
+        raise UsageError(f"{run.path} keeps no best checkpoint: train with save.best: true, or export the newest")
+    if checkpoint is None:
+        raise UsageError(f"{run.path} has no whole checkpoint" + (f": {why}" if problems else " yet"))
+    return checkpoint, tuple(f"{run.path}: {text}. Step {checkpoint.step} is used instead" for text in problems)
+
+
+def tokenizer_fingerprint(folder: Path) -> str:
+    """One hash over all files that a tokenizer is read from."""
+    digest = hashlib.sha256()
+    for name in sorted(FILES):
+        try:
+            content = files.read_bytes(folder / name, root=folder)
+        except FileNotFoundError:
+            continue
+        digest.update(f"{name} {len(content)}\n".encode() + content)
+    return digest.hexdigest()
+
+
+def check_tokenizer(folder: Path, checkpoint: Checkpoint) -> None:
+    """Refuses a run's tokenizer that is not the one its weights were trained with; older checkpoints name none."""
+    again = "remove the folder, and `flatout train --resume` makes it again"
+    if not (folder / "tokenizer.json").is_file():
+        raise UsageError(f"{folder} holds no whole tokenizer: {again}")
+    if checkpoint.tokenizer is not None and tokenizer_fingerprint(folder) != checkpoint.tokenizer:
+        raise UsageError(f"{folder} was changed since {checkpoint.folder.name} was saved: put it back, or {again}")
+
+
+def _job(run: Run) -> tuple[ModelShape, Adapters | None, str | None]:
+    """What the plan says of the model."""
+    source, job = run.path / "plan.json", run.plan.get("job")
+    job = job if isinstance(job, dict) else {}
+    adapters, base = job.get("adapters"), job.get("base")
+    return (
+        files.typed(ModelShape, job.get("shape"), source=source),
+        None if adapters is None else files.typed(Adapters, adapters, source=source),
+        base if isinstance(base, str) else None,
     )

@@ -13,6 +13,13 @@ from flatout.data.tokenizer import Tokenizer
 from flatout.engine.ranks import Ranks
 
 
+class Part(Protocol):
+    """The training or the validation data."""
+
+    @property
+    def fingerprint(self) -> str: ...
+
+
 class Facts(Protocol):
     """What is known about data that was opened and verified."""
 
@@ -20,6 +27,8 @@ class Facts(Protocol):
     def tokenizer(self) -> Tokenizer: ...
     @property
     def fingerprint(self) -> str: ...
+    @property
+    def valid(self) -> Part: ...
     def describe(self) -> dict[str, Any]: ...
     def check_vocab(self, vocab: int) -> None: ...
 

@@ -125,8 +125,17 @@ def run(
         introduce(session, plan, active, hardware=hardware, ranks=ranks, facts=facts, total_steps=total_steps)
 
         # What it starts from.
-        saving = Saving(settings, engine, ledger, session, ranks, data=facts.fingerprint, base=base_of(settings))
-        start = saving.resume() if resume else 0
+        saving = Saving(
+            settings,
+            engine,
+            ledger,
+            session,
+            ranks,
+            data=facts.fingerprint,
+            valid=facts.valid.fingerprint,
+            base=base_of(settings),
+        )
+        start = saving.begin(facts.tokenizer, resume=resume)
         batches = stack.enter_context(Batches(stream, plan, ranks, start=start, stop=total_steps))
         held_out = material.held_out(ranks, batches.micro_batch)
         questions = Questions.of(settings, engine, session, ranks, facts.tokenizer)
@@ -190,7 +199,11 @@ def run(
             if settings.save.best and validation.best:
                 saving.save_best(step, **validation.best)
         if saving.step != step and step > start and not saving.save(step):
-            raise RunFailed(f"the run stopped at step {step}, and its state could not be saved: the disk is full")
+            kept = "nothing is saved" if saving.step is None else f"the last saved step is {saving.step}"
+            raise RunFailed(
+                f"the run stopped at step {step}, and its state could not be saved: {saving.failed}; {kept}. "
+                "Mend that, then go on with --resume"
+            )
         return conclude(settings, ledger, session, step=step, stopped_by=stopped_by or "end", saved=saving.step)
 
 
@@ -368,6 +381,8 @@ def with_found_micro_batch(
         return plan
     key, folder = search.key_of(plan), cache / "micro-batch"
     known = search.remembered(folder, key) if ranks.first else None
+    if known and any(plan.job.rank_sequences % trial.micro_batch for trial in known):
+        known = None  # no search of this plan tried such a size
     text = ranks.agree("" if known is None else json.dumps([asdict(trial) for trial in known]))
     if text:
         trials, source = [search.Trial(**trial) for trial in json.loads(text)], "measured here before"
@@ -407,8 +422,6 @@ def introduce(
 ) -> None:
     """Says once, at the start, what was planned and what is really active."""
     record = session.recorder
-    if ranks.first and not session.run.tokenizer_dir.is_dir():
-        facts.tokenizer.save(session.run.tokenizer_dir)
     begun = session.run.plan["decisions"]
     for name, value in asdict(plan.decisions).items():
         if name in begun and begun[name] != value:

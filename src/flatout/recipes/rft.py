@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 
-from flatout import hub
+from flatout import files, hub
 from flatout.config import dump, to_mapping
 from flatout.config.rules import held_out
 from flatout.config.settings import (
@@ -30,10 +31,11 @@ from flatout.config.settings import (
     TargetSettings,
 )
 from flatout.data.tokenizer import Tokenizer, load_tokenizer
+from flatout.engine.checkpoint import as_os_error
 from flatout.engine.opening import Opened, open_model
 from flatout.engine.ranks import Ranks, from_environment
 from flatout.engine.resolve import check_build
-from flatout.engine.trained import open_trained
+from flatout.engine.trained import chosen_checkpoint, open_trained
 from flatout.errors import RunFailed, UsageError
 from flatout.evaluate import Score, chosen, compare, evaluate
 from flatout.hardware import detect
@@ -41,7 +43,8 @@ from flatout.model import Decoder, lora
 from flatout.model.loading import export_model
 from flatout.plan import Plan
 from flatout.recipes import pretrain, sft
-from flatout.recipes.sampling import Chunk, Counts, Fitting, Kept, Sampled, Stopped, free_memory, write_whole
+from flatout.recipes.sampling import Chunk, Counts, Fitting, Kept, Sampled, Stopped, free_memory
+from flatout.recipes.sealed import Seals, seal_of, unwritable
 from flatout.recipes.session import Session, device_memory, identity_of, open_session
 from flatout.recipes.verdict import Outcome, Speed
 from flatout.record import Run, Sink
@@ -125,7 +128,14 @@ def run(
         resume=resume,
         sinks=sinks,
     ) as session:
-        work = Work(settings=settings, asked=asked, plan=plan, session=session, resume=resume)
+        seals = Seals(
+            root=session.run.path,
+            run=getattr(session.run, "id", None),
+            tell=lambda text: session.recorder.event("notice", text=text),
+        )
+        work = Work(settings=settings, asked=asked, plan=plan, session=session, resume=resume, seals=seals)
+        for written_into in (session.run.path, session.run.samples_dir, *session.run.samples_dir.glob("round-*/")):
+            files.sweep(written_into)
         try:
             # Who learns: a model as it comes, one of our own runs, or one that is taught the task's form first.
             student = work.student()
@@ -159,6 +169,13 @@ def run(
 
 
 @dataclass(frozen=True, kw_only=True)
+class Measured(Score):
+    """A score on file. `identity` is of the weights and the questions; older versions wrote none."""
+
+    identity: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class Work:
     """The parts of a run. Each finds what an earlier attempt has finished, and begins after it."""
 
@@ -167,28 +184,39 @@ class Work:
     plan: Plan
     session: Session
     resume: bool
+    seals: Seals
 
     def student(self) -> str:
         """Its name or folder, which recipe sft can train."""
         settings, run = self.settings, self.session.run
         name, to = settings.model.name, run.stage_dir("student").absolute()
-        if settings.rft.teach is not None and not to.is_dir():
+        if to.exists():
+            self.seals.check_folder(to)
+        elif settings.rft.teach is not None:
             outcome = self._teach(run.stage_dir("taught"))
             if outcome.stopped_by.startswith("SIG"):
                 raise Stopped(outcome.stopped_by)
-            as_folder(Run.open(run.stage_dir("taught")), to)
-        elif name is not None and Run.is_at(name) and not to.is_dir():
-            as_folder(Run.open(name), to)
-        elif name is not None and settings.model.revision is not None and settings.rft.teach is None:
+            self._as_folder(Run.open(run.stage_dir("taught")), to)
+        elif name is not None and Run.is_at(name):
+            self._as_folder(Run.open(name), to)
+        elif name is not None and settings.model.revision is not None:
             return str(hub.folder(name, weights=True, revision=settings.model.revision))
-        return str(to) if to.is_dir() else str(name)
+        else:
+            return str(name)
+        return str(to)
 
     def score(self, name: str, *, number: int) -> Score:
         """Accuracy on the held-out questions, greedily; after round `number`, 0 being before the first."""
         rft, path = self.settings.rft, self.session.run.samples_dir / f"score-{number}.json"
-        if path.is_file() and (known := score_of(json.loads(path.read_text()))).spec == self.asked.measured:
+        how = [self.asked.measured, rft.valid_questions, self.settings.sample.max_tokens]
+        try:
+            known = self.seals.read(path, Measured)
+        except FileNotFoundError:
+            known = None
+        # Other weights, as after more steps, are measured again.
+        if known is not None and known.identity == identity_of(how=how, weights=weights_of(name)):
             return known
-        model = opened(name)
+        model = self._opened(name)
         sampling = Sampling(max_tokens=self.settings.sample.max_tokens, stop_ids=model.stop_ids)
 
         def measure(sampler: Sampler) -> Score:
@@ -202,7 +230,8 @@ class Work:
             return score
 
         score = self._fitting(model).run(measure)
-        write_whole(path, json.dumps(score.to_json()))
+        identity = identity_of(how=how, weights=model.checksum or weights_of(name))
+        self.seals.write(path, score.to_json() | {"identity": identity})
         brief = {key: value for key, value in score.to_json().items() if key not in ("indices", "rewards")}
         self.session.recorder.event("score", round=number, **brief)
         self._leave_if_asked()
@@ -211,7 +240,7 @@ class Work:
     def samples(self, name: str, *, number: int, before: Mapping[int, Sequence[Kept]]) -> list[Chunk]:
         settings, session = self.settings, self.session
         rft, task = settings.rft, written(self.asked.sampled)
-        model = opened(name)
+        model = self._opened(name)
         sampling = Sampling(
             max_tokens=settings.sample.max_tokens,
             min_tokens=settings.sample.min_tokens,
@@ -223,8 +252,7 @@ class Work:
             seed=settings.seed + number - 1,
         )
         identity = identity_of(
-            model=name,
-            step=model.step,
+            weights=model.checksum or weights_of(name),
             sampling=asdict(sampling) | {"stop_ids": sorted(sampling.stop_ids)},
             prompts=[list(map(dict, task.prompt(i))) for i in self.asked.questions],
             before=[asdict(one) for many in before.values() for one in many],
@@ -252,6 +280,7 @@ class Work:
             rft=rft,
             fitting=fitting,
             identity=identity,
+            seals=self.seals,
             tell=session.recorder.event,
             memory=partial(device_memory, device, session.monitor),
             stop=lambda: bool(session.stop),
@@ -269,7 +298,7 @@ class Work:
             row(tokenizer, task.prompt(one.question), one.text) | {"index": one.question, "sample": one.sample}
             for one in kept
         )
-        write_whole(path, "".join(json.dumps(one) + "\n" for one in rows))
+        self.seals.write_rows(path, "".join(json.dumps(one) + "\n" for one in rows))
         self.session.recorder.event("dataset", round=number, path=str(path), **counts.to_json())
         if len(kept) < least:
             raise RunFailed(
@@ -323,7 +352,7 @@ class Work:
         tokenizer = load_tokenizer(sft.tokenizer_of(settings), documents=None, cache=Path())
         path = run.samples_dir / "solutions.jsonl"
         solved = (row(tokenizer, asked.prompt(i), task.solution(i)) for i in chosen(asked.size, limit=None))
-        write_whole(path, "".join(json.dumps(one) + "\n" for one in solved))
+        self.seals.write_rows(path, "".join(json.dumps(one) + "\n" for one in solved))
         train = replace(
             settings.train,
             steps=rft.teach_steps,
@@ -348,6 +377,7 @@ class Work:
             criteria=CriteriaSettings(),
             profile=ProfileSettings(),
         )
+        self._clear_unborn(folder)
         outcome = sft.run(
             quiet, folder=folder, config_text=dump(quiet), config=to_mapping(quiet), resume=Run.is_at(folder)
         )
@@ -361,6 +391,36 @@ class Work:
         )
         free_memory()
         return outcome
+
+    def _clear_unborn(self, folder: Path) -> None:
+        """Removes what a kill left of a stage that had not begun yet, so that it begins anew."""
+        files.sweep(folder)
+        if self.resume and folder.is_dir() and not Run.is_at(folder) and not any(p.is_dir() for p in folder.iterdir()):
+            files.remove(folder)
+
+    def _as_folder(self, run: Run, to: Path) -> None:
+        """The model of a run as a Hugging Face folder, sealed; whole or not there."""
+        trained = open_trained(run)
+        self._tell(trained.notices)
+        if trained.adapters is not None and isinstance(trained.model, Decoder):
+            lora.merge(trained.model)
+        try:
+            with self.seals.writing_folder(to) as folder:
+                trained.tokenizer.save(folder)
+                export_model(trained.model, folder, dtype=torch.float32, eos_token_id=trained.tokenizer.eos_id)
+        except (OSError, SafetensorError) as error:
+            raise unwritable(to, as_os_error(error, to)) from None
+
+    def _opened(self, name: str) -> Opened:
+        """A model to be asked, in the memory that the one before has left."""
+        free_memory()
+        model = open_model(name)
+        self._tell(model.notices)
+        return model
+
+    def _tell(self, notices: Iterable[str]) -> None:
+        for text in notices:
+            self.session.recorder.event("bad-checkpoint", text=text)
 
     def _fitting(self, model: Opened) -> Fitting:
         return Fitting(
@@ -403,21 +463,11 @@ def alone() -> Ranks:
     return ranks
 
 
-def opened(name: str) -> Opened:
-    """A model to be asked, in the memory that the one before has left."""
-    free_memory()
-    return open_model(name)
-
-
-def as_folder(run: Run, to: Path) -> None:
-    """The model of a run as a Hugging Face folder, whole or not there."""
-    trained = open_trained(run)
-    if trained.adapters is not None and isinstance(trained.model, Decoder):
-        lora.merge(trained.model)
-    partial_folder = to.with_name(f".{to.name}.tmp")
-    trained.tokenizer.save(partial_folder)
-    export_model(trained.model, partial_folder, dtype=torch.float32, eos_token_id=trained.tokenizer.eos_id)
-    partial_folder.rename(to)
+def weights_of(name: str) -> str:
+    """What identifies the weights behind a name: a checkpoint of a run, a folder that was sealed, or the name."""
+    if Run.is_at(name):
+        return chosen_checkpoint(Run.open(name))[0].checksum
+    return seal_of(Path(name)) or name
 
 
 def by_question(chunks: Sequence[Chunk]) -> dict[int, list[Kept]]:
@@ -429,10 +479,6 @@ def by_question(chunks: Sequence[Chunk]) -> dict[int, list[Kept]]:
 
 def total(chunks: Sequence[Chunk]) -> Counts:
     return sum((chunk.counts for chunk in chunks), Counts())
-
-
-def score_of(value: Mapping[str, Any]) -> Score:
-    return Score(**{**value, "indices": tuple(value["indices"]), "rewards": tuple(value["rewards"])})
 
 
 def nothing_trained(*, stopped_by: str = "end") -> Outcome:

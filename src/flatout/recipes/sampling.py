@@ -8,7 +8,6 @@ never on when it was finished.
 from __future__ import annotations
 
 import gc
-import json
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,8 +22,8 @@ import torch
 from flatout.config.settings import RftSettings
 from flatout.data.tokenizer import Tokenizer
 from flatout.engine.faults import is_out_of_memory
-from flatout.errors import EnvironmentLacks, RunFailed, UsageError
-from flatout.files import write_atomic
+from flatout.errors import RunFailed, UsageError
+from flatout.recipes.sealed import Seals
 from flatout.sample import Completion, Sampler, Sampling, prompt_ids, text_of
 from flatout.tasks import Graded, Grader, Task
 
@@ -45,17 +44,6 @@ def _untold(kind: str, **data: Any) -> None:
 
 class Stopped(Exception):
     """Asked to stop: the chunk in the making is given up, those before it stand."""
-
-
-def write_whole(path: Path, text: str) -> None:
-    """After a kill the file is there as it should be, or not; a full disk is told, and what stands is kept."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(path, text.encode())
-    except OSError as error:
-        raise EnvironmentLacks(
-            f"{path} cannot be written: {error.strerror}. Make room and go on with --resume; what stands is kept"
-        ) from None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,22 +100,15 @@ class Chunk:
     kept: tuple[Kept, ...]
     counts: Counts
 
-    def write(self, path: Path) -> None:
-        write_whole(path, json.dumps(asdict(self)))
+    def write(self, path: Path, seals: Seals) -> None:
+        seals.write(path, asdict(self))
 
     @classmethod
-    def read(cls, path: Path, *, identity: str) -> Chunk:
-        try:
-            value = json.loads(path.read_text())
-            if value["identity"] == identity:
-                return cls(
-                    identity=identity,
-                    questions=tuple(value["questions"]),
-                    kept=tuple(Kept(**kept) for kept in value["kept"]),
-                    counts=Counts(**value["counts"]),
-                )
-        except (ValueError, KeyError, TypeError) as error:
-            raise UsageError(f"{path} is no chunk of samples ({error}): remove it, and it is sampled again") from None
+    def read(cls, path: Path, seals: Seals, *, identity: str) -> Chunk:
+        """A missing one raises FileNotFoundError."""
+        chunk = seals.read(path, cls)
+        if chunk.identity == identity:
+            return chunk
         raise UsageError(
             f"{path} was sampled with another task, model or settings: give those of config.yaml, or begin anew "
             "with another --run FOLDER"
@@ -227,6 +208,7 @@ class Sampled:
     rft: RftSettings
     fitting: Fitting
     identity: str
+    seals: Seals | None = None  # None: of a folder that belongs to no run
     tell: Tell = _untold
     memory: Callable[[], Mapping[str, float]] = dict
     stop: Callable[[], bool] = bool
@@ -237,15 +219,15 @@ class Sampled:
         """All chunks, those on file as they are. `before`: what earlier rounds kept of each question."""
         size = self.rft.chunk
         progress = _Progress(self, len(questions))
-        chunks = []
+        chunks, seals = [], self.seals or Seals(root=folder)
         with Graders(self.spec) as graders:
             for number, at in enumerate(range(0, len(questions), size)):
                 path, part = folder / f"{number:05d}.json", questions[at : at + size]
-                if path.is_file():
-                    chunk = Chunk.read(path, identity=self.identity)
-                else:
+                try:
+                    chunk = Chunk.read(path, seals, identity=self.identity)
+                except FileNotFoundError:
                     chunk = self._chunk(part, graders, progress, before or {})
-                    chunk.write(path)
+                    chunk.write(path, seals)
                     graders.forget()
                     gc.collect()
                 chunks.append(chunk)
