@@ -18,8 +18,7 @@ BOMB = "a: &a [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
     f"{new}: &{new} [{', '.join([f'*{old}'] * 10)}]\n" for old, new in zip("abcdefgh", "bcdefghi", strict=True)
 )
 MERGE = "a: &a {k: 1}\n" + "".join(
-    f"{new}: &{new} {{<<: [{', '.join([f'*{old}'] * 10)}]}}\n"
-    for old, new in zip("abcdefgh", "bcdefghi", strict=True)
+    f"{new}: &{new} {{<<: [{', '.join([f'*{old}'] * 10)}]}}\n" for old, new in zip("abcdefgh", "bcdefghi", strict=True)
 )
 
 
@@ -54,7 +53,7 @@ def test_what_is_no_file_is_told_and_never_waited_for(tmp_path: Path) -> None:
 def test_a_line_that_is_no_question_is_told(tmp_path: Path, line: str) -> None:
     path = tmp_path / "q.jsonl"
     path.write_text(line + "\n")
-    with pytest.raises(UsageError, match="q.jsonl") as raised:
+    with pytest.raises(UsageError, match=r"q\.jsonl") as raised:
         open_task(f"jsonl:{path}")
     assert len(str(raised.value)) < 500
 
@@ -78,7 +77,7 @@ def test_a_line_that_is_no_question_is_told(tmp_path: Path, line: str) -> None:
 def test_choices_of_a_wrong_kind_are_told(tmp_path: Path, choices: object) -> None:
     path = tmp_path / "c.jsonl"
     path.write_text(json.dumps({"question": "Which?", "choices": choices, "answer": 0}) + "\n")
-    with pytest.raises(UsageError, match="c.jsonl"):
+    with pytest.raises(UsageError, match=r"c\.jsonl"):
         open_task(f"choice:{path}")
 
 
@@ -100,7 +99,7 @@ def test_choices_of_a_wrong_kind_are_told(tmp_path: Path, choices: object) -> No
 def test_a_prompt_file_that_is_none_is_told(tmp_path: Path, text: str) -> None:
     path = tmp_path / "prompt.yaml"
     path.write_text(text)
-    with pytest.raises(UsageError, match="prompt.yaml") as raised:
+    with pytest.raises(UsageError, match=r"prompt\.yaml") as raised:
         open_task(f"units?prompt={path}")
     assert len(str(raised.value)) < 500
 

@@ -237,7 +237,8 @@ def _options(value: object, *, where: str) -> tuple[list[str], list[str]]:
     for found in (texts, labels):
         if not isinstance(found, list) or not all(map(is_text, found)):
             raise UsageError(f"{where}: choices must be a list of texts, of objects with text and label, or one such")
-    assert isinstance(texts, list) and isinstance(labels, list)
+    assert isinstance(texts, list)
+    assert isinstance(labels, list)
     return [text_of(text, where=where) for text in texts], [text_of(label, where=where) for label in labels]
 
 

@@ -45,7 +45,7 @@ class Template:
             return cls()
         path = Path(os.path.expanduser(name))
         try:
-            value = yaml.load(read_text(path, limit=MOST_BYTES), Loader=_Loader)
+            value = yaml.load(read_text(path, limit=MOST_BYTES), Loader=_Loader)  # noqa: S506 it is the safe one, less aliases
         except RecursionError:
             raise UsageError(f"{path} is not usable YAML: nested too deeply") from None
         except (yaml.YAMLError, ValueError, OverflowError) as error:  # also dates and numbers that are none

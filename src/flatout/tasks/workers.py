@@ -74,7 +74,7 @@ class Worker:
                     raise
         if "error" in reply:
             raise RunFailed(f"the grading process cannot grade: {reply['error']}")
-        return reply["result"] if "result" in reply else KILLED
+        return reply.get("result", KILLED)
 
     def last_words(self) -> str:
         """The end of what the process wrote to stderr, as the end of a sentence."""
@@ -132,7 +132,8 @@ class Worker:
 
     def _exchanged(self, process: subprocess.Popen[bytes], request: bytes, *, within_s: float) -> bytes:
         """The line that answers a request; neither writing nor reading waits longer than that."""
-        assert process.stdin is not None and process.stdout is not None
+        assert process.stdin is not None
+        assert process.stdout is not None
         into, out, end = process.stdin.fileno(), process.stdout.fileno(), time.monotonic() + within_s
         while b"\n" not in self._buffer:
             left = max(0.0, end - time.monotonic())
