@@ -8,10 +8,11 @@ import os
 import shlex
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
@@ -57,11 +58,22 @@ def main() -> None:
     except FlatoutError as error:
         if os.environ.get("RANK", "0") != "0":
             sys.exit(error.exit_code)  # the first rank says it
-        err.print(f"[bold red]error:[/] {_escaped(str(error))}", highlight=False, soft_wrap=True)
-        sys.exit(error.exit_code)
+        _fail(str(error), exit_code=error.exit_code)
     except (PermissionError, IsADirectoryError, NotADirectoryError) as error:
-        err.print(f"[bold red]error:[/] {_escaped(str(error.filename))}: {error.strerror}", highlight=False)
-        sys.exit(EnvironmentLacks.exit_code)
+        _fail(f"{error.filename}: {error.strerror}", exit_code=EnvironmentLacks.exit_code)
+    except Exception:  # a mistake of ours
+        from flatout.record import redact
+
+        sys.stderr.write(redact(traceback.format_exc()))
+        sys.exit(FlatoutError.exit_code)
+
+
+def _fail(message: str, *, exit_code: int) -> NoReturn:
+    """What went wrong may quote a setting, an address or a command line: secrets in it are masked."""
+    from flatout.record import redact
+
+    err.print(f"[bold red]error:[/] {_escaped(redact(message))}", highlight=False, soft_wrap=True)
+    sys.exit(exit_code)
 
 
 def _version(wanted: bool) -> None:
@@ -174,6 +186,7 @@ def plan(
     from flatout import hardware as facts
     from flatout.config import load
     from flatout.plan import decide, job_of
+    from flatout.record import redacted
     from flatout.terminal import plan_tables
 
     loaded = load(config, overrides=overrides or [])
@@ -185,7 +198,7 @@ def plan(
         return
     where = machine.name or machine.gpu or "CPU"
     out.print(f"[bold]{_escaped(str(config))}[/] on {num_ranks} x {where}\n", highlight=False)
-    out.print(*plan_tables(made.to_json()), sep="\n\n")
+    out.print(*plan_tables(redacted(made.to_json())), sep="\n\n")
 
 
 @app.command()
@@ -204,10 +217,11 @@ def train(
     folder = _run_folder(loaded.settings, run, config=config, resume=resume)
     # Only now: torch takes seconds to import, and the user's mistakes are told before.
     from flatout.recipes import pretrain, rft, sft
+    from flatout.record import redacted
     from flatout.terminal import plan_tables
 
     if dry_run:
-        out.print(*plan_tables(pretrain.dry_run(loaded.settings).to_json()), sep="\n\n")
+        out.print(*plan_tables(redacted(pretrain.dry_run(loaded.settings).to_json())), sep="\n\n")
         return
     recipes: dict[str, Callable[..., Outcome]] = {"pretrain": pretrain.run, "sft": sft.run, "rft": rft.run}
     recipe = recipes[loaded.settings.recipe]
@@ -355,12 +369,17 @@ def _write_export(trained: Trained, run: Path, to: Path, *, dtype: torch.dtype, 
 def doctor(
     what: Annotated[list[str] | None, typer.Argument(help="a run folder, or -- and the command of any script")] = None,
     steps: Annotated[int, typer.Option(help="optimizer steps to watch, warm-up included")] = 20,
-    seconds: Annotated[float, typer.Option(help="watch no longer than this after warm-up")] = 60.0,
+    seconds: Annotated[
+        float, typer.Option(help="end the watch this long after the script's start, whatever it has done by then")
+    ] = 600.0,
+    window: Annotated[
+        float, typer.Option(help="time steps for at most this long after warm-up; replays take up to a third more")
+    ] = 60.0,
     then: Annotated[str, typer.Option(help="stop: end the script after that; continue: let it run on")] = "stop",
     run: Annotated[Path | None, typer.Option(help="run folder to write (default: runs/doctor-TIME)")] = None,
     json_to: Annotated[str | None, typer.Option("--json", help="file for the diagnosis, or - for stdout")] = None,
     proving: Annotated[bool, typer.Option("--prove", help="measure each fix that is a switch, on the script")] = False,
-    repeats: Annotated[int, typer.Option(help="with --prove: how often each is measured")] = 3,
+    repeats: Annotated[int, typer.Option(help="with --prove: how often each is measured", min=1)] = 3,
     log: Annotated[Path | None, typer.Option(help="diagnose the log of a training elsewhere")] = None,
     on: Annotated[str | None, typer.Option("--on", help="with --log: the machine it ran on, such as H100x8")] = None,
     params: Annotated[str | None, typer.Option(help="with --log: size of the model, such as 124M")] = None,
@@ -371,7 +390,7 @@ def doctor(
     try:
         leave = verb.main(
             what or [],
-            asked=verb.asked_for(steps=steps, seconds=seconds, then=then, json_to=json_to),
+            asked=verb.asked_for(steps=steps, seconds=seconds, window=window, then=then, json_to=json_to),
             folder=run or _new_folder("doctor"),
             consoles=(out, err),
             json_to=json_to,
@@ -590,23 +609,25 @@ def config_schema() -> None:
     """Print the JSON Schema of a configuration."""
     from flatout.config import schema
 
-    _print_json(schema())
+    sys.stdout.write(json.dumps(schema(), indent=2) + "\n")  # what a secret is named is no secret
 
 
 @config_app.command("show")
 def config_show(config: Config, overrides: Overrides = None, as_json: AsJson = False) -> None:
     """Print every setting, its value, and where it came from."""
     from flatout.config import load, show
+    from flatout.record import redacted
     from flatout.terminal import table
 
     rows = show(load(config, overrides=overrides or []))
+    values = redacted({row.key: row.value for row in rows})  # also by the name of the setting
     if as_json:
-        _print_json({row.key: {"value": row.value, "source": row.source} for row in rows})
+        _print_json({row.key: {"value": values[row.key], "source": row.source} for row in rows})
         return
     drawn = table("", "setting", "value", "from", "what it is")
     for row in rows:
         style = "" if row.source == "default" else "bold"
-        shown, source = "" if row.value is None else str(row.value), str(row.source)
+        shown, source = "" if row.value is None else str(values[row.key]), str(row.source)
         if row.value is None and row.key.startswith("plan."):
             shown, source = "auto", "plan"  # decided there, by the machine; `flatout plan` says what and why
         drawn.add_row(
@@ -644,7 +665,9 @@ def _warn(notices: Iterable[str]) -> None:
 
 
 def _print_json(value: Any) -> None:
-    sys.stdout.write(json.dumps(value, indent=2) + "\n")
+    from flatout.record import redacted
+
+    sys.stdout.write(json.dumps(redacted(value), indent=2) + "\n")
 
 
 def _escaped(text: str) -> str:

@@ -14,6 +14,8 @@ import os
 import re
 import shutil
 import stat
+import sys
+import sysconfig
 import types
 import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -413,6 +415,34 @@ def _alive(process: int) -> bool:
     except PermissionError:
         return True
     return True
+
+
+# -- Python processes of our own ---------------------------------------------------------------------------
+
+
+def own_python(module: str) -> list[str]:
+    """The command that runs a module of ours in a process of its own; its environment needs `own_python_path`."""
+    return [sys.executable, "-P", "-m", module]  # -P: nothing is imported from the current folder
+
+
+def own_python_path() -> str:
+    """PYTHONPATH for such a process: what this one imports from, less the current folder.
+
+    The standard library comes first, so that no file elsewhere passes for a part of it. The folder or archive that
+    this package itself lies in comes next: a checkout may be the current folder, and both must run the same code.
+    """
+    library = sysconfig.get_path("stdlib")
+    first = [library, os.path.join(library, "lib-dynload"), str(Path(__file__).parents[1])]
+    try:
+        here = os.path.realpath(os.curdir)
+    except FileNotFoundError:  # somebody has removed it
+        here = ""
+    others = [
+        path
+        for path in sys.path
+        if os.path.isabs(path) and os.path.exists(path) and os.pathsep not in path and os.path.realpath(path) != here
+    ]
+    return os.pathsep.join(dict.fromkeys([*first, *others]))
 
 
 # -- words -------------------------------------------------------------------------------------------------

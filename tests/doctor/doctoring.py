@@ -46,7 +46,7 @@ def every_core() -> Iterator[None]:
 def diagnosis_of(tmp_path: Path, *command: str, steps: int = 11, seconds: float = 5.0) -> dict[str, Any]:
     found = tmp_path / "diagnosis.json"
     done = doctor(
-        *("--steps", str(steps), "--seconds", str(seconds)),
+        *("--steps", str(steps), "--window", str(seconds)),
         *("--run", str(tmp_path / "run"), "--json", str(found), "--", *command),
     )
     assert done.returncode == 0, done.stderr.decode()[-3000:]

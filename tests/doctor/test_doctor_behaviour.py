@@ -111,7 +111,7 @@ finally:
     print("closed", flush=True)
 """,
     )
-    arguments = ("--steps", "10", "--seconds", "4", "--run", str(tmp_path / "run"), "--json", "-")
+    arguments = ("--steps", "10", "--window", "4", "--run", str(tmp_path / "run"), "--json", "-")
     done = doctor(*arguments, "--", sys.executable, name)
     assert done.returncode == 0, done.stderr
     assert b"chatter\nclosed\ncleaned up\n" in done.stderr

@@ -27,7 +27,7 @@ DOCTOR = f"import sys; sys.path.insert(0, {str(SRC)!r}); from flatout.cli import
 
 def run(tmp_path: Path, *command: str) -> dict:
     found = tmp_path / "found.json"
-    asked = ["--steps", "11", "--seconds", "5", "--run", str(tmp_path / "run"), "--json", str(found)]
+    asked = ["--steps", "11", "--window", "5", "--run", str(tmp_path / "run"), "--json", str(found)]
     env = {name: value for name, value in environment().items() if name != "PYTHONPATH"}
     done = subprocess.run(
         [sys.executable, "-c", DOCTOR, "doctor", *asked, "--", *command],

@@ -29,7 +29,7 @@ def test_a_switch_is_measured_and_changes_no_loss(tmp_path: Path) -> None:
     script, found = tmp_path / "train.py", tmp_path / "found.json"
     script.write_text(SCRIPT)
     done = doctor(
-        *("--steps", "10", "--seconds", "4", "--prove", "--repeats", "1", "--run", str(tmp_path / "run")),
+        *("--steps", "10", "--window", "4", "--prove", "--repeats", "1", "--run", str(tmp_path / "run")),
         *("--json", str(found), "--", sys.executable, str(script)),
     )
     assert done.returncode == 0, done.stderr.decode()[-3000:]

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
+from tests import warm
 
 from flatout.insight import watch
 from flatout.insight.machine import Machine
@@ -91,3 +92,57 @@ def test_no_secret_is_in_a_view(run: Run, capsys: pytest.CaptureFixture[str]):
     console.print(watch.line(tell(run)))
     clean(capsys.readouterr().out)
     clean(json.dumps(watch.snapshot([run])))
+
+
+HEADER = "Authorization: Bearer sentinel13header"
+ADDRESS = "https://user:sentinel14userinfo@example.org/x?token=sentinel15query&sig=sentinel16query"
+COMMAND = ["--auth", "sentinel17auth", "--key", "sentinel18key", "-p", "sentinel19p", "--pass=sentinel20pass"]
+
+
+def test_no_secret_of_a_watched_command_is_in_its_run(tmp_path: Path):
+    """The script quotes its own arguments as it fails; what the doctor keeps and adds has none of them."""
+    (tmp_path / "train.py").write_text("import sys\nraise SystemExit(' '.join(sys.argv).replace('--', ''))\n")
+    arguments = [sys.executable, "train.py", *COMMAND, "-H", HEADER, ADDRESS]
+    run, found = tmp_path / "run", tmp_path / "found.json"
+    done = warm.flatout("doctor", "--run", run, "--json", found, "--", *arguments, cwd=tmp_path)
+    assert done.returncode == 4
+    clean(done.stdout)
+    clean(done.stderr.split("failed by itself", 1)[1])
+    for path in [*run.rglob("*"), found]:
+        if path.is_file():
+            clean(path.read_text(errors="replace"))
+    assert (run / "config.yaml").read_text().count("***") >= 8
+    render([Run.open(run)], format="md")
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    path = tmp_path / "c.yaml"
+    path.write_text("recipe: pretrain\nmodel: {layers: 2, hidden: 32, heads: 2}\ntrain: {steps: 3}\n")
+    return path
+
+
+@pytest.mark.parametrize("verb", [["config", "show"], ["config", "show", "--json"]])
+def test_no_secret_is_in_a_configuration_that_is_shown(config: Path, tmp_path: Path, verb: list[str]):
+    done = warm.flatout(*verb, config, f"run={ADDRESS}", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "***" in done.stdout
+    clean(done.stdout)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["config", "validate", "{config}", "train.stepz=--auth sentinel21"],
+        ["plan", "{config}", "model.from=https://user:sentinel22@example.org/x?key=sentinel23"],
+        ["train", "{config}", "--resume", "--run", "nowhere?api_key=sentinel24"],
+        ["eval", "https://user:sentinel25@example.org/m", "--tasks", "jsonl:/nowhere?token=sentinel26"],
+        ["report", "/nowhere?sig=sentinel27"],
+        ["doctor", "--", "/nowhere?token=sentinel28"],
+    ],
+)
+def test_no_secret_is_in_an_error(config: Path, tmp_path: Path, arguments: list[str]):
+    done = warm.flatout(*(one.format(config=config) for one in arguments), cwd=tmp_path)
+    assert done.returncode in (2, 3)
+    assert "error:" in done.stderr
+    clean(done.stdout + done.stderr)

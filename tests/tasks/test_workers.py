@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from flatout.errors import RunFailed
 from flatout.tasks import grade, worker, workers
 from flatout.tasks.grader import Grader
 from flatout.tasks.workers import KILLED, Worker
@@ -79,7 +80,7 @@ def test_a_worker_that_was_killed_is_replaced() -> None:
 
 
 def test_a_spec_that_is_none_is_said() -> None:
-    with Worker() as one, pytest.raises(RuntimeError, match="did you mean units"):
+    with Worker() as one, pytest.raises(RunFailed, match="did you mean units"):
         one.call("reward", "unitz", 0, "")
 
 

@@ -55,6 +55,7 @@ from flatout.data.sources import (
 )
 from flatout.data.tokenizer import Tokenizer, encode_arrays, load_tokenizer
 from flatout.errors import EnvironmentLacks, FlatoutError, RunFailed, UsageError
+from flatout.files import own_python, own_python_path
 
 ENCODE_CHARACTERS = 8 << 20
 ENCODE_DOCUMENTS = 4096
@@ -475,9 +476,9 @@ def _spawn(task: Task) -> subprocess.Popen[str]:
     spec = asdict(task) | {"root": str(task.root), "parent": os.getpid()}
     task.root.mkdir(parents=True, exist_ok=True)
     with writer_log(task.root).open("w") as log:
-        # -P: a folder named `datasets` where the run was started must not pass for the package.
-        command = [sys.executable, "-P", "-m", "flatout.data.prepare"]
-        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=log, stderr=log, text=True)
+        # A folder named `datasets` where the run was started must not pass for the package.
+        command, env = own_python("flatout.data.prepare"), os.environ | {"PYTHONPATH": own_python_path()}
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=log, stderr=log, text=True, env=env)
     assert process.stdin is not None
     with suppress(BrokenPipeError), process.stdin as stdin:  # a process that is dead already is found out below
         json.dump(spec, stdin)

@@ -20,6 +20,8 @@ SUBSET_SEED = 0
 # Text is read in windows of so many tokens, each beginning afresh.
 WINDOW = 1024
 CHOICES_AT_ONCE = 32
+# From this share of completions on that could not be graded, the metric's own name says so.
+UNGRADED_SHARE = 0.05
 
 # (done, of) after each question
 Progress = Callable[[int, int], None]
@@ -31,7 +33,7 @@ class Score:
 
     task: str
     spec: str
-    metric: str  # accuracy (all rewards 0 or 1), reward, perplexity
+    metric: str  # accuracy (all rewards 0 or 1), reward, perplexity; with the share not graded, where that is large
     value: float
     low: float | None
     high: float | None
@@ -137,7 +139,11 @@ def _written(
         details["solved_once"] = {"value": solved / len(indices), "low": within.low, "high": within.high}
     flat = {reward for many in rewards for reward in many}
     means = [sum(many) / len(many) for many in rewards]
-    return _score(task, spec, indices, means, binary=flat <= {0.0, 1.0}, samples=samples, details=details)
+    score = _score(task, spec, indices, means, binary=flat <= {0.0, 1.0}, samples=samples, details=details)
+    ungraded = counts["killed"] / (len(indices) * samples)
+    if ungraded < UNGRADED_SHARE:
+        return score
+    return replace(score, metric=f"{score.metric}, {100 * ungraded:.0f} % not graded")
 
 
 def _choices(

@@ -1,14 +1,16 @@
 """Runs anyone's PyTorch script under the probe's agent and keeps what is seen in a run folder (`flatout doctor -- …`).
 
 The script is started as it would be without us, in the same folder, terminal and process group; only PYTHONPATH and
-one variable tell its Python to load the agent. The parent tails what the agent writes, samples the machine, passes on
-signals, and turns it all into records that every other reader knows.
+one variable tell its Python to load the agent. Its parent is the `supervisor`, which ends what has to be ended. We tail
+what the agent writes, sample the machine, pass on signals, and turn it all into records that every other reader knows.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -17,24 +19,29 @@ import sys
 import tempfile
 import threading
 import time
-from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, Literal
 
-from flatout.errors import UsageError
+from flatout.errors import RunFailed, UsageError
+from flatout.files import parse_json, read_bytes, read_json
 from flatout.hardware import Hardware
+from flatout.insight import supervisor
 from flatout.probe import Monitor, describe
-from flatout.record import Recorder, Run, Span, StepRecord, redact
+from flatout.record import Recorder, Run, Span, StepRecord, redact, redact_command
 
 _AGENT = Path(__file__).parents[1] / "probe" / "inject"
-_PASSED_ON = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGQUIT}
+_ENDS = supervisor.PASSED_ON - {signal.SIGUSR1, signal.SIGUSR2}
 _POLL_S = 0.2
-# A script that does not end after it was told to is given this long.
-_GRACE_S = 20.0
-_TAIL_LINES = 40
+# A script that does not end after it was told to is given this long, and then as long again after SIGTERM.
+_GRACE_S = 10.0
+_TAIL_LINES, _TAIL_BYTES = 40, 1 << 14
+# At this signal a script's Python writes down where it is. Nobody else uses it: scripts take SIGUSR1 and SIGUSR2.
+_STACK_SIGNAL = signal.SIGRTMAX - 2
+_STACK_S = 2.0
+_FRAME = re.compile(r'File "(?P<file>.+)", line (?P<line>\d+) in (?P<name>.+)')
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,14 +49,14 @@ class Asked:
     """How long to watch, and what happens then."""
 
     steps: int = 20
-    seconds: float = 60.0
+    seconds: float = 60.0  # of timed steps, after warm-up
     then: Literal["stop", "continue"] = "stop"
     look: bool = True  # profile, and replay the last batch; a proof only times
     switch: Mapping[str, Any] = field(default_factory=dict)  # fixes put in from outside
     variables: Mapping[str, str | None] = field(default_factory=dict)  # of the environment; None takes one out
     stdout_to_stderr: bool = False
     quiet: bool = False  # what the script prints goes nowhere
-    limit_s: float | None = None  # a script that takes longer, start and end included, is killed
+    limit_s: float = 600.0  # of the whole watch, from the script's start; with `stop` the script is ended then
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,12 +77,16 @@ class Watched:
     """What became of a script, and what the agent saw of its rank 0."""
 
     returncode: int
-    stopped: bool  # by us, after the window
+    stopped: bool  # by us, after the window or at the limit
     facts: Mapping[str, Any] | None  # None: no optimizer step was taken under a torch the agent saw
     steps: Sequence[Mapping[str, Any]]
     samples: Sequence[Mapping[str, Any]]  # of the machine
     crash: str | None  # its last words, secrets masked
     ranks: Mapping[int, Rank] = field(default_factory=dict)  # rank 0 among them
+    timed_out_s: float | None = None  # the limit it was ended at
+    was_at: str | None = None  # the line of its main thread then
+    signalled: bool = False  # we were told to end
+    left: Sequence[int] = ()  # processes that could not be ended
 
     @property
     def timed(self) -> list[Mapping[str, Any]]:
@@ -85,48 +96,58 @@ class Watched:
     @property
     def interrupted(self) -> bool:
         """Somebody ended it: they mean us too."""
-        return not self.stopped and self.returncode in (-signal.SIGINT, -signal.SIGTERM)
+        return self.signalled or (not self.stopped and self.returncode in (-signal.SIGINT, -signal.SIGTERM))
 
 
 def new_run(path: Path, *, command: Sequence[str], hardware: Hardware, asked: Asked) -> Run:
     """The folder of a foreign job. It has no plan of ours, and its configuration is its command line."""
-    shown = redact(shlex.join(command))
+    shown = shlex.join(redact_command(command))
     return Run.create(
         path,
         config_text=f"command: {json.dumps(shown)}\n",
         config={"command": shown},
-        plan={"foreign": True, "steps": asked.steps, "seconds": asked.seconds, "then": asked.then},
+        plan={
+            "foreign": True,
+            "steps": asked.steps,
+            "seconds": asked.seconds,
+            "limit_s": asked.limit_s,
+            "then": asked.then,
+        },
         hardware=hardware.to_json(),
         environment=describe(),
     )
 
 
 def watch(command: Sequence[str], *, asked: Asked, run: Run | None = None) -> Watched:
-    """Run the command to its end, or to the end of the window."""
+    """Run the command to its end, to the end of the window, or to the limit."""
     samples: list[Mapping[str, Any]] = []
     folder = Path(tempfile.mkdtemp(prefix="flatout-doctor-"))
     try:
-        with _signals_blocked() as unblocked:
-            process, tail = _start(command, asked=asked, folder=folder, mask=unblocked)
-            with _recording(run) as recorder:
-                books = _Books(folder, recorder)
-                on_sample = _both(samples, recorder)
-                with Monitor(interval_s=0.5, on_sample=on_sample):
-                    returncode = _wait(process, books, limit_s=asked.limit_s)
-                books.read()
-                seen = books.facts()
-                if recorder is not None and seen is not None:
-                    recorder.event("observed", **{**seen, "argv": redact(shlex.join(seen["argv"]))})
-        crash = _crash(folder, returncode, tail)
+        with (
+            _signals_blocked() as mask,
+            _Script(command, asked=asked, folder=folder, mask=mask) as script,
+            _recording(run) as recorder,
+        ):
+            books = _Books(folder, recorder)
+            with Monitor(interval_s=0.5, on_sample=_both(samples, recorder)):
+                script.wait(books)
+            books.read()
+            seen = books.facts()
+            if recorder is not None and seen is not None:
+                recorder.event("observed", **{**seen, "argv": shlex.join(redact_command(seen["argv"]))})
         stopped = seen is not None and seen["state"] == "stopped"
         return Watched(
-            returncode=returncode,
-            stopped=stopped,
+            returncode=script.returncode,
+            stopped=stopped or script.timed_out,
             facts=seen,
             steps=books.steps,
             samples=samples,
-            crash=crash,
+            crash=None if script.timed_out else _crash(folder, script.returncode, bytes(script.tail)),
             ranks=books.ranks(),
+            timed_out_s=asked.limit_s if script.timed_out else None,
+            was_at=script.was_at,
+            signalled=script.signalled,
+            left=script.left,
         )
     finally:
         shutil.rmtree(folder, ignore_errors=True)
@@ -137,42 +158,115 @@ def watch(command: Sequence[str], *, asked: Asked, run: Run | None = None) -> Wa
 
 @contextmanager
 def _signals_blocked() -> Iterator[set[Any]]:
-    """Signals are taken one by one in `_wait`; the script starts with the mask it would have had."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, _PASSED_ON | {signal.SIGCHLD})
+    """Signals are taken one by one in `_Script.wait`; the script starts with the mask it would have had."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, supervisor.PASSED_ON | {signal.SIGCHLD})
     try:
         yield before
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _start(
-    command: Sequence[str], *, asked: Asked, folder: Path, mask: set[Any]
-) -> tuple[subprocess.Popen[bytes], deque[str]]:
-    tail: deque[str] = deque(maxlen=_TAIL_LINES)
-    # With `continue` the script keeps its own terminal; otherwise its last words are kept as they pass through.
-    piped = asked.then == "stop"
-    stdout = subprocess.DEVNULL if asked.quiet else 2 if asked.stdout_to_stderr else None
-    try:
-        process = subprocess.Popen(
-            list(command),
+class _Script:
+    """The script under its supervisor. Leaving ends it, and all it started, if it has not ended by itself."""
+
+    def __init__(self, command: Sequence[str], *, asked: Asked, folder: Path, mask: set[Any]) -> None:
+        self.command, self.asked, self.folder = command, asked, folder
+        self.returncode, self.left = 0, ()
+        self.timed_out = self.signalled = False
+        self.was_at: str | None = None
+        self.tail = bytearray()
+        self._began = time.monotonic()
+        # With `continue` the script keeps its own terminal; otherwise its last words are kept as they pass through.
+        piped = asked.then == "stop"
+        control, self._control = os.pipe()
+        self._status, status = os.pipe()
+        started = [sys.executable, "-I", "-S", supervisor.__file__, str(control), str(status), str(_GRACE_S)]
+        self.process = subprocess.Popen(
+            [*started, asked.then, " ".join(str(int(number)) for number in mask), *command],
             env=_environment(asked, folder),
-            stdout=stdout,
+            stdout=subprocess.DEVNULL if asked.quiet else 2 if asked.stdout_to_stderr else None,
             stderr=subprocess.PIPE if piped else None,
-            preexec_fn=lambda: signal.pthread_sigmask(signal.SIG_SETMASK, mask),
+            pass_fds=(control, status),
         )
-    except (FileNotFoundError, PermissionError) as error:
-        raise UsageError(f"{command[0]!r} cannot be run: {error.strerror}") from error
-    if process.stderr is not None:
-        threading.Thread(target=_tee, args=(process.stderr, tail), daemon=True).start()
-    return process, tail
+        os.close(control)
+        os.close(status)
+        self._tee: threading.Thread | None = None
+        if self.process.stderr is not None:
+            self._tee = threading.Thread(target=_tee, args=(self.process.stderr, self.tail), daemon=True)
+            self._tee.start()
+
+    def __enter__(self) -> _Script:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        os.close(self._control)  # which the supervisor takes for the order to end
+        self.process.wait()
+        os.close(self._status)
+        if self._tee is not None:
+            self._tee.join(_GRACE_S)  # what a process that could not be ended holds open is not waited for
+
+    def wait(self, books: _Books) -> None:
+        """Until the script ends; meanwhile its steps are read and signals meant for it are passed on."""
+        end_at: float | None = None
+        while self.process.poll() is None:
+            got = signal.sigtimedwait(supervisor.PASSED_ON | {signal.SIGCHLD}, _POLL_S)
+            if got is not None and got.si_signo in supervisor.PASSED_ON:
+                # One typed at the terminal has reached the script already, one sent to us (a code of 0 or less) not.
+                if got.si_code <= 0:
+                    self._tell(f"{got.si_signo} 0")
+                self.signalled |= got.si_signo in _ENDS
+            books.read()
+            if self.asked.then == "continue":
+                continue  # as if it were not watched: it may take its time with a signal, or ignore it
+            now = time.monotonic()
+            if end_at is None:
+                if self.signalled or books.is_over():
+                    end_at = now + _GRACE_S
+                elif now > self._began + self.asked.limit_s:
+                    self.timed_out, self.was_at, end_at = True, self._main_thread(), now
+            if end_at is not None and now >= end_at:
+                self._tell("end")
+                end_at = math.inf
+        self._read_status()
+
+    def _tell(self, line: str) -> None:
+        with suppress(BrokenPipeError):
+            os.write(self._control, f"{line}\n".encode())
+
+    def _read_status(self) -> None:
+        told = os.read(self._status, 1 << 16)
+        if not told:
+            raise RunFailed("the process that supervises the script was killed, and the script with it")
+        status = json.loads(told)
+        if "error" in status:
+            raise UsageError(f"{self.command[0]!r} cannot be run: {status['error']}")
+        self.returncode, self.left = status["returncode"] or 0, tuple(status["left"])
+
+    def _main_thread(self) -> str | None:
+        """Where the script is, of several ranks the first, if its Python says so."""
+        able = sorted(
+            self.folder.glob("stack-*.txt"), key=lambda path: (path.stem.split("-")[1] != "0", path.stat().st_ctime)
+        )
+        if not able:
+            return None
+        self._tell(f"{int(_STACK_SIGNAL)} {able[0].stem.split('-')[2]}")
+        until = time.monotonic() + _STACK_S
+        while time.monotonic() < until and not able[0].read_bytes().endswith(b"\n"):
+            time.sleep(0.05)
+        frames = list(_FRAME.finditer(able[0].read_bytes()[: 1 << 16].decode(errors="replace")))
+        of_user = [one for one in frames if "site-packages" not in one["file"] and "/lib/python" not in one["file"]]
+        return next((f"{one['file']}:{one['line']} in {one['name']}" for one in [*of_user, *frames]), None)
 
 
 def _environment(asked: Asked, folder: Path) -> dict[str, str]:
+    stop = asked.then == "stop"
     told = {
         "out": str(folder),
         "steps": asked.steps,
         "seconds": asked.seconds,
-        "stop": asked.then == "stop",
+        "ends_at": time.monotonic() + asked.limit_s,  # of a clock that all processes of a machine share
+        "stack_signal": int(_STACK_SIGNAL) if stop else None,
+        "stop": stop,
         "look": asked.look,
         "switch": dict(asked.switch),
     }
@@ -182,37 +276,15 @@ def _environment(asked: Asked, folder: Path) -> dict[str, str]:
     return {name: value for name, value in changed.items() if value is not None}
 
 
-def _tee(source: IO[bytes], tail: deque[str]) -> None:
-    """Pass stderr on as it comes, byte by byte the same, and keep its last lines."""
-    last = b""
+def _tee(source: IO[bytes], tail: bytearray) -> None:
+    """Pass stderr on as it comes, byte by byte the same, and keep its end."""
     while chunk := os.read(source.fileno(), 1 << 16):
         # Our own stderr may be gone, or no file at all in a test: the script goes on all the same.
         with suppress(OSError, ValueError, AttributeError):
             sys.stderr.buffer.write(chunk)
             sys.stderr.buffer.flush()
-        *lines, last = (last + chunk).split(b"\n")
-        tail.extend(line.decode(errors="replace") for line in lines)
-    if last:
-        tail.append(last.decode(errors="replace"))
-
-
-def _wait(process: subprocess.Popen[bytes], books: _Books, *, limit_s: float | None) -> int:
-    """Until the script ends; meanwhile its steps are read and signals meant for it are passed on."""
-    began = time.monotonic()
-    told_to_end: float | None = None
-    while process.poll() is None:
-        got = signal.sigtimedwait(_PASSED_ON | {signal.SIGCHLD}, _POLL_S)
-        # One typed at the terminal has reached the script already; one sent to us (a code of 0 or less) has not.
-        if got is not None and got.si_signo in _PASSED_ON and got.si_code <= 0:
-            process.send_signal(got.si_signo)
-        books.read()
-        if told_to_end is None and books.is_over():
-            told_to_end = time.monotonic()
-        if told_to_end is not None and time.monotonic() - told_to_end > _GRACE_S:
-            process.kill()
-        if limit_s is not None and time.monotonic() - began > limit_s:
-            process.kill()
-    return process.wait()
+        tail += chunk
+        del tail[:-_TAIL_BYTES]
 
 
 # -- what the agent wrote
@@ -240,7 +312,7 @@ class _Books:
                 if not line.endswith(b"\n"):
                     break
                 self._offset += len(line)
-                self._take(json.loads(line))
+                self._take(parse_json(line, source=self._source))
 
     def _take(self, step: Mapping[str, Any]) -> None:
         self.steps.append(step)
@@ -249,19 +321,16 @@ class _Books:
 
     def facts(self) -> dict[str, Any] | None:
         path = self._first_rank("facts-*.json")
-        if path is None:
-            return None
-        read: dict[str, Any] = json.loads(path.read_text())
-        return read
+        return None if path is None else read_json(path)
 
     def ranks(self) -> dict[int, Rank]:
         """Every rank that wrote both of its files."""
         found: dict[int, Rank] = {}
         for path in self._by_rank("facts-*.json"):
-            facts, steps = json.loads(path.read_text()), path.with_name(f"steps{path.stem[5:]}.jsonl")
+            facts, steps = read_json(path), path.with_name(f"steps{path.stem[5:]}.jsonl")
             if facts["rank"] not in found and steps.exists():
-                lines = steps.read_text().split("\n")[:-1]
-                found[facts["rank"]] = Rank(facts=facts, steps=[json.loads(line) for line in lines])
+                lines = read_bytes(steps).split(b"\n")[:-1]
+                found[facts["rank"]] = Rank(facts=facts, steps=[parse_json(line, source=steps) for line in lines])
         return found
 
     def is_over(self) -> bool:
@@ -295,13 +364,13 @@ def to_record(step: Mapping[str, Any], *, attempt: int, num_ranks: int = 1) -> S
     )
 
 
-def _crash(folder: Path, returncode: int, tail: deque[str]) -> str | None:
+def _crash(folder: Path, returncode: int, tail: bytes) -> str | None:
     """The traceback of the first rank that fell, or what the script said last."""
     if returncode == 0:
         return None
     told = sorted(folder.glob("crash-*.txt"), key=lambda path: path.stat().st_mtime)
-    lines = told[0].read_text().splitlines() if told else list(tail)
-    return redact("\n".join(lines[-_TAIL_LINES:]))
+    lines = (told[0].read_bytes() if told else tail).decode(errors="replace").split("\n")
+    return redact("\n".join(lines[-_TAIL_LINES:]).strip("\n"))
 
 
 @contextmanager

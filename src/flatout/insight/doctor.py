@@ -13,29 +13,36 @@ from typing import Any
 from rich.console import Console
 from rich.markup import escape
 
-from flatout.errors import EnvironmentLacks, RunFailed, UsageError
+from flatout.errors import INTERRUPTED_EXIT, EnvironmentLacks, RunFailed, UsageError
 from flatout.hardware import detect
 from flatout.insight.attach import Asked, Watched, new_run, watch
 from flatout.insight.diagnose import diagnose
 from flatout.insight.diagnose.observed import Observed
 from flatout.insight.diagnose.ranks import straggler
 from flatout.insight.prove import ALL_TOGETHER, Proof, measured, prove
-from flatout.record import Diagnosis, Run, redact, redacted
+from flatout.record import Diagnosis, Run, redact, redact_command, redacted
 from flatout.terminal import number, percent, table
 
 # Fewer timed steps than these are no measurement.
 FEWEST_STEPS = 3
 
 
-def asked_for(*, steps: int, seconds: float, then: str, json_to: str | None) -> Asked:
+def asked_for(*, steps: int, seconds: float, window: float, then: str, json_to: str | None) -> Asked:
     if then not in ("stop", "continue"):
         raise UsageError(f"--then {then!r} is neither stop nor continue")
     if steps < FEWEST_STEPS + 4:
         raise UsageError(f"--steps {steps} is too few: {FEWEST_STEPS + 4} leave {FEWEST_STEPS} to measure")
-    if not seconds > 0:
-        raise UsageError(f"--seconds {seconds:g} must be above 0")
+    for name, value in (("seconds", seconds), ("window", window)):
+        if not value > 0:
+            raise UsageError(f"--{name} {value:g} must be above 0")
+    if json_to not in (None, "-") and (Path(json_to).is_dir() or not Path(json_to).parent.is_dir()):
+        raise UsageError(f"--json {json_to} cannot be written: it is a folder, or its folder does not exist")
     return Asked(
-        steps=steps, seconds=seconds, then="stop" if then == "stop" else "continue", stdout_to_stderr=json_to == "-"
+        steps=steps,
+        seconds=window,
+        limit_s=seconds,
+        then="stop" if then == "stop" else "continue",
+        stdout_to_stderr=json_to == "-",
     )
 
 
@@ -94,17 +101,25 @@ def script(
     watched, seen = looked.watched, looked.seen
     estimates = {finding.cause: finding.gain for finding in looked.diagnosis.findings}
     proofs: list[Proof] = []
-    if proving and seen is not None and not watched.crash:
+    if proving and seen is not None and not watched.crash and not watched.interrupted:
         proofs = prove(
             command, looked.diagnosis, seen=seen, asked=asked, repeats=repeats, say=lambda text: note(console, text)
         )
     diagnosis = measured(looked.diagnosis, proofs)
     looked.run.write_diagnosis(diagnosis)
-    about = {"command": redact(shlex.join(command)), "exit_code": watched.returncode, "stopped": watched.stopped}
+    about = {
+        "command": shlex.join(redact_command(command)),
+        "exit_code": watched.returncode,
+        "stopped": watched.stopped,
+    }
     extra = {"run": str(folder), "script": about, "estimates": estimates, "proofs": [asdict(proof) for proof in proofs]}
     say(diagnosis, console=console, json_to=json_to, extra=extra, proofs=proofs)
+    if watched.left:
+        note(console, f"these processes of the script could not be ended: {', '.join(map(str, watched.left))}")
     if asked.then == "continue":
         return _shell_code(watched.returncode)
+    if watched.signalled:
+        return INTERRUPTED_EXIT
     looked.check()
     return 0
 
@@ -160,11 +175,17 @@ def observed(watched: Watched, *, hardware: Any) -> Observed | None:
 
 
 def _nothing(watched: Watched) -> Diagnosis:
-    if watched.facts is None:
-        why = "no optimizer step was seen: the command ran no Python with torch from 2.4 on, or did not get to training"
-    else:
+    limit_s = watched.timed_out_s
+    within = "" if limit_s is None else f" in {limit_s:g} s"
+    if watched.facts is not None:
         timed = len(watched.timed)
-        why = f"only {timed} steps after warm-up were seen, {FEWEST_STEPS} are needed: let the script take more"
+        why = f"only {timed} steps after warm-up were seen{within}, {FEWEST_STEPS} are needed: "
+        why += "let the script take more" if limit_s is None else "give it longer with --seconds"
+    else:
+        cause = "the command ran no Python with torch from 2.4 on, or did not get to training"
+        if watched.was_at is not None:
+            cause = f"the script was at {watched.was_at}; give it longer with --seconds"
+        why = f"no optimizer step was seen{within}: {cause}"
     return Diagnosis(verdict=why, limit={}, findings=())
 
 

@@ -13,6 +13,7 @@ import json
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
@@ -20,6 +21,7 @@ from typing import Any
 
 from flatout import hardware
 from flatout.errors import UsageError
+from flatout.files import BadFile, read_bytes
 from flatout.insight.diagnose import ranked, verdict_of
 from flatout.insight.diagnose.health import loss_finding
 from flatout.insight.diagnose.limit import too_good
@@ -27,7 +29,11 @@ from flatout.record import Diagnosis, Finding
 
 _WARM_LINES = 2  # compilation and filling caches
 _MOST_BYTES = 200_000_000
-_NUMBER = r"[-+]?(?:\d[\d,]*\.?\d*(?:[eE][-+]?\d+)?|nan|inf)"
+# A printed line is shorter. What is matched against a longer one could take for ever, so it is no line of a log.
+_LONGEST_LINE = 1 << 14
+_LONGEST_NUMBER = 64
+# Possessive throughout: a run of digits is looked at once.
+_NUMBER = r"[-+]?(?:\d++(?:,\d++)*+(?:\.\d*+)?+(?:[eE][-+]?\d++)?+|nan|inf)"
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 
 # What a number is called in one log or another.
@@ -114,11 +120,11 @@ def diagnose(path: Path, *, on: str | None = None, params: str | None = None) ->
 def read(path: Path) -> Log:
     """The log, whichever kind it is."""
     try:
-        if path.stat().st_size > _MOST_BYTES:
-            raise UsageError(f"{path} has more than {_MOST_BYTES // 10**6} MB: cut out the part to look at")
-        text = _COLOURS.sub("", path.read_text(errors="replace"))
-    except (FileNotFoundError, IsADirectoryError, PermissionError) as error:
-        raise UsageError(f"{path} cannot be read: {error.strerror}") from error
+        text = _COLOURS.sub("", read_bytes(path, limit=_MOST_BYTES).decode(errors="replace"))
+    except FileNotFoundError:
+        raise UsageError(f"{path} cannot be read: there is no such file") from None
+    except BadFile as error:
+        raise UsageError(f"{error}: give a text file, or the part of it to look at") from None
     for reader in (_trainer_state, _json_lines, _csv, _lines):
         found = reader(text)
         if found is not None and found.rows:
@@ -272,10 +278,11 @@ def _healthy(limit: Mapping[str, Any]) -> str:
 
 
 def _size(text: str) -> float:
-    match = re.fullmatch(r"([\d.]+)\s*([KMBT]?)", text.strip(), re.IGNORECASE)
-    if match is None:
-        raise UsageError(f"--params {text!r} is no size: write 124M, 7B or a number")
-    return float(match[1]) * {"": 1, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}[match[2].upper()]
+    match = re.fullmatch(r"(\d{1,40}(?:\.\d{0,40})?)\s*([KMBT]?)", text.strip(), re.IGNORECASE)
+    size = float(match[1]) * {"": 1, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}[match[2].upper()] if match else 0.0
+    if not size:
+        raise UsageError(f"--params {text[:_LONGEST_NUMBER]!r} is no size: write 124M, 7B or a number")
+    return size
 
 
 # -- readers
@@ -294,11 +301,13 @@ def _canonical(values: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _number(value: Any) -> float | None:
-    if isinstance(value, bool) or value is None:
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        return None
+    if isinstance(value, str) and len(value) > _LONGEST_NUMBER:
         return None
     try:
-        return float(str(value).replace(",", ""))
-    except ValueError:
+        return float(value.replace(",", "")) if isinstance(value, str) else float(value)
+    except (ValueError, OverflowError):
         return None
 
 
@@ -308,7 +317,7 @@ def _trainer_state(text: str) -> Log | None:
     try:
         state = json.loads(text)
         rows = [_canonical(entry) for entry in state["log_history"]]
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
     return Log(kind="Hugging Face Trainer state", rows=[row for row in rows if len(row) > 1])
 
@@ -318,10 +327,9 @@ def _json_lines(text: str) -> Log | None:
     for line in text.splitlines():
         if line.startswith("{") and '"' in line:
             try:
-                value = json.loads(line)
-            except ValueError:
+                row = _canonical(_flat(json.loads(line)))
+            except (ValueError, RecursionError):
                 continue
-            row = _canonical(_flat(value))
             if row.keys() - {"step"}:
                 rows.append(row)
     return Log(kind="JSON lines", rows=rows) if rows else None
@@ -342,7 +350,10 @@ def _csv(text: str) -> Log | None:
     head = text.split("\n", 1)[0]
     if "," not in head or "=" in head or not any(cell.strip().lower() in _CANON for cell in head.split(",")):
         return None
-    rows = [_canonical(row) for row in csv.DictReader(text.splitlines()) if None not in row]
+    try:
+        rows = [_canonical(row) for row in csv.DictReader(text.splitlines()) if None not in row]
+    except csv.Error:
+        return None
     return Log(kind="CSV", rows=[row for row in rows if row])
 
 
@@ -350,6 +361,8 @@ def _lines(text: str) -> Log | None:
     """Printed logs, line by line; the kind with the most lines wins."""
     found: dict[str, list[dict[str, float]]] = {}
     for line in re.split(r"[\r\n]+", text):
+        if len(line) > _LONGEST_LINE:
+            continue
         for kind, reader in _LINE_READERS:
             row = reader(line)
             if row:
@@ -375,58 +388,62 @@ def _printed_once(text: str) -> dict[str, float]:
         ("sequence_length", r"(?:seq_len|sequence[ _]length|block_size)\s*[:=]\s*([\d,]+)"),
     ):
         if name not in once and (match := re.search(pattern, text)):
-            once[name] = _size(match[1].replace(",", "").replace(" ", "").rstrip("."))
+            with suppress(UsageError):  # something else is printed there
+                once[name] = _size(match[1].replace(",", "").replace(" ", "").rstrip("."))
     return once
 
 
 def _of_nanogpt(line: str) -> dict[str, float] | None:
-    match = re.search(rf"iter (\d+): loss ({_NUMBER}), time ({_NUMBER})ms(?:, mfu ({_NUMBER})%)?", line)
+    match = re.search(rf"iter (\d++): loss ({_NUMBER}), time ({_NUMBER})ms(?:, mfu ({_NUMBER})%)?", line)
     if match is None:
         return None
-    row = {"step": float(match[1]), "loss": float(match[2]), "seconds": float(match[3]) / 1e3}
+    row = _numbers(step=match[1], loss=match[2], seconds=match[3], mfu=match[4])
+    row |= {"seconds": row["seconds"] / 1e3} if "seconds" in row else {}
     # It prints -100 % until it has measured.
-    return row | ({"mfu": float(match[4]) / 100} if match[4] and float(match[4]) > 0 else {})
+    mfu = row.pop("mfu", 0.0) / 100
+    return row | ({"mfu": mfu} if mfu > 0 else {})
 
 
 def _of_nanogpt_evaluation(line: str) -> dict[str, float] | None:
-    match = re.search(rf"step (\d+): train loss {_NUMBER}, val loss ({_NUMBER})", line)
-    return {"step": float(match[1]), "val_loss": float(match[2])} if match else None
+    match = re.search(rf"step (\d++): train loss {_NUMBER}, val loss ({_NUMBER})", line)
+    return _numbers(step=match[1], val_loss=match[2]) if match else None
 
 
 def _of_nanochat(line: str) -> dict[str, float] | None:
-    match = re.search(
-        rf"step (\d+)(?:/\d+)? .*\| loss: ({_NUMBER}) .*\| dt: ({_NUMBER})ms \| tok/sec: ({_NUMBER}) "
-        rf"\| (?:\w+_)?mfu: ({_NUMBER})",
-        line,
-    )
-    if match is None:
+    step = re.search(r"step (\d++)(?:/\d++)? ", line)
+    if step is None:
         return None
-    return {
-        "step": float(match[1]),
-        "loss": float(match[2]),
-        "seconds": float(match[3]) / 1e3,
-        "tokens_per_s": float(match[4].replace(",", "")),
-        "mfu": float(match[5]) / 100,
-    }
+    printed = dict(re.findall(rf"\| ([\w/]++): ({_NUMBER})", line))
+    mfu = next((value for name, value in printed.items() if re.fullmatch(r"(?:\w+_)?mfu", name)), None)
+    row = _numbers(
+        step=step[1], loss=printed.get("loss"), seconds=printed.get("dt"), tokens_per_s=printed.get("tok/sec"), mfu=mfu
+    )
+    if len(row) < 5:
+        return None
+    return row | {"seconds": row["seconds"] / 1e3, "mfu": row["mfu"] / 100}
+
+
+def _numbers(**printed: str | None) -> dict[str, float]:
+    """Those that are numbers."""
+    return {name: number for name, text in printed.items() if (number := _number(text)) is not None}
 
 
 def _of_torchtitan(line: str) -> dict[str, float] | None:
     if "tps:" not in line or "step:" not in line:
         return None
-    row = _canonical(dict(re.findall(rf"(\w+):\s+({_NUMBER})", line)))
+    row = _canonical(dict(re.findall(rf"(?<!\w)(\w++):\s++({_NUMBER})", line)))
     row.pop("mfu", None)
-    if match := re.search(rf"mfu:\s+({_NUMBER})%", line):
-        row["mfu"] = float(match[1]) / 100
-    if match := re.search(rf"memory:\s+{_NUMBER}GiB\(({_NUMBER})%\)", line):
-        row["memory_share"] = float(match[1]) / 100
-    return row
+    mfu = re.search(rf"mfu:\s++({_NUMBER})%", line)
+    memory = re.search(rf"memory:\s++{_NUMBER}GiB\(({_NUMBER})%\)", line)
+    shares = _numbers(mfu=mfu[1] if mfu else None, memory_share=memory[1] if memory else None)
+    return row | {name: value / 100 for name, value in shares.items()}
 
 
 def _of_verl(line: str) -> dict[str, float] | None:
     if " - " not in line or not re.search(r"\bstep:\d+ - ", line):
         return None
     row: dict[str, float] = {}
-    for key, value in re.findall(rf"([\w/@.-]+):(?:np\.\w+\()?({_NUMBER})", line):
+    for key, value in re.findall(rf"(?<![\w/@.-])([\w/@.-]++):(?:np\.\w+\()?({_NUMBER})", line):
         row |= {k: v for k, v in _canonical({key: value}).items() if k not in row}
     return row if row.keys() & {"tokens_per_s", "seconds", "grad_norm"} else None
 
@@ -437,7 +454,9 @@ def _of_trainer(line: str) -> dict[str, float] | None:
         return None
     try:
         value = ast.literal_eval(match[0])
-    except (ValueError, SyntaxError):
+    except (ValueError, SyntaxError, RecursionError, MemoryError, TypeError):
+        return None
+    if not isinstance(value, dict):
         return None
     row = _canonical(value)
     # The summary's own loss is a mean over the run.
@@ -446,7 +465,7 @@ def _of_trainer(line: str) -> dict[str, float] | None:
 
 def _of_pairs(line: str) -> dict[str, float] | None:
     """`step=10 loss=2.1 tok/s=5,000` and `step: 10 | loss: 2.1`."""
-    pairs = re.findall(rf"([A-Za-z][\w/.-]*)\s*[=:]\s*({_NUMBER})(ms)?(?=$|[\s,|;)%\]])", line)
+    pairs = re.findall(rf"(?<![\w/.-])([A-Za-z][\w/.-]*+)\s*+[=:]\s*+({_NUMBER})(ms)?(?=$|[\s,|;)%\]])", line)
     row: dict[str, float] = {}
     for key, value, milliseconds in pairs:
         named = _canonical({key: value})

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import faulthandler
 import functools
 import gc
 import importlib.machinery
@@ -91,9 +92,16 @@ class Settings:
         self.stop: bool = asked["stop"]
         self.look: bool = asked.get("look", True)  # profile and ask what if; a proof only times
         self.switch: dict[str, Any] = asked.get("switch", {})
+        self.ends_at: float = asked.get("ends_at", float("inf"))  # of the whole watch, on the monotonic clock
+        self.stack_signal: int | None = asked.get("stack_signal")
+        self.warm = min(WARM_STEPS, max(1, self.steps // 4))
+        self.fit()
+
+    def fit(self) -> None:
+        """No longer than what is left of the whole watch, replays included."""
+        self.seconds = min(self.seconds, max(0.0, 0.7 * (self.ends_at - time.monotonic())))
         # What one replay may take, and all of them together.
         self.replay_s, self.replays_s = self.seconds / 40, self.seconds / 3
-        self.warm = min(WARM_STEPS, max(1, self.steps // 4))
 
 
 # -- telling a module from its import
@@ -938,6 +946,7 @@ class Agent:
         profiled = self.profiled if asked.look else 0
         if self.stage == "warm" and self.num_steps >= asked.warm:
             self.stage, self.began = "timed", now
+            asked.fit()
             if asked.look:
                 self.sampler.start()
         elif self.stage == "timed":
@@ -1789,10 +1798,20 @@ def changed_value(now: Any, wanted: Any) -> Any:
     return now * wanted["times"] if isinstance(now, (int, float)) and not isinstance(now, bool) else now
 
 
+def tell_stack(settings: Settings) -> None:
+    """On a signal the main thread's stack goes to a file, whatever it is at: no thread of ours has to run for that."""
+    if settings.stack_signal is not None:
+        path = os.path.join(settings.out, f"stack-{os.environ.get('RANK', '')}-{os.getpid()}.txt")
+        # Kept open for the life of the process, as the handler needs it.
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        faulthandler.register(settings.stack_signal, file=descriptor, all_threads=False)
+
+
 def start() -> Agent:
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch's profiler would tell the script's stderr of itself
     imports = ImportHook()
     agent = Agent(Settings(os.environ["FLATOUT_AGENT"]), imports)
+    quietly(tell_stack)(agent.settings)
     sys.meta_path.insert(0, imports)
     imports.when("torch", agent.on_torch)
     atexit.register(agent.at_exit)

@@ -11,7 +11,7 @@ Standard library only, so a run opens on any machine. No other module knows a fi
 """
 
 from flatout.record.records import BESIDE, WARM_STEPS, Diagnosis, Event, Finding, Sink, Span, StepRecord
-from flatout.record.redact import redact, redacted
+from flatout.record.redact import redact, redact_command, redacted
 from flatout.record.rollup import Rollup
 from flatout.record.run import Recorder, Run
 from flatout.record.schemas import GPU_NUMBERS
@@ -30,5 +30,6 @@ __all__ = [
     "Span",
     "StepRecord",
     "redact",
+    "redact_command",
     "redacted",
 ]

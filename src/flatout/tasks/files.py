@@ -9,11 +9,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from flatout import files
 from flatout.errors import UsageError
 from flatout.tasks import grade
 from flatout.tasks.base import Messages, assistant, user
 
 LETTERS = "ABCDEFGHIJ"
+# The largest published sets of questions have some hundred megabytes.
+MOST_BYTES = 2 << 30
 _NUMBERED = re.compile(r"Answer([0-9]): ")
 _CALCULATOR = re.compile(r"<<[^<>]*>>")
 
@@ -40,9 +43,24 @@ class Row:
     def text(self, *keys: str) -> str:
         """The first of these fields that is there, as text."""
         for key in keys:
-            if isinstance(value := self.value.get(key), str | int | float) and not isinstance(value, bool):
-                return str(value)
-        raise UsageError(f"{self.where}: needs {' or '.join(keys)} as text or a number; has {', '.join(self.value)}")
+            if is_text(value := self.value.get(key)):
+                return text_of(value, where=f"{self.where}, {key}")
+        has = ", ".join(self.value)
+        raise UsageError(f"{self.where}: needs {' or '.join(keys)} as text or a number; has {has[:200]}")
+
+
+def is_text(value: object) -> bool:
+    """Text, or a number that may stand for it."""
+    return isinstance(value, str | int | float) and not isinstance(value, bool)
+
+
+def text_of(value: object, *, where: str) -> str:
+    text = str(value)
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise UsageError(f"{where}: holds half of a surrogate pair, which is not valid text") from None
+    return text
 
 
 def read_rows(path: Path) -> list[Row]:
@@ -54,7 +72,8 @@ def read_rows(path: Path) -> list[Row]:
         else:
             values = [(f"{path}:{i + 1}", json.loads(line)) for i, line in enumerate(text.split("\n")) if line.strip()]
     except (ValueError, RecursionError) as error:
-        raise UsageError(f"{path} is neither JSON lines nor a JSON list: {error}") from None
+        why = "it is nested too deeply" if isinstance(error, RecursionError) else f"{error}"[:200]
+        raise UsageError(f"{path} is neither JSON lines nor a JSON list: {why}") from None
     for where, value in values:
         if not isinstance(value, dict):
             raise UsageError(f"{where}: holds a {type(value).__name__}, not an object")
@@ -63,13 +82,11 @@ def read_rows(path: Path) -> list[Row]:
     return [Row(value=value, where=where) for where, value in values]
 
 
-def read_text(path: Path) -> str:
+def read_text(path: Path, *, limit: int = MOST_BYTES) -> str:
     try:
-        return path.expanduser().read_text(encoding="utf-8")
+        return files.read_text(path, limit=limit)
     except FileNotFoundError:
         raise UsageError(f"there is no file {path}") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"{path} cannot be read as UTF-8 text: {error}") from None
 
 
 def test_file(path: Path) -> Path:
@@ -193,26 +210,36 @@ def _choice(row: Row) -> Choice:
     else:
         inner = value["question"] if isinstance(value.get("question"), dict) else value
         question = Row(value=inner, where=row.where).text("question", "stem")
-        options, labels = _options(inner.get("choices", value.get("choices")))
+        options, labels = _options(inner.get("choices", value.get("choices")), where=row.where)
         right = value.get("answerKey", value.get("answer"))
     at = right if isinstance(right, int) and not isinstance(right, bool) else None
     if at is None and str(right) in labels:
         at = labels.index(str(right))
     if at is None or not 0 <= at < len(options) or not 2 <= len(options) <= len(LETTERS):
         raise UsageError(
-            f"{row.where}: {len(options)} options with answer {right!r}; needs 2 to {len(LETTERS)} and one of them"
+            f"{row.where}: {len(options)} options with answer {repr(right)[:80]}; needs 2 to {len(LETTERS)} and one of "
+            "them"
         )
     return Choice(question=question.strip(), options=tuple(option.strip() for option in options), right=at)
 
 
-def _options(value: object) -> tuple[list[str], list[str]]:
+def _options(value: object, *, where: str) -> tuple[list[str], list[str]]:
     """Options and their labels, from a list of texts, of {text, label}, or {text: [...], label: [...]}."""
+    texts: object
+    labels: object
     if isinstance(value, dict):
-        return [str(text) for text in value.get("text", [])], [str(label) for label in value.get("label", [])]
-    if isinstance(value, list) and all(isinstance(option, dict) for option in value):
-        return [str(o.get("text")) for o in value], [str(o.get("label")) for o in value]
-    options = [str(option) for option in value] if isinstance(value, list) else []
-    return options, list(LETTERS[: len(options)])
+        texts, labels = value.get("text"), value.get("label", [])
+    elif isinstance(value, list) and value and all(isinstance(option, dict) for option in value):
+        texts, labels = [option.get("text") for option in value], [option.get("label", "") for option in value]
+    else:
+        texts = [] if value is None else value
+        labels = list(LETTERS[: len(texts)]) if isinstance(texts, list) else []
+    for found in (texts, labels):
+        if not isinstance(found, list) or not all(map(is_text, found)):
+            raise UsageError(f"{where}: choices must be a list of texts, of objects with text and label, or one such")
+    assert isinstance(texts, list)
+    assert isinstance(labels, list)
+    return [text_of(text, where=where) for text in texts], [text_of(label, where=where) for label in labels]
 
 
 GRADERS = ("auto", "exact", "number", "math")

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
+from flatout.errors import RunFailed
 from flatout.tasks.grade import tail
 from flatout.tasks.workers import TIMEOUT_S, Killed, Worker
+
+# An answer that costs nothing to grade may take this long on a busy machine; longer, and the grader does not work.
+PROBE_S = 60.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,10 +31,23 @@ class Grader:
         self._worker = Worker(timeout_s=timeout_s)
 
     def grade(self, i: int, completion: str) -> Graded:
+        """Raises RunFailed where no completion at all can be graded: that is no score of 0."""
         reply = self._worker.call("reward", self.spec, i, tail(completion))
         if isinstance(reply, Killed):
+            probe = self._worker.call("probe", self.spec, timeout_s=PROBE_S)
+            if isinstance(probe, Killed):
+                raise RunFailed(
+                    f"the grader of {self.spec} does not work: even a trivial answer is not graded within "
+                    f"{PROBE_S:g} s{self._worker.last_words()}"
+                )
             return Graded(reward=0.0, answered=False, status="killed")
-        return Graded(reward=min(1.0, max(0.0, float(reply["reward"]))), answered=bool(reply["answered"]))
+        return self._graded(reply)
+
+    def _graded(self, reply: Any) -> Graded:
+        match reply:
+            case {"reward": int() | float() as reward, "answered": bool(answered)} if math.isfinite(reward):
+                return Graded(reward=min(1.0, max(0.0, float(reward))), answered=answered)
+        raise RunFailed(f"the grader of {self.spec} gave {str(reply)[:200]} where a reward from 0 to 1 is expected")
 
     def close(self) -> None:
         self._worker.close()

@@ -6,18 +6,31 @@ The file is YAML: `system` (a text), `examples` (a list of `question` and `answe
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import yaml
 
-from flatout.errors import UsageError
+from flatout.errors import UsageError, first_line
 from flatout.tasks.base import Messages, Task, assistant, system, user
-from flatout.tasks.files import read_text
+from flatout.tasks.files import is_text, read_text, text_of
 
 BARE = "bare"
 PLACE = "{question}"
+MOST_BYTES = 1 << 20
+_SHOWN = 120
+
+
+class _Loader(yaml.SafeLoader):
+    """Without aliases: a few lines of them stand for gigabytes."""
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        if self.check_event(yaml.AliasEvent):
+            raise yaml.YAMLError("aliases (*name) are not taken, write the text out")
+        found: yaml.Node | None = super().compose_node(parent, index)
+        return found
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,11 +43,13 @@ class Template:
     def open(cls, name: str) -> Template:
         if name == BARE:
             return cls()
-        path = Path(name)
+        path = Path(os.path.expanduser(name))
         try:
-            value = yaml.safe_load(read_text(path))
-        except (yaml.YAMLError, RecursionError) as error:
-            raise UsageError(f"{path} is not valid YAML: {str(error).splitlines()[0]}") from None
+            value = yaml.load(read_text(path, limit=MOST_BYTES), Loader=_Loader)  # noqa: S506 it is the safe one, less aliases
+        except RecursionError:
+            raise UsageError(f"{path} is not usable YAML: nested too deeply") from None
+        except (yaml.YAMLError, ValueError, OverflowError) as error:  # also dates and numbers that are none
+            raise UsageError(f"{path} is not valid YAML: {first_line(error)[:_SHOWN]}") from None
         if not isinstance(value, dict) or not value or not set(value) <= {"system", "examples", "question"}:
             raise UsageError(f"{path}: a prompt has some of system, examples and question, and nothing else")
         made = cls(
@@ -87,13 +102,15 @@ class Prompted:
 
 def _examples(value: object, path: Path) -> tuple[tuple[str, str], ...]:
     if not isinstance(value, list) or not all(
-        isinstance(one, dict) and set(one) == {"question", "answer"} for one in value
+        isinstance(one, dict) and set(one) == {"question", "answer"} and all(map(is_text, one.values()))
+        for one in value
     ):
-        raise UsageError(f"{path}: examples are a list, each with question and answer")
-    return tuple((str(one["question"]), str(one["answer"])) for one in value)
+        raise UsageError(f"{path}: examples are a list, each with question and answer, both texts")
+    where = f"{path}: examples"
+    return tuple((text_of(one["question"], where=where), text_of(one["answer"], where=where)) for one in value)
 
 
 def _text(value: object, where: str) -> str | None:
     if value is not None and not isinstance(value, str):
         raise UsageError(f"{where} must be a text")
-    return value
+    return None if value is None else text_of(value, where=where)

@@ -44,7 +44,10 @@ def open_task(spec: str) -> Task | Texts:
         return _built(lambda: Sums(split=path or "valid"), spec, query)
     if not path:
         raise UsageError(f"task {name} needs {_TAKES[name]}: {name}:PATH")
-    file = Path(path).expanduser()
+    try:
+        file = Path(path).expanduser()
+    except RuntimeError:
+        raise UsageError(f"task {spec!r} names the home folder of an unknown user") from None
     match name:
         case "gsm8k":
             return _built(lambda: Gsm8k.open(file), spec, query)

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from typing import Any, BinaryIO
 
-from flatout.errors import FlatoutError
+from flatout.errors import first_line
 from flatout.tasks import grade, workers
 from flatout.tasks.base import Task, Texts
 from flatout.tasks.specs import open_task
@@ -37,6 +37,13 @@ def _reward(spec: str, i: int, completion: str) -> dict[str, Any]:
     return {"reward": task.reward(i, completion), "answered": task.answer(completion) is not None}
 
 
+def _probe(spec: str) -> dict[str, Any]:
+    """What any grader that works can do, however heavy the completions are."""
+    if getattr(_task(spec), "maths", False) and grade.has_maths():
+        grade.verify("2x", "x+x")
+    return _reward(spec, 0, "<answer>1</answer>")
+
+
 def _prepare_reward(spec: str, *_: Any) -> None:
     if getattr(_task(spec), "maths", False):
         grade.warm_maths()
@@ -45,19 +52,20 @@ def _prepare_reward(spec: str, *_: Any) -> None:
 # Each operation, and what is done once before the fork so that no child has to.
 OPERATIONS: dict[str, tuple[Callable[..., Any], Callable[..., None]]] = {
     "reward": (_reward, _prepare_reward),
+    "probe": (_probe, _prepare_reward),
     "maths": (grade.verify, lambda *_: grade.warm_maths()),
 }
 
 
 def serve(requests: BinaryIO, replies: BinaryIO) -> None:
     for line in requests:
-        request = json.loads(line)
-        work, prepare = OPERATIONS[request["op"]]
         try:
+            request = json.loads(line)
+            work, prepare = OPERATIONS[request["op"]]
             prepare(*request["args"])
             reply = _forked(work, request["args"], timeout_s=request["timeout_s"])
-        except (FlatoutError, ImportError, ValueError) as error:
-            reply = json.dumps({"error": f"{type(error).__name__}: {error}"}).encode()
+        except Exception as error:  # the task or its library, not what was written: nothing can be graded
+            reply = json.dumps({"error": f"{type(error).__name__}: {error}"[: workers.WORDS_BYTES]}).encode()
         replies.write(reply + b"\n")
         replies.flush()
 
@@ -74,7 +82,7 @@ def _forked(work: Callable[..., Any], arguments: list[Any], *, timeout_s: float)
     try:
         while select.select([reading], [], [], max(0.0, end - time.monotonic()))[0]:
             part = os.read(reading, 1 << 16)
-            if not part:
+            if not part or len(reply) > workers.REPLY_BYTES // 2:
                 break
             reply += part
     finally:
@@ -85,21 +93,28 @@ def _forked(work: Callable[..., Any], arguments: list[Any], *, timeout_s: float)
 
 
 def _child(work: Callable[..., Any], arguments: list[Any], writing: int, *, timeout_s: float) -> None:
+    words = os.dup(2)
     try:
+        os.dup2(os.open(os.devnull, os.O_RDWR), 2)
         workers.KILLABLE = True
-        resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
         seconds = int(timeout_s) + 1
-        resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))
+        for limit, wanted in ((resource.RLIMIT_AS, MEMORY_BYTES), (resource.RLIMIT_CPU, seconds)):
+            most = resource.getrlimit(limit)[1]  # a limit that stands already cannot be raised
+            allowed = wanted if most == resource.RLIM_INFINITY else min(wanted, most)
+            resource.setrlimit(limit, (allowed, allowed))
         os.write(writing, json.dumps({"result": work(*arguments)}).encode())
+    except BaseException as error:
+        # One line, for the case that nothing can be graded at all.
+        os.write(words, f"{type(error).__name__}: {first_line(error)[:200]}\n".encode(errors="replace"))
     finally:
         os._exit(0)
 
 
 def main() -> None:
     requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
-    # Whatever a library prints must not pass for a reply.
+    # Whatever a library prints must not pass for a reply. Stderr stays: a worker that dies says why.
     nothing = os.open(os.devnull, os.O_RDWR)
-    for standard in (0, 1, 2):
+    for standard in (0, 1):
         os.dup2(nothing, standard)
     sys.setrecursionlimit(2000)
     serve(requests, replies)

@@ -2,6 +2,7 @@
 
 One process per `Worker` builds what is needed once and forks a child for every request, so nothing that a
 completion did to its child is there for the next one. Requests and replies are JSON lines; nothing is pickled.
+A request whose child is killed is worth nothing. A worker that cannot work at all is an error, with its last words.
 """
 
 from __future__ import annotations
@@ -12,14 +13,22 @@ import os
 import select
 import signal
 import subprocess
-import sys
+import tempfile
 import threading
 import time
-from typing import Any
+from typing import IO, Any
+
+from flatout.errors import EnvironmentLacks, RunFailed
+from flatout.files import own_python, own_python_path
 
 TIMEOUT_S = 2.0
 # Importing computer algebra on a busy machine; only the first request waits for it.
 START_S = 120.0
+# A worker that is lost is started again and asked again, this many times in all.
+ATTEMPTS = 2
+# The largest reply, and how much of what a worker wrote to stderr is told.
+REPLY_BYTES = 1 << 20
+WORDS_BYTES = 2000
 
 # True in a forked child: there, heavy comparison may run in place.
 KILLABLE = False
@@ -32,6 +41,10 @@ class Killed:
 KILLED = Killed()
 
 
+class _Lost(Exception):
+    """The worker died, fell silent, or replied with something else."""
+
+
 class Worker:
     """Answers requests, one at a time; may be called from any thread."""
 
@@ -39,25 +52,38 @@ class Worker:
         self.timeout_s = timeout_s
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
+        self._stderr: IO[bytes] | None = None
         self._buffer = b""
 
-    def call(self, operation: str, *arguments: Any) -> Any:
-        """The operation's result, or KILLED."""
-        request = {"op": operation, "args": arguments, "timeout_s": self.timeout_s}
+    def call(self, operation: str, *arguments: Any, timeout_s: float | None = None) -> Any:
+        """The operation's result, or KILLED. Raises where the worker itself cannot work."""
+        within = self.timeout_s if timeout_s is None else timeout_s
+        request = json.dumps({"op": operation, "args": arguments, "timeout_s": within}).encode() + b"\n"
         with self._lock:
-            fresh = self._process is None
-            try:
-                process = self._started()
-                self._send(process, json.dumps(request).encode() + b"\n")
-                reply = json.loads(self._line(process, START_S if fresh else START_S / 4))
-            except BaseException as error:  # a reply may still be on its way: it belongs to no later request
-                self._stop()
-                if isinstance(error, OSError | ValueError | TimeoutError):
-                    return KILLED
-                raise
+            for attempt in range(ATTEMPTS):
+                try:
+                    reply = self._asked(request, timeout_s=within)
+                    break
+                except _Lost as error:
+                    words = self.last_words()
+                    self._stop()  # a reply may still be on its way: it belongs to no later request
+                    if attempt + 1 == ATTEMPTS:
+                        raise RunFailed(f"the grading process does not work: {error}{words}") from None
+                except BaseException:
+                    self._stop()
+                    raise
         if "error" in reply:
-            raise RuntimeError(reply["error"])
-        return KILLED if reply.get("killed") else reply["result"]
+            raise RunFailed(f"the grading process cannot grade: {reply['error']}")
+        return reply.get("result", KILLED)
+
+    def last_words(self) -> str:
+        """The end of what the process wrote to stderr, as the end of a sentence."""
+        if self._stderr is None:
+            return ""
+        end = self._stderr.seek(0, os.SEEK_END)
+        self._stderr.seek(max(0, end - WORDS_BYTES))
+        said = self._stderr.read(WORDS_BYTES).decode(errors="replace").strip()
+        return f". Its last words:\n{said}" if said else ""
 
     def close(self) -> None:
         with self._lock:
@@ -72,46 +98,84 @@ class Worker:
     def __del__(self) -> None:
         self._stop()
 
+    def _asked(self, request: bytes, *, timeout_s: float) -> dict[str, Any]:
+        fresh = self._process is None
+        process = self._started()
+        line = self._exchanged(process, request, within_s=timeout_s + (START_S if fresh else START_S / 4))
+        try:
+            reply = json.loads(line)
+        except (ValueError, RecursionError):
+            raise _Lost("its reply is not JSON") from None
+        if not isinstance(reply, dict) or not reply.keys() & {"result", "error", "killed"}:
+            raise _Lost("its reply has no result")
+        return reply
+
     def _started(self) -> subprocess.Popen[bytes]:
         if self._process is None or self._process.poll() is not None:
             self._stop()
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "flatout.tasks.worker"],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                start_new_session=True,
-                env=_environment(),
-            )
+            try:
+                # A file, not a pipe: nobody reads along, and a full pipe would stop the worker.
+                self._stderr = tempfile.TemporaryFile()  # noqa: SIM115
+                self._process = subprocess.Popen(
+                    own_python("flatout.tasks.worker"),
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=self._stderr,
+                    start_new_session=True,
+                    env=_environment(),
+                )
+                assert self._process.stdin is not None
+                os.set_blocking(self._process.stdin.fileno(), False)
+            except OSError as error:
+                raise EnvironmentLacks(f"a process for grading cannot be started: {error.strerror or error}") from None
         return self._process
 
-    def _send(self, process: subprocess.Popen[bytes], data: bytes) -> None:
+    def _exchanged(self, process: subprocess.Popen[bytes], request: bytes, *, within_s: float) -> bytes:
+        """The line that answers a request; neither writing nor reading waits longer than that."""
         assert process.stdin is not None
-        process.stdin.write(data)
-        process.stdin.flush()
-
-    def _line(self, process: subprocess.Popen[bytes], within_s: float) -> bytes:
         assert process.stdout is not None
-        end = time.monotonic() + self.timeout_s + within_s
+        into, out, end = process.stdin.fileno(), process.stdout.fileno(), time.monotonic() + within_s
         while b"\n" not in self._buffer:
-            ready, _, _ = select.select([process.stdout], [], [], max(0.0, end - time.monotonic()))
-            part = os.read(process.stdout.fileno(), 1 << 16) if ready else b""
-            if not part:
-                raise TimeoutError
-            self._buffer += part
+            left = max(0.0, end - time.monotonic())
+            readable, writable, _ = select.select([out], [into] if request else [], [], left)
+            if not readable and not writable:
+                raise _Lost(f"it did not answer within {within_s:g} s")
+            if writable:
+                try:
+                    request = request[os.write(into, request) :]
+                except BlockingIOError:
+                    pass
+                except BrokenPipeError:
+                    raise _Lost(_ended(process)) from None
+            if readable:
+                part = os.read(out, 1 << 16)
+                if not part:
+                    raise _Lost(_ended(process))
+                self._buffer += part
+                if len(self._buffer) > REPLY_BYTES:
+                    raise _Lost(f"its reply has more than {REPLY_BYTES:,} bytes")
         line, _, self._buffer = self._buffer.partition(b"\n")
         return line
 
     def _stop(self) -> None:
         process, self._process, self._buffer = self._process, None, b""
-        if process is None:
-            return
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-        for pipe in (process.stdin, process.stdout):
+        stderr, self._stderr = self._stderr, None
+        if process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        for pipe in (stderr, *((process.stdin, process.stdout) if process is not None else ())):
             if pipe is not None:
                 with contextlib.suppress(OSError):
                     pipe.close()
+
+
+def _ended(process: subprocess.Popen[bytes]) -> str:
+    try:
+        code = process.wait(START_S)
+    except subprocess.TimeoutExpired:
+        return "it closed its end"
+    return f"it ended with exit code {code}" if code >= 0 else f"it was killed by signal {-code}"
 
 
 _shared: Worker | None = None
@@ -129,4 +193,4 @@ def call(operation: str, *arguments: Any) -> Any:
 def _environment() -> dict[str, str]:
     """What Python needs to find this package, and nothing secret."""
     kept = {name: os.environ[name] for name in ("PATH", "HOME", "LANG", "LC_ALL", "TMPDIR") if name in os.environ}
-    return kept | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    return kept | {"PYTHONPATH": own_python_path()}

@@ -1,0 +1,96 @@
+"""`doctor --log FILE` on anything: a diagnosis or one sentence, in bounded time, and never a traceback."""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests import warm
+
+from flatout.errors import UsageError
+from flatout.insight import logs
+
+DIGITS = "9" * 5000
+GOOD = "".join(f"step={step} loss=2.{9 - step} tok/s=100\n" for step in range(9))
+
+
+@pytest.mark.parametrize("kind", ["pipe", "device", "folder", "missing"])
+def test_what_is_no_file_is_told_at_once(tmp_path: Path, kind: str) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    path = {"device": Path("/dev/zero"), "folder": tmp_path}.get(kind, tmp_path / kind)
+    done = warm.flatout("doctor", "--log", path, cwd=tmp_path)
+    assert done.returncode == 2
+    assert done.stderr.startswith("error:")
+    assert "Traceback" not in done.stderr
+
+
+def test_a_file_of_gigabytes_is_refused_unread(tmp_path: Path) -> None:
+    path = tmp_path / "large.log"
+    with path.open("wb") as file:
+        file.truncate(3 << 30)
+    with pytest.raises(UsageError, match=r"3,221,225,472 bytes"):
+        logs.diagnose(path)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        '{"loss":' * 100_000,
+        '{"a":' * 900 + "1" + "}" * 900,
+        f'{{"step": {DIGITS}, "loss": 1}}',
+        '{"log_history": ' + "[" * 100_000,
+        "{'loss': " + "[" * 5000 + "}",
+        f"{{'loss': {DIGITS}}}",
+        "{'loss', 'step'}",
+        "iter 1: loss 1,000, time 1,5ms, mfu 1,000%",
+        f"iter {DIGITS}: loss {DIGITS}, time {DIGITS}ms",
+        "step 1: train loss 1,2, val loss 1,2",
+        "step 1 | loss: 1,5 | dt: 1,2ms | tok/sec: 1 | mfu: 1,1",
+        "step: 1  tps: 1  mfu: 1,1%  memory: 1GiB(1,1%)",
+        "step " * 3000 + "| loss: 1 " * 300,
+        "step=1 loss=" + "1" * 16_000 + "x",
+        "a" * 16_000,
+        "number of parameters: 1.2.3M",
+        "step=1 loss=1e999 tok/s=1e308",
+        "x" * 5_000_000,
+        "\x00\x1b[" + "0;" * 5000,
+    ],
+)
+def test_a_hostile_line_costs_little_and_hides_no_other(tmp_path: Path, line: str) -> None:
+    path = tmp_path / "train.log"
+    path.write_text(f"{GOOD}{line}\n")
+    assert logs.diagnose(path, on="H100", params="124M").limit["tokens_per_s"] == 100
+
+
+def test_a_table_with_an_endless_cell_is_told(tmp_path: Path) -> None:
+    path = tmp_path / "train.csv"
+    path.write_text(f"step,loss\n1,{'9' * 200_000}\n")
+    with pytest.raises(UsageError, match="no training log"):
+        logs.diagnose(path)
+
+
+@pytest.mark.parametrize("size", ["1.2.3B", "0", DIGITS, "-7B", "nan", ""])
+def test_a_size_that_is_none_is_told(tmp_path: Path, size: str) -> None:
+    path = tmp_path / "train.log"
+    path.write_text(GOOD)
+    with pytest.raises(UsageError, match="is no size") as raised:
+        logs.diagnose(path, params=size) if size else logs._size(size)
+    assert len(str(raised.value)) < 200
+
+
+NUMBERS = st.one_of(st.floats(), st.integers(), st.sampled_from(["nan", "inf", "-inf", "1,000", "1e308", "0"]))
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.dictionaries(st.sampled_from(sorted(logs._CANON)), NUMBERS, min_size=1), min_size=1, max_size=5))
+def test_any_numbers_are_diagnosed(tmp_path_factory: pytest.TempPathFactory, rows: list[dict[str, object]]) -> None:
+    path = tmp_path_factory.mktemp("log") / "train.log"
+    path.write_text(
+        "".join(f"step={i} " + " ".join(f"{k}={v}" for k, v in row.items()) + "\n" for i, row in enumerate(rows))
+    )
+    with suppress(UsageError):  # no line that is known
+        logs.diagnose(path, on="H100x8", params="7B")
