@@ -176,9 +176,9 @@ class Work:
             outcome = self._teach(run.stage_dir("taught"))
             if outcome.stopped_by.startswith("SIG"):
                 raise Stopped(outcome.stopped_by)
-            as_folder(Run.open(run.stage_dir("taught")), to)
+            as_folder(Run.open(run.stage_dir("taught")), to, trust=settings.model.trust)
         elif name is not None and Run.is_at(name) and not to.is_dir():
-            as_folder(Run.open(name), to)
+            as_folder(Run.open(name), to, trust=settings.model.trust)
         elif name is not None and settings.model.revision is not None and settings.rft.teach is None:
             return str(hub.folder(name, weights=True, revision=settings.model.revision))
         return str(to) if to.is_dir() else str(name)
@@ -188,7 +188,7 @@ class Work:
         rft, path = self.settings.rft, self.session.run.samples_dir / f"score-{number}.json"
         if path.is_file() and (known := score_of(json.loads(path.read_text()))).spec == self.asked.measured:
             return known
-        model = opened(name)
+        model = opened(name, trust=self.settings.model.trust)
         sampling = Sampling(max_tokens=self.settings.sample.max_tokens, stop_ids=model.stop_ids)
 
         def measure(sampler: Sampler) -> Score:
@@ -211,7 +211,7 @@ class Work:
     def samples(self, name: str, *, number: int, before: Mapping[int, Sequence[Kept]]) -> list[Chunk]:
         settings, session = self.settings, self.session
         rft, task = settings.rft, written(self.asked.sampled)
-        model = opened(name)
+        model = opened(name, trust=settings.model.trust)
         sampling = Sampling(
             max_tokens=settings.sample.max_tokens,
             min_tokens=settings.sample.min_tokens,
@@ -379,7 +379,7 @@ class Work:
 
 def as_sft(settings: Settings, *, student: str | None, rows: Path) -> Settings:
     """The same run as recipe sft on what was sampled. None: the model as it is configured, weights or none."""
-    model = settings.model if student is None else ModelSettings(name=student)
+    model = settings.model if student is None else ModelSettings(name=student, trust=settings.model.trust)
     # What a model wrote may spell out a control token: such a row is left out and counted, and stops nothing.
     data = replace(settings.data, source="jsonl", path=str(rows), on_bad_row="skip", max_bad_share=1.0)
     return replace(settings, recipe="sft", model=model, data=data)
@@ -403,15 +403,15 @@ def alone() -> Ranks:
     return ranks
 
 
-def opened(name: str) -> Opened:
+def opened(name: str, *, trust: str | None) -> Opened:
     """A model to be asked, in the memory that the one before has left."""
     free_memory()
-    return open_model(name)
+    return open_model(name, trust=trust)
 
 
-def as_folder(run: Run, to: Path) -> None:
+def as_folder(run: Run, to: Path, *, trust: str | None) -> None:
     """The model of a run as a Hugging Face folder, whole or not there."""
-    trained = open_trained(run)
+    trained = open_trained(run, trust=trust)
     if trained.adapters is not None and isinstance(trained.model, Decoder):
         lora.merge(trained.model)
     partial_folder = to.with_name(f".{to.name}.tmp")
