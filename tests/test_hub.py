@@ -160,11 +160,14 @@ def test_a_bare_name_is_one_of_the_hub(tmp_path: Path, endpoint: str) -> None:
 
 
 def test_code_is_fetched_only_of_a_pinned_commit(tmp_path: Path, endpoint: str) -> None:
-    for revision in (None, "main", "v1.0", COMMIT[:12]):
-        answer = ask("owner/model", endpoint=endpoint, home=tmp_path, code=True, revision=revision)
-        assert answer.startswith("UsageError: model.trust_remote_code would run the code of 'owner/model'")
+    for pin in ("main", "true", COMMIT[:12], "f" * 64):
+        answer = ask("owner/model", endpoint=endpoint, home=tmp_path, trust=pin)
+        assert answer.startswith(f"UsageError: --trust-remote-code {pin!r} cannot pin 'owner/model'")
         assert "40 hexadecimal digits" in answer
-    found = Path(ask("owner/model", endpoint=endpoint, home=tmp_path, code=True, revision=COMMIT))
+    answer = ask("owner/model", endpoint=endpoint, home=tmp_path, trust=COMMIT, revision="main")
+    assert "is another commit than model.revision 'main'" in answer
+    found = Path(ask("owner/model", endpoint=endpoint, home=tmp_path, trust=COMMIT))
+    assert found.name == COMMIT
     assert (found / "modeling.py").is_file()
     assert not (found / "pytorch_model.bin").exists()
 
@@ -172,7 +175,7 @@ def test_code_is_fetched_only_of_a_pinned_commit(tmp_path: Path, endpoint: str) 
 def test_a_folder_has_no_revision(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"model\.revision 'main' beside the folder"):
         hub.folder(str(tmp_path), weights=True, revision="main")
-    assert hub.folder(str(tmp_path), weights=True, code=True) == tmp_path
+    assert hub.folder(str(tmp_path), weights=True, trust="0" * 64) == tmp_path
 
 
 def test_a_name_the_hub_does_not_know_is_a_mistake(tmp_path: Path, endpoint: str) -> None:
@@ -197,10 +200,12 @@ def test_an_unreachable_hub_is_not_the_users_mistake(tmp_path: Path) -> None:
     ("content", "says"),
     [
         (None, "is missing"),
-        (b"{", "cannot be read as JSON"),
-        (b"\xff\xfe", "cannot be read as JSON"),
-        (b"[1, 2]", "holds a list, not an object"),
-        (b"null", "holds a NoneType, not an object"),
+        (b"{", "is not valid JSON"),
+        (b"\xff\xfe", "is not valid JSON"),
+        (b"[1, 2]", "holds a list where a JSON object is expected"),
+        (b"null", "holds null where a JSON object is expected"),
+        (b"[" * 100_000, "nested too deeply"),
+        (b'{"layers": ' + b"9" * 5000 + b"}", "is not valid JSON"),
     ],
 )
 def test_a_file_that_is_no_json_object_is_named(tmp_path: Path, content: bytes | None, says: str) -> None:
@@ -217,6 +222,58 @@ def test_a_json_object_is_read_as_it_is(tmp_path: Path) -> None:
     file = tmp_path / "config.json"
     file.write_text('{"name": "Übung", "layers": 2}', encoding="utf-8")
     assert hub.read_json(file) == {"name": "Übung", "layers": 2}
+
+
+def test_links_are_followed_only_within_a_folder_or_the_cache_of_the_hub(tmp_path: Path) -> None:
+    secret = tmp_path / "secret.json"
+    secret.write_text('{"key": "canary"}')
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").symlink_to(secret)
+    with pytest.raises(UsageError, match="symbolic link that leaves"):
+        hub.read_json(model / "config.json")
+
+    cache = tmp_path / "hub"
+    snapshot = cache / "models--owner--model" / "snapshots" / COMMIT
+    for folder in (snapshot, snapshot.parents[1] / "blobs", cache / "blobs" / "ab"):
+        folder.mkdir(parents=True)
+    own, shared = snapshot.parents[1] / "blobs" / "0123", cache / "blobs" / "ab" / ("ab" * 32)
+    own.write_text('{"where": "own"}')
+    shared.write_text('{"where": "shared"}')
+    (snapshot / "config.json").symlink_to("../../blobs/0123")
+    assert hub.read_json(snapshot / "config.json") == {"where": "own"}
+    own.unlink()
+    own.symlink_to(f"../../blobs/ab/{shared.name}")
+    assert hub.read_json(snapshot / "config.json") == {"where": "shared"}
+    own.unlink()
+    own.symlink_to(secret)
+    with pytest.raises(UsageError, match="symbolic link that leaves"):
+        hub.read_json(snapshot / "config.json")
+    # Blobs that are a link themselves are no cache of the hub.
+    own.unlink()
+    own.parent.rmdir()
+    own.parent.symlink_to(tmp_path)
+    (snapshot / "tokenizer.json").symlink_to("../../blobs/secret.json")
+    with pytest.raises(UsageError, match="symbolic link that leaves"):
+        hub.read_json(snapshot / "tokenizer.json")
+
+
+def test_code_is_pinned_by_its_own_hash_and_links_are_no_part_of_it(tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    (model / "sub").mkdir(parents=True)
+    (model / "a.py").write_text("x = 1")
+    (model / "sub" / "b.py").write_text("y = 1")
+    first = hub.code_of(str(model), model)
+    assert [*first.files] == ["a.py"]
+    (model / "a.py").write_text("x = 2")
+    changed = hub.code_of(str(model), model)
+    (model / "a.py").rename(model / "c.py")
+    renamed = hub.code_of(str(model), model)
+    assert len({first.pin, changed.pin, renamed.pin}) == 3
+    (tmp_path / "outside.py").write_text("z = 1")
+    (model / "d.py").symlink_to(tmp_path / "outside.py")
+    with pytest.raises(UsageError, match="symbolic link that leaves"):
+        hub.code_of(str(model), model)
 
 
 def test_published_shapes_have_their_published_sizes() -> None:

@@ -45,6 +45,14 @@ Config = Annotated[Path, typer.Argument(help="YAML file of the run")]
 Overrides = Annotated[list[str] | None, typer.Argument(help="dotted overrides, such as train.lr=3e-4")]
 RunFolder = Annotated[Path | None, typer.Option("--run", help="run folder (default: runs/CONFIG-TIME)")]
 AsJson = Annotated[bool, typer.Option("--json", help="machine-readable output")]
+Trust = Annotated[
+    str | None,
+    typer.Option(
+        "--trust-remote-code",
+        metavar="PIN",
+        help="run the code that comes with the model: its commit on the hub, or the hash that the refusal prints",
+    ),
+]
 Backend = Annotated[str, typer.Option(help="who samples: flatout, hf, vllm, or auto: flatout where it can, else hf")]
 
 out = Console(emoji=False)
@@ -180,6 +188,7 @@ def plan(
     config: Config,
     overrides: Overrides = None,
     on: Annotated[str | None, typer.Option("--on", help="a machine from the table, such as A100-80GBx8")] = None,
+    trust: Trust = None,
     as_json: AsJson = False,
 ) -> None:
     """Decide how a run would use a machine, here or named, with reasons and predictions. Needs no torch."""
@@ -189,10 +198,10 @@ def plan(
     from flatout.record import redacted
     from flatout.terminal import plan_tables
 
-    loaded = load(config, overrides=overrides or [])
+    settings = _trusting(load(config, overrides=overrides or []).settings, trust)
     machine = facts.detect() if on is None else facts.parse(on)
     num_ranks = max(1, machine.num_gpus)
-    made = decide(job_of(loaded.settings, hardware=machine, num_ranks=num_ranks))
+    made = decide(job_of(settings, hardware=machine, num_ranks=num_ranks))
     if as_json:
         _print_json(made.to_json())
         return
@@ -208,24 +217,25 @@ def train(
     run: RunFolder = None,
     resume: Annotated[bool, typer.Option("--resume", help="go on from the newest whole checkpoint in --run")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="plan and check, then stop")] = False,
+    trust: Trust = None,
 ) -> None:
     """Train. One configuration file to a measured, resumable run."""
     _require_torch()
     from flatout.config import load
 
-    loaded = load(config, overrides=overrides or [])
-    folder = _run_folder(loaded.settings, run, config=config, resume=resume)
+    settings = _trusting(load(config, overrides=overrides or []).settings, trust)
+    folder = _run_folder(settings, run, config=config, resume=resume)
     # Only now: torch takes seconds to import, and the user's mistakes are told before.
     from flatout.recipes import pretrain, rft, sft
     from flatout.record import redacted
     from flatout.terminal import plan_tables
 
     if dry_run:
-        out.print(*plan_tables(redacted(pretrain.dry_run(loaded.settings).to_json())), sep="\n\n")
+        out.print(*plan_tables(redacted(pretrain.dry_run(settings).to_json())), sep="\n\n")
         return
     recipes: dict[str, Callable[..., Outcome]] = {"pretrain": pretrain.run, "sft": sft.run, "rft": rft.run}
-    recipe = recipes[loaded.settings.recipe]
-    _leave(_carry_out(recipe, loaded.settings, folder=folder, resume=resume), folder)
+    recipe = recipes[settings.recipe]
+    _leave(_carry_out(recipe, settings, folder=folder, resume=resume), folder, trust=trust)
 
 
 @app.command()
@@ -234,25 +244,38 @@ def sample(
     overrides: Overrides = None,
     run: RunFolder = None,
     resume: Annotated[bool, typer.Option("--resume", help="go on with the first unfinished chunk in --run")] = False,
+    trust: Trust = None,
 ) -> None:
     """Sample a task's questions and keep what is right: the first half of recipe rft, without the training."""
     _require_torch()
     from flatout.config import load
 
-    loaded = load(config, overrides=overrides or [])
-    if loaded.settings.recipe != "rft":
-        raise UsageError(f"{config} is of recipe {loaded.settings.recipe}, which samples nothing: give one of rft")
-    folder = _run_folder(loaded.settings, run, config=config, resume=resume)
+    settings = _trusting(load(config, overrides=overrides or []).settings, trust)
+    if settings.recipe != "rft":
+        raise UsageError(f"{config} is of recipe {settings.recipe}, which samples nothing: give one of rft")
+    folder = _run_folder(settings, run, config=config, resume=resume)
     from functools import partial
 
     from flatout.recipes import rft
     from flatout.record import Run
 
-    outcome = _carry_out(partial(rft.run, train=False), loaded.settings, folder=folder, resume=resume)
-    _leave(outcome, folder, verb="sample")
+    outcome = _carry_out(partial(rft.run, train=False), settings, folder=folder, resume=resume)
+    _leave(outcome, folder, verb="sample", trust=trust)
     hint = json.dumps({"source": "jsonl", "path": str(Run.open(folder).samples_dir / "round-1.jsonl")})
     out.print(f"train on it by recipe sft with data: {hint}, or on all of it by\n  ", end="", highlight=False)
-    out.print(_resuming("train", folder), highlight=False, markup=False, soft_wrap=True)
+    out.print(_resuming("train", folder, trust=trust), highlight=False, markup=False, soft_wrap=True)
+
+
+def _trusting(settings: Settings, trust: str | None) -> Settings:
+    """The settings with the user's pin; of a name on the hub, the commit it stands for is recorded as its revision."""
+    if trust is None:
+        return settings
+    from flatout import hub
+
+    model = replace(settings.model, trust=trust)
+    if model.name is not None and settings.recipe != "rft":  # there it is the generator that may have code
+        model = replace(model, revision=hub.pinned(model.name, revision=model.revision, trust=trust))
+    return replace(settings, model=model)
 
 
 def _run_folder(settings: Settings, run: Path | None, *, config: Path, resume: bool) -> Path:
@@ -287,11 +310,12 @@ def _carry_out(recipe: Callable[..., Outcome], settings: Settings, *, folder: Pa
         raise typer.Exit(INTERRUPTED_EXIT) from None
 
 
-def _resuming(verb: str, folder: Path) -> str:
-    return f"flatout {verb} {shlex.quote(f'{folder}/config.yaml')} --run {shlex.quote(str(folder))} --resume"
+def _resuming(verb: str, folder: Path, *, trust: str | None) -> str:
+    trusting = f" --trust-remote-code {shlex.quote(trust)}" if trust else ""
+    return f"flatout {verb} {shlex.quote(f'{folder}/config.yaml')} --run {shlex.quote(str(folder))} --resume{trusting}"
 
 
-def _leave(outcome: Outcome, folder: Path, *, verb: str = "train") -> None:
+def _leave(outcome: Outcome, folder: Path, *, verb: str = "train", trust: str | None = None) -> None:
     """How a run that was asked to stop ends: whether its state is safe, how to go on, and the exit code."""
     if not outcome.stopped_by.startswith("SIG"):
         return
@@ -303,8 +327,9 @@ def _leave(outcome: Outcome, folder: Path, *, verb: str = "train") -> None:
         if ranks.world > 1:
             begin = f"torchrun --nproc-per-node {ranks.world} -m flatout"
             command = f"{begin} train {shlex.quote(f'{folder}/config.yaml')} {shlex.quote(f'run={folder}')} --resume"
+            command += f" --trust-remote-code {shlex.quote(trust)}" if trust else ""
         else:
-            command = _resuming(verb, folder)
+            command = _resuming(verb, folder, trust=trust)
         err.print(f"{outcome.stopped_by}: {safe}. Resume with\n  {_escaped(command)}", highlight=False, soft_wrap=True)
     raise typer.Exit(INTERRUPTED_EXIT if outcome.stopped_by == "SIGINT" else PREEMPTED_EXIT)
 
@@ -318,6 +343,7 @@ def export(
     best: Annotated[
         bool, typer.Option("--best", help="the lowest validation loss (save.best), not the newest")
     ] = False,
+    trust: Trust = None,
 ) -> None:
     """Write a run's newest weights and tokenizer as a Hugging Face folder; adapters as PEFT's, unless merged."""
     _require_torch()
@@ -332,7 +358,7 @@ def export(
         raise UsageError(f"--dtype {dtype!r} is none of {', '.join(DTYPES)}")
     if to.exists() and not (to.is_dir() and not any(to.iterdir())):
         raise UsageError(f"{to} is no empty folder, and nothing is overwritten: choose another folder")
-    trained = open_trained(Run.open(run), best=best)
+    trained = open_trained(Run.open(run), best=best, trust=trust)
     _warn(trained.notices)
     if merge and trained.adapters is None:
         raise UsageError(f"{run} trained all weights: there is nothing to merge, leave --merge out")
@@ -427,6 +453,7 @@ def evaluate(
     dtype: Annotated[str | None, typer.Option(help="bf16, fp16 or fp32 (default: by the device)")] = None,
     rows: Annotated[int | None, typer.Option(help="answers written at once (default: by the device)", min=1)] = None,
     backend: Backend = "auto",
+    trust: Trust = None,
     as_json: AsJson = False,
 ) -> None:
     """Measure a model on tasks: accuracy, likelihood of choices, perplexity, each with a 95 % interval."""
@@ -454,6 +481,7 @@ def evaluate(
         dtype=dtype,
         rows=rows,
         backend=backend_of(backend),
+        trust=trust,
         out=None if as_json else out,
         err=err,
         print_json=_print_json,
@@ -470,6 +498,7 @@ def chat(
     seed: Annotated[int, typer.Option(help="seed of the draws")] = 0,
     dtype: Annotated[str | None, typer.Option(help="bf16, fp16 or fp32 (default: by the device)")] = None,
     backend: Backend = "auto",
+    trust: Trust = None,
 ) -> None:
     """Talk to a model: in the terminal, or one question a line from a pipe."""
     _require_torch()
@@ -479,7 +508,7 @@ def chat(
 
     sampling = Sampling(max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed)
     chosen = backend_of(backend)
-    opened = open_model(model, dtype=dtype, backend=chosen)
+    opened = open_model(model, dtype=dtype, backend=chosen, trust=trust)
     _warn(opened.notices)
     talk = verb.Talk(
         sampler_of(opened, backend=chosen, rows=1),
@@ -673,4 +702,6 @@ def _print_json(value: Any) -> None:
 def _escaped(text: str) -> str:
     from rich.markup import escape
 
-    return escape(text)
+    from flatout.insight.clean import clean
+
+    return escape(clean(text))

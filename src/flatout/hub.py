@@ -1,38 +1,43 @@
 """Finds a model's files: a local folder as it is, any other name on the Hugging Face hub.
 
 Only JSON, text and safetensors are fetched; nothing pickled ever, and nothing executable unless the user trusts the
-code of one commit.
+code of one commit. What a model's files say is never followed out of their folder.
 """
 
 from __future__ import annotations
 
-import json
+import hashlib
+import os
 import re
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from flatout import files
 from flatout.errors import EnvironmentLacks, UsageError
 
 SMALL_FILES = ["*.json", "*.jinja", "*.txt", "*.model"]
+# What config.json, adapter_config.json or an index of weights may take; the largest published has about 10 MB.
+JSON_BYTES = 32 << 20
+# The Python files of one model, all together.
+CODE_BYTES, CODE_FILES = 16 << 20, 256
+TRUSTING = "--trust-remote-code"
+_COMMIT, _SHARED = re.compile(r"[0-9a-f]{40}"), re.compile(r"[0-9a-f]{64}")
 
 
-def folder(name: str, *, weights: bool, revision: str | None = None, code: bool = False) -> Path:
+def folder(name: str, *, weights: bool, revision: str | None = None, trust: str | None = None) -> Path:
     """The folder that holds `name`, fetched from the hub at `revision` if it is no folder here.
 
-    `code` fetches Python files too, and asks for a commit: a branch or tag can be moved to other code.
+    `trust` is the pin of the user: of a name on the hub its Python files are then fetched too, at that commit.
     """
-    local = Path(name).expanduser()
-    if name and local.is_dir():
+    if is_here(name):
         if revision is not None:
             raise UsageError(f"model.revision {revision!r} beside the folder {name}, which has none: leave it out")
-        return local
+        return Path(os.path.expanduser(name))
     if name.startswith((".", "/", "~")) or name.count("/") > 1 or not name:
         raise UsageError(f"model {name!r} is no folder here, and a name on the hub looks like OWNER/NAME")
-    if code and not re.fullmatch(r"[0-9a-f]{40}", revision or ""):
-        raise UsageError(
-            f"model.trust_remote_code would run the code of {name!r} at {revision or 'its newest revision'}, which can "
-            "change: pin model.revision to a commit of 40 hexadecimal digits, or give a folder"
-        )
+    revision = pinned(name, revision=revision, trust=trust)
     try:
         from huggingface_hub import snapshot_download
         from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
@@ -40,7 +45,7 @@ def folder(name: str, *, weights: bool, revision: str | None = None, code: bool 
         raise EnvironmentLacks(
             f"model {name!r} is not a local folder, and fetching it needs huggingface_hub: pip install 'flatout[train]'"
         ) from None
-    wanted = [*SMALL_FILES, *(["model*.safetensors"] if weights else []), *(["*.py"] if code else [])]
+    wanted = [*SMALL_FILES, *(["model*.safetensors"] if weights else []), *(["*.py"] if trust else [])]
     try:
         return Path(snapshot_download(name, revision=revision, allow_patterns=wanted))
     except LocalEntryNotFoundError:
@@ -52,6 +57,73 @@ def folder(name: str, *, weights: bool, revision: str | None = None, code: bool 
         where = repr(name) + (f" at {revision!r}" if revision else "")
         raise UsageError(f"the hub refused {where}: {str(error).splitlines()[0]}") from None
 
+
+def is_here(name: str) -> bool:
+    """Whether a model's name is a folder on this machine."""
+    return bool(name) and os.path.isdir(os.path.expanduser(name))
+
+
+def root_of(path: Path) -> Path:
+    """What a link at a model's file may not leave: its folder, or the blobs it lies in within the hub's own cache.
+
+    There `snapshots/COMMIT/FILE` leads to `blobs/HASH` beside it, and that may lead to `blobs/XX/HASH` of all models.
+    """
+    if path.parent.parent.name == "snapshots":
+        real, repository = Path(os.path.realpath(path)), Path(os.path.realpath(path.parent.parent.parent))
+        if real.parent == repository / "blobs":
+            return real.parent
+        if real.parent.parent == repository.parent / "blobs" and _SHARED.fullmatch(real.name):
+            return real.parent
+    return path.parent
+
+
+# -- code that comes with a model ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Code:
+    """The Python files of a model as they were read, and the pin that stands for exactly these."""
+
+    files: Mapping[str, bytes]
+    pin: str
+
+
+def pinned(name: str, *, revision: str | None, trust: str | None) -> str | None:
+    """The revision to fetch: of a name on the hub, a pin is the commit."""
+    if trust is None or is_here(name):
+        return revision
+    if not _COMMIT.fullmatch(trust):
+        raise UsageError(
+            f"{TRUSTING} {trust!r} cannot pin {name!r}, a name on the hub: give the commit whose code you have read, "
+            "all 40 hexadecimal digits of it"
+        )
+    if revision not in (None, trust):
+        raise UsageError(f"{TRUSTING} {trust} is another commit than model.revision {revision!r}: give the same")
+    return trust
+
+
+def code_of(name: str, found: Path) -> Code:
+    """The code in the folder `found` of the model `name`: pinned by its commit, or by its own hash in a folder here.
+
+    Only files beside config.json: transformers imports no others.
+    """
+    names = sorted(entry.name for entry in os.scandir(found) if entry.name.endswith(".py"))
+    if len(names) > CODE_FILES:
+        raise UsageError(f"{found} has {len(names)} Python files beside its config.json; at most {CODE_FILES} are read")
+    read: dict[str, bytes] = {}
+    for file in names:
+        left = CODE_BYTES - sum(map(len, read.values()))
+        read[file] = files.read_bytes(found / file, root=root_of(found / file), limit=left)
+    if not is_here(name):
+        return Code(files=read, pin=found.name)
+    digest = hashlib.sha256()
+    for file, content in read.items():
+        # With their lengths, so that no two sets of files give the same text.
+        digest.update(f"{len(file.encode())} {len(content)} ".encode() + file.encode() + content)
+    return Code(files=read, pin=digest.hexdigest())
+
+
+# -- config.json --------------------------------------------------------------------------------------------
 
 # config.json of a few well-known models, as published: a plan for them needs no network.
 _LLAMA = {"model_type": "llama", "tie_word_embeddings": True, "rms_norm_eps": 1e-5, "max_position_embeddings": 8192}
@@ -76,21 +148,16 @@ PUBLISHED: dict[str, dict[str, Any]] = {
 }
 
 
-def config_of(name: str, *, revision: str | None = None, code: bool = False) -> dict[str, Any]:
+def config_of(name: str, *, revision: str | None = None, trust: str | None = None) -> dict[str, Any]:
     """A model's config.json; for a few well-known ones without asking anybody, unless a folder is called so."""
-    if name in PUBLISHED and revision is None and not Path(name).is_dir():
+    if name in PUBLISHED and revision is None and not is_here(name):
         return dict(PUBLISHED[name])
-    return read_json(folder(name, weights=False, revision=revision, code=code) / "config.json")
+    return read_json(folder(name, weights=False, revision=revision, trust=trust) / "config.json")
 
 
-def read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path, *, limit: int = JSON_BYTES) -> dict[str, Any]:
     """A JSON object from a file of somebody else's."""
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        return files.read_json(path, root=root_of(path), limit=limit)
     except FileNotFoundError:
         raise UsageError(f"{path} is missing: a model folder needs it") from None
-    except (OSError, ValueError) as error:
-        raise UsageError(f"{path} cannot be read as JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise UsageError(f"{path} holds a {type(value).__name__}, not an object")
-    return value

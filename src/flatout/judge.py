@@ -28,6 +28,7 @@ def run(
     dtype: str | None,
     rows: int | None,
     backend: Backend,
+    trust: str | None,
     out: Console | None,
     err: Console,
     print_json: Callable[[Any], None],
@@ -36,7 +37,7 @@ def run(
     found: list[list[Score]] = []
     documents = []
     for name in models:
-        opened = open_model(name, dtype=dtype, backend=backend)
+        opened = open_model(name, dtype=dtype, backend=backend, trust=trust)
         for text in opened.notices:
             err.print(f"[yellow]warning:[/] {escape(text)}", highlight=False, soft_wrap=True)
         scores = measured(

@@ -7,6 +7,7 @@ path with the hardware it finds. A plan states wishes; `engine.resolve` states w
 from __future__ import annotations
 
 import math
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -14,7 +15,15 @@ from pathlib import Path
 from typing import Any, Literal
 
 from flatout import hub
-from flatout.config.settings import DataSettings, Decisions, LoraSettings, ModelSettings, PlanSettings, Settings
+from flatout.config.settings import (
+    DataSettings,
+    Decisions,
+    LoraSettings,
+    ModelSettings,
+    PlanSettings,
+    Settings,
+    settable,
+)
 from flatout.cost import (
     BYTES,
     GIB,
@@ -34,6 +43,7 @@ from flatout.cost import (
     training_memory,
 )
 from flatout.errors import UsageError
+from flatout.files import TEXT_BYTES, typed
 from flatout.hardware import Hardware
 from flatout.record import Run
 
@@ -213,7 +223,7 @@ def named_shape(model: ModelSettings, *, length: int | None = None) -> ModelShap
     """The shape of a model by its folder or name, to be run on sequences of at most `length`."""
     if model.name is None:
         raise UsageError("model.name is missing: give a folder or a name on the hub")
-    config = hub.config_of(model.name, revision=model.revision, code=model.trust_remote_code)
+    config = hub.config_of(model.name, revision=model.revision, trust=model.trust)
     return ModelShape.of_config(config, length=length)
 
 
@@ -221,8 +231,8 @@ def vocabulary(data: DataSettings) -> int:
     """Number of ids the data uses: its tokenizer's, or what the manifest of prepared shards says."""
     for folder in (Path(data.path or "") / "train", Path(data.path or "")):
         if data.source == "tokens" and (manifest := folder / "manifest.json").is_file():
-            size = hub.read_json(manifest).get("tokenizer", {}).get("vocab_size")
-            if isinstance(size, int):
+            tokenizer = hub.read_json(manifest).get("tokenizer")
+            if isinstance(tokenizer, dict) and isinstance(size := tokenizer.get("vocab_size"), int):
                 return size
     return tokenizer_size(data.tokenizer)
 
@@ -231,17 +241,17 @@ def tokenizer_size(spec: str) -> int:
     """Number of ids a tokenizer uses, read without loading it."""
     if spec == "byte":
         return 257
-    if match := re.fullmatch(r"bpe:(\d+)", spec):
+    if match := re.fullmatch(r"bpe:(\d{1,9})", spec):
         return int(match[1])
-    path = Path(spec).expanduser()
-    file = path if path.is_file() else hub.folder(spec, weights=False) / "tokenizer.json"
-    content = hub.read_json(file)
+    path = Path(os.path.expanduser(spec))
+    file = path if os.path.isfile(path) else hub.folder(spec, weights=False) / "tokenizer.json"
+    content = hub.read_json(file, limit=TEXT_BYTES)
     try:
         vocab = content["model"]["vocab"]
         # Unigram models list their tokens in the order of their ids; the others map each token to its id.
         ids = [*(range(len(vocab)) if isinstance(vocab, list) else vocab.values())]
         return int(max([*ids, *(token["id"] for token in content.get("added_tokens") or [])])) + 1
-    except (AttributeError, KeyError, TypeError, ValueError):
+    except (AttributeError, KeyError, TypeError, ValueError, OverflowError):
         raise UsageError(f"{file} is no tokenizer.json: it has no vocabulary at model.vocab") from None
 
 
@@ -812,7 +822,8 @@ def job_of(
     if settings.recipe == "rft":
         settings = _of_runs(settings)
         name = settings.rft.generator
-        generator = shape_of(settings) if name is None else named_shape(ModelSettings(name=name))
+        asked = ModelSettings(name=name, trust=settings.model.trust)
+        generator = shape_of(settings) if name is None else named_shape(asked)
     return Job(
         shape=shape_of(settings),
         hardware=hardware,
@@ -844,15 +855,17 @@ def _of_runs(settings: Settings) -> Settings:
     run = Run.open(settings.model.name)
     return replace(
         settings,
-        model=model_settings(run),
+        model=model_settings(run, trust=settings.model.trust),
         data=replace(settings.data, tokenizer=str(run.tokenizer_dir)),
     )
 
 
-def model_settings(run: Run) -> ModelSettings:
-    """The `model` section of a run's configuration, as far as this version knows its keys."""
-    known = {field.name for field in fields(ModelSettings)}
-    return ModelSettings(**{key: value for key, value in run.config["model"].items() if key in known})
+def model_settings(run: Run, *, trust: str | None = None) -> ModelSettings:
+    """The `model` section of a run's configuration, as far as this version knows its keys. No run grants trust."""
+    known, recorded = {field.name for field in settable(ModelSettings)}, run.config.get("model")
+    if isinstance(recorded, Mapping):
+        recorded = {key: value for key, value in recorded.items() if key in known}
+    return replace(typed(ModelSettings, recorded, source=f"the model section of {run.path}"), trust=trust)
 
 
 def adapters_of(lora: LoraSettings) -> Adapters | None:

@@ -240,7 +240,7 @@ def test_mistakes_are_worded_for_people(write: Any, line: str, mistake: str) -> 
         ("profile.steps=[1,", "profile.steps: [1, is not a complete value; check its quotes and brackets"),
         ("train.lr=", "train.lr: null must be a number (peak learning rate)"),
         ("train.=1", "train.: unknown key; known keys: train.batch_tokens"),
-        ("=1", ": unknown key; known keys: model, data"),
+        ("=1", "'': unknown key; known keys: model, data"),
     ],
 )
 def test_overrides_are_refused_like_the_file(write: Any, override: str, mistake: str) -> None:

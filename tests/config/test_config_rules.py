@@ -62,7 +62,8 @@ def test_the_small_configuration_is_valid() -> None:
         ),
         (
             {"model.trust_remote_code": True},
-            "model.trust_remote_code: True without model.name, whose files it is about; give model.name",
+            "model.trust_remote_code: trust is given on the command line only, each time: --trust-remote-code PIN; "
+            "remove it here",
         ),
         (
             {"train.batch_tokens": 1000},
@@ -102,7 +103,7 @@ def test_a_broken_rule_is_the_one_mistake(changes: dict[str, Any], mistake: str)
         {
             "model.name": "bare",
             "model.revision": "v2",
-            "model.trust_remote_code": True,
+            "model.trust_remote_code": False,  # as older versions recorded it
             "model.layers": None,
             "model.hidden": None,
             "model.heads": None,

@@ -3,6 +3,7 @@
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -30,6 +31,7 @@ from transformers import (
     PreTrainedModel,
 )
 
+from flatout import hub
 from flatout.config.settings import ModelSettings
 from flatout.cost import ModelShape
 from flatout.errors import EnvironmentLacks, UsageError
@@ -293,10 +295,14 @@ def ran(folder: Path) -> bool:
 
 
 def test_code_runs_only_where_it_is_trusted(with_code: Path) -> None:
-    with pytest.raises(UsageError, match=r"set model\.trust_remote_code: true, with model\.revision pinned"):
+    with pytest.raises(UsageError, match=r"comes with Python code \(own\.py\)\. Read it, and to run it say") as refused:
         opened(with_code)
+    pin = str(refused.value).rpartition(" ")[2]
+    for wrong in ("true", "0" * 40, "0" * 64, pin[:-1]):
+        with pytest.raises(UsageError, match=f"which --trust-remote-code {wrong} does not stand for"):
+            opened(with_code, trust=wrong)
     assert not ran(with_code)
-    ours = opened(with_code, trust_remote_code=True)
+    ours = opened(with_code, trust=pin)
     assert ran(with_code)
     assert type(ours.inner).__name__ == "OwnModel"
     export_model(ours, with_code.parent / "out", dtype=torch.float32)
@@ -309,9 +315,71 @@ def test_code_of_another_repository_is_refused(with_code: Path) -> None:
     config = json.loads((with_code / "config.json").read_text())
     config["auto_map"]["AutoModelForCausalLM"] = "somebody/else--own.OwnModel"
     (with_code / "config.json").write_text(json.dumps(config))
-    with pytest.raises(UsageError, match=r"somebody/else--own\.OwnModel, code of another repository"):
-        opened(with_code, trust_remote_code=True)
+    with pytest.raises(UsageError, match=r"somebody/else--own\.OwnModel', .* code of another repository"):
+        opened(with_code, trust=hub.code_of(str(with_code), with_code).pin)
     assert not ran(with_code)
+
+
+def test_the_code_that_runs_is_the_code_that_was_pinned(with_code: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file that changes after it was compared, generation code and an adapter beside the model have no effect."""
+    pin = hub.code_of(str(with_code), with_code).pin
+    (with_code / "custom_generate").mkdir()
+    (with_code / "custom_generate" / "generate.py").write_text(CODE)
+    elsewhere = {"peft_type": "LORA", "base_model_name_or_path": "/nonexistent", "auto_map": {}}
+    (with_code / "adapter_config.json").write_text(json.dumps(elsewhere))
+    read = hub.code_of
+
+    def then_changed(name: str, found: Path) -> hub.Code:
+        code = read(name, found)
+        (with_code / "own.py").write_text("raise SystemExit('other code ran')")
+        return code
+
+    monkeypatch.setattr(hub, "code_of", then_changed)
+    assert type(opened(with_code, trust=pin).inner).__name__ == "OwnModel"
+
+
+def test_no_configuration_names_kernels_or_other_files(tmp_path: Path) -> None:
+    save("gpt2", tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    asked = {
+        "attn_implementation": "somebody/kernel",
+        "_attn_implementation": "somebody/kernel",
+        "transformers_weights": "../other.safetensors",
+        "_name_or_path": "/etc",
+        "auto_map": {"AutoModelForCausalLM": "own.OwnModel"},
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config | asked))
+    ours = opened(tmp_path)
+    assert ours.inner.config._attn_implementation in ("sdpa", "eager")
+    assert not hasattr(ours.inner.config, "auto_map")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"n_layer": 10**9},
+        {"n_head": 0},
+        {"n_embd": -1},
+        {"n_embd": "64"},
+        {"n_embd": [64]},
+        {"vocab_size": 10**12},
+        {"vocab_size": 10**4000},
+        {"n_inner": 2**40},
+        {"n_positions": None},
+        {"activation_function": 7},
+        {"text_config": [1]},
+        {"model_type": ["gpt2"]},
+        {"model_type": None},
+    ],
+    ids=str,
+)
+def test_absurd_configurations_are_one_sentence(tmp_path: Path, changes: dict[str, Any]) -> None:
+    save("gpt2", tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | changes))
+    with pytest.raises(UsageError) as refused:
+        opened(tmp_path)
+    assert "\n" not in str(refused.value)
 
 
 # The shape to plan with

@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 import types
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import MISSING, asdict, dataclass, fields, is_dataclass
+from dataclasses import MISSING, dataclass, fields, is_dataclass
 from functools import cache
 from pathlib import Path
 from typing import (
@@ -34,8 +34,9 @@ from yaml.representer import SafeRepresenter
 from flatout.config.nearest import nearest, suggest
 from flatout.config.presets import implied
 from flatout.config.rules import breaches
-from flatout.config.settings import Loaded, Settings, Source
+from flatout.config.settings import Loaded, Settings, Source, settable
 from flatout.errors import UsageError
+from flatout.files import BadFile, read_bytes
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
@@ -50,6 +51,12 @@ _TAG = "tag:yaml.org,2002:"
 # What plain YAML resolves to; any other tag asks for an object to be built.
 _PLAIN_TAGS = {*yaml.SafeLoader.yaml_constructors, f"{_TAG}value", f"{_TAG}merge"}
 _MAX_SHOWN_LENGTH = 60
+# A configuration is written by hand: what is larger than this is something else, or an attack.
+MOST_BYTES, MOST_VALUES, DEEPEST = 1 << 20, 10_000, 32
+MOST_MISTAKES = 20
+_LARGEST = 2**63 - 1
+_TRUST = "model.trust_remote_code"
+_HOW_TO_TRUST = "trust is given on the command line only, each time: --trust-remote-code PIN; remove it here"
 
 
 class Shown(NamedTuple):
@@ -82,11 +89,15 @@ def from_mapping(values: Mapping[str, Any]) -> Settings:
 
 def to_mapping(settings: Settings) -> dict[str, Any]:
     """Nested plain values of every setting, as YAML and JSON can hold them."""
-    mapping = asdict(settings)
-    for section in mapping.values():
-        if isinstance(section, dict):
-            section.update({key: list(value) for key, value in section.items() if isinstance(value, tuple)})
-    return mapping
+    return _plain(settings)
+
+
+def _plain(section: Any) -> dict[str, Any]:
+    values = {field.name: getattr(section, field.name) for field in settable(type(section))}
+    return {
+        name: _plain(value) if is_dataclass(value) else list(value) if isinstance(value, tuple) else value
+        for name, value in values.items()
+    }
 
 
 def dump(settings: Settings) -> str:
@@ -157,7 +168,7 @@ def _leaves() -> dict[str, _Leaf]:
 
 def _leaves_of(kind: type[Any], *, prefix: str) -> Iterator[tuple[str, _Leaf]]:
     hints = get_type_hints(kind)
-    for field in fields(kind):
+    for field in settable(kind):
         key, hint = prefix + field.name, hints[field.name]
         if is_dataclass(hint):
             assert isinstance(hint, type)
@@ -184,7 +195,7 @@ def _model(kind: type[Any]) -> type[BaseModel]:
 
     hints = get_type_hints(kind)
     definitions: dict[str, Any] = {}
-    for field in fields(kind):
+    for field in settable(kind):
         hint, help, rules = hints[field.name], field.metadata["help"], field.metadata["rules"]
         if field.default is MISSING:
             section = _model(hint)
@@ -235,6 +246,9 @@ class _Gathered:
 
     def add_mapping(self, node: yaml.MappingNode, *, source: Source, section: str = "") -> None:
         seen: dict[str, _Place] = {}
+        if node.tag not in _PLAIN_TAGS:
+            self.mistakes.append((_place_of(node, source=source), f"{section or 'the file'}: {_refused(node)}"))
+            return
         for key_node, value_node in node.value:
             place = _place_of(key_node, source=source)
             if not isinstance(key_node, yaml.ScalarNode):
@@ -243,7 +257,7 @@ class _Gathered:
             key = f"{section}.{key_node.value}" if section else key_node.value
             if key in seen:
                 first = f" ({seen[key].label})" if seen[key].label else ""
-                self.mistakes.append((place, f"{key}: given twice{first}; keep one"))
+                self.mistakes.append((place, f"{_short(key)}: given twice{first}; keep one"))
                 continue
             seen[key] = place
             if key in _sections() and isinstance(value_node, yaml.MappingNode):
@@ -277,7 +291,7 @@ class _Gathered:
             if equals:
                 self._add(key, text, place=place)
             else:
-                self.mistakes.append((place, f"{override} must be key=value, such as train.lr=3e-4"))
+                self.mistakes.append((place, f"{_short(override)} must be key=value, such as train.lr=3e-4"))
 
     def _add(self, key: str, value: yaml.Node | str, *, place: _Place) -> None:
         """One key with its value: a YAML node, or text from the environment or the command line."""
@@ -288,7 +302,11 @@ class _Gathered:
                 if name.startswith(f"{key}."):
                     del self.given[name]
             key = SHORTHANDS[key]
-        if key in _sections():
+        if key == _TRUST:
+            # Older versions wrote `false` into every run folder, which asks for nothing.
+            if place.source != "file" or not isinstance(value, yaml.ScalarNode) or value.value != "false":
+                self.mistakes.append((place, f"{key}: {_HOW_TO_TRUST}"))
+        elif key in _sections():
             names = [name for name in _leaves() if name.startswith(f"{key}.")]
             text = _short(value if isinstance(value, str) else _text_of(value))
             hint = f"give its keys: {', '.join(name.removeprefix(f'{key}.') for name in names)}"
@@ -304,6 +322,9 @@ class _Gathered:
                 self.doubtful.add(key)
 
     def _add_unknown(self, key: str, *, place: _Place) -> None:
+        if len(self.mistakes) >= MOST_MISTAKES:  # it will not be shown
+            self.mistakes.append((place, f"{_short(key)}: unknown key"))
+            return
         known = _sections() | {name: leaf.help for name, leaf in _leaves().items()}
         suggestions = suggest(key, known=known)
         if suggestions:
@@ -312,7 +333,7 @@ class _Gathered:
             section = key.rpartition(".")[0]
             siblings = [name for name in known if name.rpartition(".")[0] == section]
             hint = f"known keys: {', '.join(siblings or _sections())}"
-        self.mistakes.append((place, f"{key}: unknown key; {hint}"))
+        self.mistakes.append((place, f"{_short(key)}: unknown key; {hint}"))
         for name in suggestions:
             self.doubtful.update(leaf for leaf in _leaves() if leaf == name or leaf.startswith(f"{name}."))
 
@@ -328,7 +349,9 @@ class _Gathered:
         if self.mistakes:
             count = len(self.mistakes)
             lines = [place.prefixed(text) for place, text in sorted(self.mistakes, key=lambda m: m[0].rank)]
-            raise UsageError("\n".join([f"{title}: {count} mistake{'s' if count > 1 else ''}", *lines]))
+            more = [f"and {count - MOST_MISTAKES} more"] if count > MOST_MISTAKES else []
+            shown = [f"{title}: {count} mistake{'s' if count > 1 else ''}", *lines[:MOST_MISTAKES], *more]
+            raise UsageError("\n".join(shown))
         sources: dict[str, Source] = {
             key: self.given[key].place.source if key in self.given else "default" for key in _leaves()
         }
@@ -395,16 +418,16 @@ def _value_of(settings: Settings, key: str) -> Any:
 
 def _read(path: Path) -> yaml.MappingNode:
     """The file's top mapping, as nodes that know their lines."""
-    try:
-        content = path.read_bytes()
-    except FileNotFoundError:
-        raise UsageError(f"{path}: no such file{_where_instead(path)}") from None
-    except IsADirectoryError:
+    if os.path.isdir(path) and os.access(path, os.R_OK):
         inside = sorted(entry.name for entry in path.iterdir() if entry.suffix in (".yaml", ".yml"))
         hint = f": {', '.join(inside[:8])}" if inside else ""
-        raise UsageError(f"{path}: a folder; name the YAML file in it{hint}") from None
-    except OSError as error:
-        raise UsageError(f"{path}: cannot be read: {error.strerror}") from None
+        raise UsageError(f"{path}: a folder; name the YAML file in it{hint}")
+    try:
+        content = read_bytes(path, limit=MOST_BYTES)
+    except FileNotFoundError:
+        raise UsageError(f"{path}: no such file{_where_instead(path)}") from None
+    except BadFile as error:
+        raise UsageError(f"{path}: {error.why}; give a YAML file of settings") from None
     try:
         text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -414,14 +437,37 @@ def _read(path: Path) -> yaml.MappingNode:
             "give a YAML file saved as UTF-8"
         ) from None
     try:
-        node = yaml.compose(text, Loader=yaml.SafeLoader)
-    except (yaml.YAMLError, RecursionError) as error:
+        node = yaml.compose(text, Loader=_Loader)
+    except yaml.YAMLError as error:
         raise UsageError(f"{path}{_syntax(error)}") from None
     if node is None:
         raise UsageError(f"{path}: the file is empty; `flatout examples` lists configurations to start from")
     if not isinstance(node, yaml.MappingNode):
         raise UsageError(f"{path}: must hold settings as `key: value` lines, but holds {_short(_text_of(node))}")
     return node
+
+
+class _TooMuch(yaml.YAMLError):
+    """More than a configuration holds."""
+
+
+class _Loader(yaml.SafeLoader):
+    """Nodes of a text, and an end to the work where it is no configuration."""
+
+    def __init__(self, stream: str) -> None:
+        super().__init__(stream)
+        self._values = self._depth = 0
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        self._values += 1
+        self._depth += 1
+        if self._depth > DEEPEST:
+            raise _TooMuch("nested too deeply")
+        if self._values > MOST_VALUES:
+            raise _TooMuch(f"more than {MOST_VALUES:,} keys and values")
+        node = super().compose_node(parent, index)
+        self._depth -= 1
+        return node
 
 
 def _where_instead(path: Path) -> str:
@@ -441,8 +487,8 @@ def _where_instead(path: Path) -> str:
 
 
 def _syntax(error: Exception) -> str:
-    if isinstance(error, RecursionError):
-        return ": not valid settings: nested too deeply"
+    if isinstance(error, _TooMuch):
+        return f": not valid settings: {error}"
     if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
         at = f":{error.problem_mark.line + 1}:{error.problem_mark.column + 1}"
         problem = f"{error.problem} ({error.context})" if error.context else f"{error.problem}"
@@ -455,11 +501,13 @@ def _decoded(value: yaml.Node | str, *, leaf: _Leaf, place: _Place) -> _Given:
     """The value of one key; raises ValueError, worded for the user, when the text has no meaning at all."""
     if isinstance(value, yaml.Node):
         return _Given(value=_from_node(value, leaf=leaf), text=_short(_text_of(value)), place=place)
+    if not value.isascii() and value != value.encode(errors="ignore").decode():
+        raise ValueError(f"{_short(value)!a} is not UTF-8 text")
     # Quotes mean what they mean in YAML; a list needs YAML too, but `data.path=[ab]*.txt` is only text.
     if value.startswith(("'", '"')) or (not leaf.takes_text and value.startswith("[")):
         try:
-            node = yaml.compose(value, Loader=yaml.SafeLoader)
-        except (yaml.YAMLError, RecursionError):
+            node = yaml.compose(value, Loader=_Loader)
+        except yaml.YAMLError:
             raise ValueError(f"{_short(value)} is not a complete value; check its quotes and brackets") from None
         assert node is not None
         return _Given(value=_from_node(node, leaf=leaf), text=_short(value), place=place)
@@ -476,7 +524,7 @@ def _unpinned(key: str, value: yaml.Node | str) -> yaml.Node | str:
 
 def _from_node(node: yaml.Node, *, leaf: _Leaf) -> Any:
     if node.tag not in _PLAIN_TAGS:
-        raise ValueError(f"the tag {node.tag.replace(_TAG, '!!')} is not allowed; give a plain value")
+        raise ValueError(_refused(node))
     if isinstance(node, yaml.SequenceNode) and get_origin(leaf.kind) is tuple:
         item = _Leaf(kind=get_args(leaf.kind)[0], choices=(), optional=False, help="")
         return tuple(_from_node(child, leaf=item) for child in node.value)
@@ -494,13 +542,12 @@ def _from_text(text: str, *, leaf: _Leaf) -> Any:
     if leaf.takes_texts:
         return tuple(part.strip() for part in text.split(",") if part.strip())
     try:
-        if leaf.kind is int:
-            return _whole(text)
-        if leaf.kind is float:
-            return float(text)
+        value = _whole(text) if leaf.kind is int else float(text) if leaf.kind is float else text
     except ValueError:
-        pass
-    return text
+        return text
+    if isinstance(value, int) and abs(value) > _LARGEST:
+        raise ValueError(f"{_short(text)} is too large: whole numbers end at {_LARGEST}")
+    return value
 
 
 def _whole(text: str) -> int | float:
@@ -509,6 +556,10 @@ def _whole(text: str) -> int | float:
     except ValueError:
         number = float(text)  # 1e6 is as whole as 1000000
         return int(number) if number.is_integer() else number
+
+
+def _refused(node: yaml.Node) -> str:
+    return f"the tag {_short(node.tag.replace(_TAG, '!!'))} is not allowed; give a plain value"
 
 
 def _is_null(node: yaml.Node) -> bool:

@@ -9,6 +9,8 @@ import re
 from collections.abc import Iterable, Mapping
 
 MAX_SHOWN = 3
+# No name is this long: what is, is no slip of the keyboard.
+LONGEST = 100
 
 
 def distance(a: str, b: str) -> int:
@@ -28,8 +30,10 @@ def distance(a: str, b: str) -> int:
 
 def nearest(word: str, candidates: Iterable[str]) -> list[str]:
     """The candidates within reach of a slip of the keyboard, nearest first."""
-    distances = {name: distance(word.lower(), name.lower()) for name in candidates}
-    within = [name for name in distances if distances[name] <= _reach(word)]
+    reach = _reach(word)
+    alike = [name for name in candidates if abs(len(name) - len(word)) <= reach]
+    distances = {name: distance(word.lower(), name.lower()) for name in alike}
+    within = [name for name in distances if distances[name] <= reach]
     return sorted(within, key=distances.__getitem__)[:MAX_SHOWN]
 
 
@@ -39,6 +43,8 @@ def suggest(key: str, *, known: Mapping[str, str]) -> list[str]:
     In this order: a slip in this section, the same name in another section, a worse slip in this section,
     a slip in another section, and at last the same words (`learning_rate`, `num_layers`).
     """
+    if len(key) > LONGEST:
+        return []
     key = key.lower()
     section, _, leaf = key.rpartition(".")
     if any(_section(name) == section for name in known):

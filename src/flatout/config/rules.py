@@ -16,7 +16,7 @@ from flatout.config.settings import (
 )
 
 # What may stand beside `model.name`; everything else of the section is a shape.
-OF_NAME = ("name", "weights", "revision", "trust_remote_code")
+OF_NAME = ("name", "weights", "revision", "trust")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,11 +65,9 @@ def _model(model: ModelSettings) -> Iterator[Breach]:
             text="missing; give model.name, or all of model.layers, model.hidden and model.heads",
         )
 
-    if model.name is None:
-        for key, value in {"revision": model.revision, "trust_remote_code": model.trust_remote_code or None}.items():
-            if value is not None:
-                text = f"{value} without model.name, whose files it is about; give model.name"
-                yield Breach(keys=(f"model.{key}", "model.name"), text=text)
+    if model.name is None and model.revision is not None:
+        text = f"{model.revision} without model.name, whose files it is about; give model.name"
+        yield Breach(keys=("model.revision", "model.name"), text=text)
 
     if model.name is not None:
         default = ModelSettings()

@@ -7,7 +7,7 @@ the program takes them as they are, so nothing past the loader needs pydantic.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import Field, dataclass, field, fields
 from typing import Any, Literal
 
 Precision = Literal["fp32", "bf16", "fp16"]
@@ -27,14 +27,18 @@ def section(kind: type[Any], help: str) -> Any:
     return field(default_factory=kind, metadata={"help": help, "rules": {}})
 
 
+def settable(kind: type[Any]) -> list[Field[Any]]:
+    """The fields that a file, the environment or an override may set, and that a run records."""
+    return [each for each in fields(kind) if "help" in each.metadata]
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelSettings:
     name: str | None = setting(None, "Hugging Face name or local folder; its config.json gives the shape")
     weights: Literal["load", "random"] = setting("load", "with `name`: load its weights, or start from random ones")
     revision: str | None = setting(None, "with `name` of the hub: branch, tag or commit (default: main)")
-    trust_remote_code: bool = setting(
-        False, "run the Python code that comes with the model; needs a folder, or a 40-digit commit as revision"
-    )
+    # The pin of --trust-remote-code: given on the command line each time, read from no file and written to none.
+    trust: str | None = None
     layers: int | None = setting(None, "number of decoder blocks", gt=0)
     hidden: int | None = setting(None, "width of the residual stream", gt=0)
     heads: int | None = setting(None, "number of query heads", gt=0)

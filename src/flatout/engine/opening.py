@@ -10,7 +10,7 @@ import torch
 
 from flatout import hub
 from flatout.config.settings import ModelSettings
-from flatout.cost import Adapters
+from flatout.cost import Adapters, ModelShape
 from flatout.data.tokenizer import Tokenizer, load_tokenizer
 from flatout.engine.resolve import DTYPES
 from flatout.engine.trained import open_trained
@@ -43,9 +43,17 @@ class Opened:
         return f"{'vLLM' if self.backend == 'vllm' else place}, {name}"
 
 
-def open_model(name: str, *, dtype: str | None = None, device: str | None = None, backend: str = "auto") -> Opened:
+def open_model(
+    name: str,
+    *,
+    dtype: str | None = None,
+    device: str | None = None,
+    backend: str = "auto",
+    trust: str | None = None,
+) -> Opened:
     """`dtype` None: fp32 on a CPU; on a GPU bf16, or fp16 where it has no bf16 units.
 
+    `trust` is the user's pin for code that comes with the model; nothing that is opened here can give it.
     For `backend` vllm, which reads the weights itself, the model stays on the host.
     """
     place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
@@ -54,11 +62,11 @@ def open_model(name: str, *, dtype: str | None = None, device: str | None = None
     chosen = DTYPES[dtype or _natural(place)]
     place = torch.device("cpu") if backend == "vllm" else place
     if Run.is_at(name):
-        opened = _trained(name, place, chosen)
+        opened = _trained(name, place, chosen, trust)
     elif (Path(name) / peft.CONFIG).is_file() and not (Path(name) / "config.json").is_file():
         opened = _adapter(name, place, chosen)
     else:
-        opened = _published(name, place, chosen)
+        opened = _published(name, place, chosen, trust)
     opened.model.eval().requires_grad_(False)
     return replace(opened, backend=backend)
 
@@ -72,10 +80,10 @@ def stop_ids(model: ModelSettings, tokenizer: Tokenizer) -> frozenset[int]:
     return found | {tokenizer.eos_id}
 
 
-def _trained(name: str, device: torch.device, dtype: torch.dtype) -> Opened:
+def _trained(name: str, device: torch.device, dtype: torch.dtype, trust: str | None) -> Opened:
     """The newest checkpoint of a run; its adapters on the base as they learnt on it, in 4 bits if so."""
     run = Run.open(name)
-    trained = open_trained(run, device=device, dtype=dtype, as_trained=True)
+    trained = open_trained(run, device=device, dtype=dtype, as_trained=True, trust=trust)
     settings, adapters = model_settings(run), trained.adapters
     return Opened(
         name=name,
@@ -110,13 +118,14 @@ def _adapter(name: str, device: torch.device, dtype: torch.dtype) -> Opened:
     return Opened(name=name, model=model, tokenizer=tokenizer, stop_ids=stops, folder=under, adapters=spec)
 
 
-def _published(name: str, device: torch.device, dtype: torch.dtype) -> Opened:
+def _published(name: str, device: torch.device, dtype: torch.dtype, trust: str | None) -> Opened:
     """Our decoder where it runs the architecture, else the model as transformers builds it."""
     if Path(name).is_dir() and not (Path(name) / "config.json").is_file():
         raise UsageError(f"{name} is neither a run folder nor a model folder: a model folder has a config.json")
-    folder = hub.folder(name, weights=True)
-    settings = ModelSettings(name=str(folder))
-    model = load_model(settings, device=device, dtype=dtype, compute_dtype=dtype, trains=False)
+    folder = hub.folder(name, weights=True, trust=trust)
+    shape = ModelShape.of_config(hub.read_json(folder / "config.json"))
+    settings = ModelSettings(name=name, revision=None if hub.is_here(name) else folder.name, trust=trust)
+    model = load_model(settings, shape=shape, device=device, dtype=dtype, compute_dtype=dtype, trains=False)
     tokenizer = load_tokenizer(str(folder), documents=None, cache=folder)
     stops = _stop_ids(folder) | {tokenizer.eos_id}
     return Opened(name=name, model=model, tokenizer=tokenizer, stop_ids=stops, folder=folder)
@@ -134,5 +143,6 @@ def _stop_ids(folder: Path) -> frozenset[int]:
     for file in ("generation_config.json", "config.json"):
         if (folder / file).is_file():
             value = hub.read_json(folder / file).get("eos_token_id")
-            found |= {i for i in (value if isinstance(value, list) else [value]) if isinstance(i, int)}
+            named = value if isinstance(value, list) else [value]
+            found |= {i for i in named if isinstance(i, int) and 0 <= i < 2**31}
     return frozenset(found)

@@ -40,14 +40,18 @@ def open_trained(
     device: torch.device = CPU,
     dtype: torch.dtype = torch.float32,
     as_trained: bool = False,
+    trust: str | None = None,
 ) -> Trained:
-    """Weights on the device in `dtype`. Under adapters the base is held in 16 bits or more, or `as_trained`."""
+    """Weights on the device in `dtype`. Under adapters the base is held in 16 bits or more, or `as_trained`.
+
+    `trust` is the user's pin for code that comes with the model the run began as; the run itself gives none.
+    """
     checkpoint, notices = chosen_checkpoint(run, best=best)
     check_tokenizer(run.tokenizer_dir, checkpoint)
     shape, spec, base = _job(run)
     fingerprint = None
     if spec is None:
-        model: Model = empty_model(model_settings(run), shape=shape, device=device, dtype=dtype)
+        model: Model = empty_model(model_settings(run, trust=trust), shape=shape, device=device, dtype=dtype)
     else:
         if base is None:
             raise UsageError(f"{run.path} trained adapters on random weights, which nobody else has: nothing to write")

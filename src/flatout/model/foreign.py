@@ -10,20 +10,24 @@ Dropout is off, as in our own decoder: a step is then the same each time, recomp
 
 from __future__ import annotations
 
+import contextlib
 import copy
-import shutil
-from collections.abc import Callable, Mapping
+import json
+import os
+import re
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from reprlib import repr as shown
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor, nn
 
+from flatout import hub
 from flatout.config.settings import Recompute
-from flatout.cost import ModelShape
-from flatout.errors import EnvironmentLacks, UsageError, first_line
-from flatout.hub import read_json
+from flatout.cost import GIB, ModelShape
+from flatout.errors import EnvironmentLacks, FlatoutError, UsageError, first_line
 from flatout.model.attention import Attend, Rectangular
 from flatout.model.weights import TensorFiles, refuse_quantised
 
@@ -32,6 +36,16 @@ if TYPE_CHECKING:
 
 # A head that is more than one matmul shows as a larger share of the logits than rounding is.
 HEAD_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 1e-2}
+# What config.json could ask of transformers beside a model: code, other files, kernels that are fetched and run.
+UNHEARD = re.compile(
+    r"auto_map|custom_\w+|configuration_files|transformers_weights|_name_or_path|_commit_hash|"
+    r"_?(attn|experts)_implementation\w*|use_kernels|kernel_config"
+)
+# Keys of config.json by which modules or matrices are counted, and the most that is believed of each.
+COUNTS = re.compile(r"(num|n)_\w*(layers?|heads?|experts?|blocks?|groups?)|(layers|heads|experts|blocks)\w*")
+MOST_COUNTED, LARGEST_NUMBER = 2**14, 2**53
+# Parameters that a model has beyond those in its files: of tied tables, and of what is made when it is built.
+MOST_BESIDE_FILES = 4
 
 
 class Foreign(nn.Module):
@@ -44,12 +58,12 @@ class Foreign(nn.Module):
         shape: ModelShape,
         compute_dtype: torch.dtype,
         config: Any,
-        code: Path | None = None,
+        code: Mapping[str, bytes] | None = None,
         trains: bool = True,
     ) -> None:
         super().__init__()
         self.inner, self.shape, self.compute_dtype = inner, shape, compute_dtype
-        self.config, self.code = config, code
+        self.config, self.code = config, code or {}
         self.scale = _logit_scale(config)
         self.inner.train(trains)  # with dropout off; checkpointing asks for it
         if trains:
@@ -91,9 +105,12 @@ class Foreign(nn.Module):
         copied.config.dtype = dtype
         for name, value in extra.items():
             setattr(copied.config, name, value)
-        copied.save_pretrained(folder)
-        for file in self.code.glob("*.py") if self.code else ():
-            shutil.copy(file, folder)
+        try:
+            copied.save_pretrained(folder)
+        except (ValueError, TypeError, RecursionError) as error:  # of what its generation_config.json asks for
+            raise UsageError(f"transformers cannot write this model: {first_line(error)}") from error
+        for name, content in self.code.items():
+            (folder / name).write_bytes(content)
 
     def _body(self, tokens_BT: Tensor) -> Tensor:
         hidden: Tensor = self.inner.base_model(input_ids=tokens_BT, use_cache=False).last_hidden_state
@@ -123,48 +140,123 @@ def load(
     folder: Path,
     *,
     shape: ModelShape,
+    name: str | None = None,
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
     compute_dtype: torch.dtype = torch.float32,
-    trust_remote_code: bool = False,
+    trust: str | None = None,
     random_seed: int | None = None,
     trains: bool = True,
 ) -> Foreign:
-    """The model of a folder, with its weights or, given a seed, with random ones. Never reads a pickle."""
+    """The model of a folder, with its weights or, given a seed, with random ones. Never reads a pickle.
+
+    `name` is how the user called it, a folder or a name on the hub; `trust` is the pin for its code.
+    """
     transformers = _transformers()
-    raw = read_json(folder / "config.json")
+    raw = hub.read_json(folder / "config.json")
     refuse_quantised(raw, folder)
-    _refuse_code(raw, folder, trust=trust_remote_code, transformers=transformers)
-    if random_seed is None:
-        TensorFiles.of(folder)
-    auto, options = transformers.AutoModelForCausalLM, {"trust_remote_code": trust_remote_code}
+    code = _trusted_code(raw, folder, name=name or str(folder), trust=trust, transformers=transformers)
+    _refuse_absurd(raw, folder)
+    files = TensorFiles.of(folder) if random_seed is None else None
+    options = {"trust_remote_code": bool(code), "local_files_only": True}
     try:
-        config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, **options)
-        quiet = _without_dropout(config)
-        if random_seed is None:
-            inner, report = auto.from_pretrained(
-                folder,
-                config=quiet,
-                dtype=dtype,
-                use_safetensors=True,
-                local_files_only=True,
-                output_loading_info=True,
-                **options,
-            )
-            if missing := sorted(report["missing_keys"]):
-                raise UsageError(f"{folder} lacks {', '.join(missing[:3])}, which its config.json implies")
-        else:
-            with torch.random.fork_rng(devices=[]):
-                torch.manual_seed(random_seed)
-                inner = auto.from_config(quiet, dtype=dtype, **options)
-    except (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError) as error:
+        with _staged(raw, folder, code=code, files=files) as stage:
+            config = transformers.AutoConfig.from_pretrained(stage, **options)
+            inner = _built(transformers, stage, _without_dropout(config), options, dtype, files, random_seed)
+    except FlatoutError:
+        raise
+    except Exception as error:  # a stranger's numbers, or a stranger's code, may raise anything
         words = first_line(error)
         raise UsageError(f"transformers {transformers.__version__} cannot load {folder}: {words}") from error
     for module in inner.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
-    code = folder if trust_remote_code else None
     return Foreign(inner.to(device), shape=shape, compute_dtype=compute_dtype, config=config, code=code, trains=trains)
+
+
+def _built(
+    transformers: Any,
+    stage: Path,
+    config: Any,
+    options: Mapping[str, Any],
+    dtype: torch.dtype,
+    files: TensorFiles | None,
+    random_seed: int | None,
+) -> Any:
+    auto, trusted = transformers.AutoModelForCausalLM, options["trust_remote_code"]
+    if files is not None or not trusted:  # code that the user has read may need its numbers to build itself
+        with torch.device("meta"):
+            sketch = auto.from_config(copy.deepcopy(config), trust_remote_code=trusted)
+        _require_room(sum(p.numel() for p in sketch.parameters()), dtype=dtype, files=files)
+    if files is None:
+        assert random_seed is not None
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(random_seed)
+            return auto.from_config(config, dtype=dtype, trust_remote_code=trusted)
+    inner, report = auto.from_pretrained(
+        stage, config=config, dtype=dtype, use_safetensors=True, output_loading_info=True, **options
+    )
+    if missing := sorted(report["missing_keys"]):
+        raise UsageError(f"{files.folder} lacks {', '.join(missing[:3])}, which its config.json implies")
+    return inner
+
+
+def _require_room(asked: int, *, dtype: torch.dtype, files: TensorFiles | None) -> None:
+    """Refuses a configuration that asks for more weights than there can be."""
+    if files is not None and asked > MOST_BESIDE_FILES * files.num_elements:
+        raise UsageError(
+            f"{files.folder}: config.json asks for {asked:,} weights, and the files hold {files.num_elements:,}"
+        )
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if files is None and asked * dtype.itemsize > memory:
+        raise UsageError(
+            f"a model of {asked:,} weights takes {asked * dtype.itemsize / GIB:.0f} GiB, and this machine has "
+            f"{memory / GIB:.0f} GiB of memory"
+        )
+
+
+@contextlib.contextmanager
+def _staged(
+    raw: Mapping[str, Any], folder: Path, *, code: Mapping[str, bytes] | None, files: TensorFiles | None
+) -> Iterator[Path]:
+    """A folder of our own with what was checked and nothing else: transformers reads, and imports, only from there."""
+    with tempfile.TemporaryDirectory(prefix="flatout-") as private:
+        # Python knows imported code by this name; the same model has the same one each time.
+        stage = Path(private) / (re.sub(r"\W", "_", folder.absolute().name) or "model")
+        stage.mkdir()
+        heard = {"auto_map": raw["auto_map"]} if code else {}
+        (stage / "config.json").write_text(json.dumps({**_heard(raw), **heard}))
+        if (folder / "generation_config.json").exists():
+            generation = hub.read_json(folder / "generation_config.json")
+            (stage / "generation_config.json").write_text(json.dumps(_heard(generation)))
+        for file, content in (code or {}).items():
+            (stage / file).write_bytes(content)
+        if files is not None:
+            files.link(stage)
+        yield stage
+
+
+def _heard(config: Any) -> Any:
+    """A configuration without what is not listened to, at any depth."""
+    if isinstance(config, list):
+        return [_heard(one) for one in config]
+    if not isinstance(config, dict):
+        return config
+    return {key: _heard(value) for key, value in config.items() if not UNHEARD.fullmatch(key)}
+
+
+def _refuse_absurd(config: Any, folder: Path, key: str = "") -> None:
+    """Numbers by which a stranger's configuration would keep us busy for ever, or fill the memory."""
+    if isinstance(config, dict):
+        for name, value in config.items():
+            _refuse_absurd(value, folder, name)
+    elif isinstance(config, list):
+        for value in config:
+            _refuse_absurd(value, folder, key)
+    elif isinstance(config, (int, float)):
+        most = MOST_COUNTED if COUNTS.fullmatch(key) else LARGEST_NUMBER
+        if isinstance(config, int) and abs(config) > most:
+            raise UsageError(f"{folder}: config.json: {key[:60]} is {shown(config)}, and must be at most {most}")
 
 
 def _transformers() -> Any:
@@ -178,25 +270,34 @@ def _transformers() -> Any:
     return transformers
 
 
-def _refuse_code(raw: Mapping[str, Any], folder: Path, *, trust: bool, transformers: Any) -> None:
-    """A model's own code runs only where it was asked for, and only the code that lies in its folder."""
-    kind, code = raw.get("model_type"), raw.get("auto_map") or {}
+def _trusted_code(
+    raw: Mapping[str, Any], folder: Path, *, name: str, trust: str | None, transformers: Any
+) -> Mapping[str, bytes] | None:
+    """The model's own code, where it has some and the user's pin is exactly of that; None: transformers' own."""
+    kind, named = raw.get("model_type"), raw.get("auto_map")
     known = transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-    if elsewhere := [str(place) for place in code.values() if trust and "--" in str(place)]:
+    native = isinstance(kind, str) and kind in known
+    if not named and not native:
         raise UsageError(
-            f"{folder} would run {elsewhere[0]}, code of another repository at no fixed commit: "
-            "give a folder whose config.json names files beside it"
+            f"model_type {kind!r:.60} of {folder} is no causal language model that transformers "
+            f"{transformers.__version__} knows: a newer version may"
         )
-    if trust or kind in known:
-        return
-    if code:
-        raise UsageError(
-            f"model_type {kind!r} of {folder} runs by Python code that comes with it: if you trust that code, set "
-            "model.trust_remote_code: true, with model.revision pinned to a commit or a folder as model.name"
-        )
+    if not named or (native and trust is None):
+        return None
+    places = named.values() if isinstance(named, Mapping) else [named]
+    for place in places:
+        if not isinstance(place, str) or not re.fullmatch(r"\w+\.\w+", place):
+            raise UsageError(
+                f"{folder} would run {place!r:.100}, which is not a class in a file beside its config.json: code of "
+                "another repository is never run"
+            )
+    code = hub.code_of(name, folder)
+    if trust == code.pin:
+        return code.files
+    said = "" if trust is None else f", which {hub.TRUSTING} {trust} does not stand for"
     raise UsageError(
-        f"model_type {kind!r} of {folder} is no causal language model that transformers {transformers.__version__} "
-        "knows: a newer version may"
+        f"{name} comes with Python code ({', '.join(code.files) or 'not fetched yet'}){said}. Read it, and to run it "
+        f"say {hub.TRUSTING} {code.pin}"
     )
 
 

@@ -43,15 +43,16 @@ def load_model(
     if model.name is None or (model.weights == "random" and not shape.adapter):
         return _random(shape, device=device, dtype=dtype, compute_dtype=compute_dtype, seed=seed)
     load = model.weights == "load"
-    folder = hub.folder(model.name, weights=load, revision=model.revision, code=model.trust_remote_code)
+    folder = hub.folder(model.name, weights=load, revision=model.revision, trust=model.trust)
     if shape.adapter:
         return foreign.load(
             folder,
+            name=model.name,
             shape=shape,
             device=device,
             dtype=dtype,
             compute_dtype=compute_dtype,
-            trust_remote_code=model.trust_remote_code,
+            trust=model.trust,
             random_seed=None if load else seed,
             trains=trains,
         )
@@ -92,9 +93,7 @@ def empty_model(
             decoder = Decoder(shape, compute_dtype=dtype)
         decoder.frequencies.copy_(rope.frequencies(shape))
         return decoder
-    settings = ModelSettings(
-        name=model.name, weights="random", revision=model.revision, trust_remote_code=model.trust_remote_code
-    )
+    settings = ModelSettings(name=model.name, weights="random", revision=model.revision, trust=model.trust)
     return load_model(settings, shape=shape, device=device, dtype=dtype, compute_dtype=dtype)
 
 

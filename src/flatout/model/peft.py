@@ -7,24 +7,24 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from flatout import files
 from flatout.cost import TARGETS, Adapters
 from flatout.errors import UsageError
-from flatout.hub import read_json
-from flatout.model import lora
+from flatout.hub import read_json, root_of
+from flatout.model import lora, weights
 from flatout.model.decoder import Decoder
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 MODULES = {name: f"{'self_attn' if name in 'qkvo' else 'mlp'}.{name}_proj" for name in TARGETS}
-_NAME = re.compile(r"base_model\.model\.model\.layers\.(\d+)\.\w+\.(\w+)_proj\.lora_([AB])\.weight")
+_NAME = re.compile(r"base_model\.model\.model\.layers\.([0-9]{1,5})\.\w+\.(\w+)_proj\.lora_([AB])\.weight")
 # What their configuration may ask for and ours cannot do, with the value that asks for nothing.
 UNSUPPORTED = {
     "use_dora": False, "bias": "none", "modules_to_save": None, "rank_pattern": {}, "alpha_pattern": {},
@@ -65,18 +65,27 @@ def read(folder: Path) -> Adapters:
     """What kind of adapters a folder holds; what we cannot do is refused by name."""
     config = read_json(folder / CONFIG)
     if config.get("peft_type") != "LORA":
-        raise UsageError(f"{folder / CONFIG}: peft_type {config.get('peft_type')!r} is not LORA, which is all we read")
+        kind = repr(config.get("peft_type"))[:60]
+        raise UsageError(f"{folder / CONFIG}: peft_type {kind} is not LORA, which is all we read")
     asked = [name for name, nothing in UNSUPPORTED.items() if (config.get(name) or nothing) != nothing]
     if asked:
         raise UsageError(f"{folder / CONFIG} asks for {', '.join(asked)}, which our adapters lack")
-    found = {target for _, target, _ in _names(folder)}
-    return Adapters(
-        rank=int(config["r"]),
-        alpha=float(config["lora_alpha"]),
-        targets=tuple(name for name in TARGETS if name in found),
-        dropout=float(config.get("lora_dropout") or 0.0),
-        rslora=bool(config.get("use_rslora")),
-    )
+    if missing := [name for name in ("r", "lora_alpha") if config.get(name) is None]:
+        raise UsageError(f"{folder / CONFIG} does not say {' and '.join(missing)}, which its adapters need")
+    names = _names(folder)
+    found = {target for _, target, _ in names}
+    try:
+        spec = Adapters(
+            rank=config["r"],
+            alpha=config["lora_alpha"],
+            targets=tuple(name for name in TARGETS if name in found),
+            dropout=0.0 if config.get("lora_dropout") is None else config["lora_dropout"],
+            rslora=False if config.get("use_rslora") is None else config["use_rslora"],
+        )
+    except UsageError as error:
+        raise UsageError(f"{folder / CONFIG}: {error}") from None
+    _require_rank(folder, names, rank=spec.rank)
+    return spec
 
 
 @torch.no_grad()
@@ -97,8 +106,10 @@ def load(model: Decoder, folder: Path, spec: Adapters, *, base: str | None) -> N
             f"{folder} is an adapter of another base: it has {1 + max(layer for layer, _, _ in names)} layers, "
             f"the model has {model.shape.layers}"
         )
+    if len(names) != 2 * len(wanted):
+        raise UsageError(f"{folder / TENSORS} has {len(names)} matrices, and {len(wanted)} adapters need two each")
     values: dict[tuple[int, str, str], Tensor] = {}
-    with _opened(folder) as file:
+    with weights.opened(folder / TENSORS) as file:
         made_for = (file.metadata() or {}).get("flatout_base")
         if made_for is not None and base is not None and made_for != base:
             raise UsageError(f"{folder} is an adapter of another base: its weights are not those of this model")
@@ -111,6 +122,9 @@ def load(model: Decoder, folder: Path, spec: Adapters, *, base: str | None) -> N
                 f"{folder} is an adapter of another base: {names[layer, target, side]} is {tuple(value.shape)}, "
                 f"this model needs {tuple(into.shape)}"
             )
+        if not value.is_floating_point() or not value.isfinite().all():
+            kind = "of infinite or missing numbers" if value.is_floating_point() else f"of type {value.dtype}"
+            raise UsageError(f"{folder / TENSORS}: {names[layer, target, side]} is {kind}: nothing can be added to it")
     for (layer, target, side), value in values.items():
         ours[f"{layer}.{target}"][side == "B"].copy_(value)
 
@@ -119,9 +133,9 @@ def fingerprint(folder: Path) -> str:
     """One hash of a model's weights, from samples of every file: enough to tell one base from another."""
     digest = hashlib.sha256()
     for path in sorted(folder.glob("*.safetensors")):
-        size = path.stat().st_size
-        digest.update(f"{path.name} {size}".encode())
-        with path.open("rb") as file:
+        with files.opened(path, root=root_of(path)) as file:
+            size = os.fstat(file.fileno()).st_size
+            digest.update(f"{path.name} {size}".encode())
             for i in range(SAMPLED_BLOCKS):
                 file.seek(i * max(0, size - BLOCK_BYTES) // (SAMPLED_BLOCKS - 1))
                 digest.update(file.read(BLOCK_BYTES))
@@ -130,14 +144,16 @@ def fingerprint(folder: Path) -> str:
 
 def _names(folder: Path) -> dict[tuple[int, str, str], str]:
     """(layer, target, A or B) to their tensor's name."""
-    with _opened(folder) as file:
+    if not os.path.lexists(folder / TENSORS):
+        raise UsageError(f"{folder} has no {TENSORS} (pickled adapters are not read)")
+    with weights.opened(folder / TENSORS) as file:
         keys = list(file.keys())
     found = {}
     for key in keys:
         match = _NAME.fullmatch(key)
         if match is None or match[2] not in TARGETS:
             raise UsageError(
-                f"{folder / TENSORS}: {key} sits on nothing this decoder has: targets are {', '.join(TARGETS)}"
+                f"{folder / TENSORS}: {key[:100]} sits on nothing this decoder has: targets are {', '.join(TARGETS)}"
             )
         found[int(match[1]), match[2], match[3]] = key
     if not found:
@@ -145,11 +161,11 @@ def _names(folder: Path) -> dict[tuple[int, str, str], str]:
     return found
 
 
-def _opened(folder: Path) -> Any:
-    path = folder / TENSORS
-    if not path.is_file():
-        raise UsageError(f"{folder} has no {TENSORS} (pickled adapters are not read)")
-    try:
-        return safe_open(path, framework="pt")
-    except (SafetensorError, OSError) as error:
-        raise UsageError(f"{path} is no readable safetensors file: {error}") from None
+def _require_rank(folder: Path, names: dict[tuple[int, str, str], str], *, rank: int) -> None:
+    """Refuses a rank that the file's matrices do not have, before memory is taken for matrices of that rank."""
+    with weights.opened(folder / TENSORS) as file:
+        shapes = weights.shapes_in(file)
+    for (_, _, side), name in names.items():
+        shape = shapes[name]
+        if len(shape) != 2 or shape[side == "B"] != rank:
+            raise UsageError(f"{folder / CONFIG} says r {rank}, and {name} in {TENSORS} has shape {shape}")

@@ -6,6 +6,8 @@ Our `qkv` and `gate_up` are their projections stacked along the output, in that 
 from __future__ import annotations
 
 import json
+import math
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,11 +21,14 @@ from torch import Tensor
 
 from flatout.cost import ModelShape
 from flatout.errors import EnvironmentLacks, UsageError
-from flatout.hub import read_json
+from flatout.files import checked
+from flatout.hub import read_json, root_of
 from flatout.model import rope
 from flatout.model.decoder import Decoder
 
 SHARD_BYTES = 4 * 2**30
+# Rows by which a vocabulary is padded, at most, beyond twice what the files hold.
+MOST_PADDED = 1024
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
@@ -102,6 +107,10 @@ def filler(
     parts = _parts(shape)
     files = TensorFiles.of(folder)
     files.require([name for many in parts.values() for name, _ in many])
+    with torch.device("meta"):  # every size is compared before memory is taken for any
+        for ours, parameter in Decoder(shape, compute_dtype=torch.float32).named_parameters():
+            for name, piece in _pieces(parameter, parts[ours]):
+                files.require_shape(name, piece.shape)
     if shape.tied:
         files.require_tied()
     elif HEAD not in files.file_of:
@@ -219,7 +228,7 @@ def _architecture(shape: ModelShape) -> tuple[str, str]:
 
 def refuse_quantised(config: Mapping[str, Any], folder: Path) -> None:
     if quantised := config.get("quantization_config"):
-        method = quantised.get("quant_method", "unnamed") if isinstance(quantised, Mapping) else quantised
+        method = str(quantised.get("quant_method", "unnamed") if isinstance(quantised, Mapping) else quantised)[:60]
         raise UsageError(
             f"{folder} holds weights quantised by {method}, which are not trained or read here: "
             "give the model they were made from"
@@ -232,19 +241,24 @@ class TensorFiles:
 
     folder: Path
     file_of: Mapping[str, Path]
+    shapes: Mapping[str, tuple[int, ...]]
 
     @classmethod
     def of(cls, folder: Path) -> TensorFiles:
         index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
-        if index.exists():
+        if os.path.lexists(index):
             file_of = _listed(index)
-            for path in {*file_of.values()}:
-                with _opened(path):
-                    pass  # a truncated file is told before anything is read
-            return cls(folder=folder, file_of=file_of)
-        if single.exists():
-            with _opened(single) as file:
-                return cls(folder=folder, file_of=dict.fromkeys(file.keys(), single))
+            held: dict[str, tuple[int, ...]] = {}
+            for path in sorted({*file_of.values()}):
+                with opened(path) as file:  # a truncated file is told before anything is read
+                    held |= shapes_in(file)
+            if absent := sorted(name for name in file_of if name not in held):
+                raise UsageError(f"{index} lists the tensor{_several(absent)}, which no file of it holds")
+            return cls(folder=folder, file_of=file_of, shapes=held)
+        if os.path.lexists(single):
+            with opened(single) as file:
+                shapes = shapes_in(file)
+                return cls(folder=folder, file_of=dict.fromkeys(shapes, single), shapes=shapes)
         pickled = sorted(path.name for ending in ("bin", "pt", "pth") for path in folder.glob(f"*.{ending}"))
         but = f", only {', '.join(pickled[:3])}" if pickled else ""
         raise UsageError(
@@ -262,6 +276,31 @@ class TensorFiles:
                 f"{self.folder} holds the tensor{_several(unknown)}, of which its config.json says nothing"
             )
 
+    def require_shape(self, name: str, wanted: Sequence[int]) -> None:
+        """Refuses a tensor that does not fit; of a table with a row per token, rows may be padded on either side."""
+        name = EMBEDDING if name == HEAD and name not in self.file_of else name
+        shape = self.shapes[name]
+        table = name in (EMBEDDING, HEAD) and len(shape) == 2 and shape[0] > 0
+        if tuple(wanted) != shape and not (table and shape[1] == wanted[1]):
+            raise UsageError(f"{self.folder}: {name} has shape {shape}, config.json asks for {tuple(wanted)}")
+        if table and wanted[0] > 2 * shape[0] + MOST_PADDED:
+            raise UsageError(
+                f"{self.folder}: {name} has {shape[0]} rows, config.json a vocabulary of {wanted[0]}: "
+                "that is more than padding"
+            )
+
+    @property
+    def num_elements(self) -> int:
+        return sum(math.prod(shape) for shape in self.shapes.values())
+
+    def link(self, folder: Path) -> None:
+        """Puts these very files, and an index of them, into a folder for somebody else to read."""
+        names = {path: f"model-{i:05}.safetensors" for i, path in enumerate(sorted({*self.file_of.values()}))}
+        for path, name in names.items():
+            (folder / name).symlink_to(path.resolve())
+        index = {"metadata": {}, "weight_map": {tensor: names[path] for tensor, path in self.file_of.items()}}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
     def require_tied(self) -> None:
         """Refuses a head of its own where config.json says that it is the embedding."""
         if HEAD in self.file_of and not torch.equal(self.read(HEAD), self.read(EMBEDDING)):
@@ -273,35 +312,42 @@ class TensorFiles:
     def read(self, name: str) -> Tensor:
         """A tensor on the host, as it is in the file; a head that is not there is the embedding."""
         name = EMBEDDING if name == HEAD and name not in self.file_of else name
-        with _opened(self.file_of[name]) as file:
-            try:
-                tensor: Tensor = file.get_tensor(name)
-            except SafetensorError as error:
-                raise UsageError(f"{self.file_of[name]}: {name} cannot be read: {error}") from None
+        with opened(self.file_of[name]) as file:
+            tensor: Tensor = file.get_tensor(name)
         return tensor
 
 
 def _listed(index: Path) -> dict[str, Path]:
     listed = read_json(index).get("weight_map")
-    if not isinstance(listed, dict):
+    if not isinstance(listed, dict) or not listed:
         raise UsageError(f"{index} has no weight_map, which says where each tensor is: fetch the model again")
-    # Only names: an index cannot point out of its folder.
-    places = {name: index.parent / Path(str(file)).name for name, file in listed.items()}
-    if missing := sorted({path.name for path in places.values() if not path.is_file()}):
-        raise UsageError(f"{index.parent} lacks {', '.join(missing)}, which {index.name} names: fetch the model again")
+    for file in {*map(str, listed.values())}:
+        if Path(file).name != file or not file.endswith(".safetensors"):
+            raise UsageError(f"{index} names {file!r:.100}, which is no safetensors file beside it")
+    places = {name: index.parent / str(file) for name, file in listed.items()}
+    if missing := sorted({path.name for path in places.values() if not os.path.lexists(path)}):
+        more = f" and {len(missing) - 5} more" if len(missing) > 5 else ""
+        raise UsageError(
+            f"{index.parent} lacks {', '.join(missing[:5])}{more}, which {index.name} names: fetch the model again"
+        )
     return places
 
 
 @contextmanager
-def _opened(path: Path) -> Iterator[Any]:
+def opened(path: Path) -> Iterator[Any]:
+    """A safetensors file of a model or an adapter; whatever is wrong with it is one sentence."""
     try:
-        file = safe_open(path, framework="pt")
+        with safe_open(checked(path, root=root_of(path)), framework="pt") as file:
+            yield file
+    except FileNotFoundError:
+        raise UsageError(f"{path} is a link to nothing: fetch it again") from None
     except (SafetensorError, OSError) as error:
-        raise UsageError(
-            f"{path} is no readable safetensors file ({path.stat().st_size} bytes): {error}; fetch it again"
-        ) from None
-    with file as opened:
-        yield opened
+        size = path.stat().st_size
+        raise UsageError(f"{path} is no readable safetensors file ({size} bytes): {error}; fetch it again") from None
+
+
+def shapes_in(file: Any) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
 
 
 def _several(names: Sequence[str]) -> str:

@@ -400,7 +400,7 @@ class Work:
 
     def _as_folder(self, run: Run, to: Path) -> None:
         """The model of a run as a Hugging Face folder, sealed; whole or not there."""
-        trained = open_trained(run)
+        trained = open_trained(run, trust=self.settings.model.trust)
         self._tell(trained.notices)
         if trained.adapters is not None and isinstance(trained.model, Decoder):
             lora.merge(trained.model)
@@ -414,7 +414,7 @@ class Work:
     def _opened(self, name: str) -> Opened:
         """A model to be asked, in the memory that the one before has left."""
         free_memory()
-        model = open_model(name)
+        model = open_model(name, trust=self.settings.model.trust)
         self._tell(model.notices)
         return model
 
@@ -439,7 +439,7 @@ class Work:
 
 def as_sft(settings: Settings, *, student: str | None, rows: Path) -> Settings:
     """The same run as recipe sft on what was sampled. None: the model as it is configured, weights or none."""
-    model = settings.model if student is None else ModelSettings(name=student)
+    model = settings.model if student is None else ModelSettings(name=student, trust=settings.model.trust)
     # What a model wrote may spell out a control token: such a row is left out and counted, and stops nothing.
     data = replace(settings.data, source="jsonl", path=str(rows), on_bad_row="skip", max_bad_share=1.0)
     return replace(settings, recipe="sft", model=model, data=data)

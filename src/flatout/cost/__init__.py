@@ -12,274 +12,39 @@ The only place where MFU is defined. Two conventions, never mixed:
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from flatout.errors import Unsupported, UsageError
+from flatout.cost.shape import (
+    BYTES,
+    LARGEST_RANK,
+    NF4_BLOCK,
+    NF4_BYTES,
+    TARGETS,
+    UNLIMITED,
+    Adapters,
+    ModelShape,
+    RopeScaling,
+    projections,
+)
+
+__all__ = [
+    "BYTES",
+    "LARGEST_RANK",
+    "NF4_BLOCK",
+    "NF4_BYTES",
+    "TARGETS",
+    "UNLIMITED",
+    "Adapters",
+    "ModelShape",
+    "RopeScaling",
+    "projections",
+]
 
 GIB = 2**30
-BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 # How a block runs: one operation at a time, compiled, by fused kernels, or by those with 8-bit matmuls.
 BlockPath = Literal["eager", "compiled", "fused", "fp8"]
-
-
-# Fields of `ModelShape` that came after the first release.
-_LATER = ("out_bias", "rope_scaling", "window", "max_positions", "adapter")
-# Positions of a model whose config.json names no limit.
-UNLIMITED = 2**30
-
-
-@dataclass(frozen=True, kw_only=True)
-class RopeScaling:
-    """How the rotary frequencies were stretched to reach longer texts, in the words of Hugging Face's config.json."""
-
-    rope_type: Literal["linear", "llama3", "yarn"]
-    factor: float
-    original_max_position_embeddings: int | None = None
-    low_freq_factor: float | None = None
-    high_freq_factor: float | None = None
-    beta_fast: float | None = None
-    beta_slow: float | None = None
-    attention_factor: float | None = None
-    mscale: float | None = None
-    mscale_all_dim: float | None = None
-    truncate: bool | None = None
-
-    def to_json(self) -> dict[str, Any]:
-        return {name: value for name, value in asdict(self).items() if value is not None}
-
-    @classmethod
-    def from_hf(cls, rope: Mapping[str, Any], *, positions: int) -> RopeScaling | None:
-        """From `rope_scaling` or `rope_parameters`; None where nothing is stretched."""
-        kind = _rope_kind(rope)
-        if kind == "default":
-            return None
-        known = {f.name for f in fields(cls)} - {"rope_type", "factor"}
-        values = {name: value for name, value in rope.items() if name in known and value is not None}
-        factor = rope.get("factor")
-        if kind == "yarn" and factor is None and (original := values.get("original_max_position_embeddings")):
-            factor = positions / original
-        needed = {"factor": factor}
-        if kind == "llama3":
-            needed |= {name: values.get(name) for name in ("low_freq_factor", "high_freq_factor")}
-        if missing := [name for name, value in needed.items() if value is None]:
-            raise UsageError(f"the model's config.json asks for {kind} rope scaling but lacks {', '.join(missing)}")
-        if kind != "linear":
-            values.setdefault("original_max_position_embeddings", positions)
-        return cls(rope_type=kind, factor=float(factor or 0), **values)
-
-
-def _rope_kind(rope: Mapping[str, Any]) -> Any:
-    return rope.get("rope_type") or rope.get("type") or "default"
-
-
-@dataclass(frozen=True, kw_only=True)
-class ModelShape:
-    """Everything about a decoder that can be known without building it."""
-
-    layers: int
-    hidden: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    intermediate: int
-    vocab: int
-    positions: int
-    tied: bool = False
-    qk_norm: bool = False
-    qkv_bias: bool = False
-    rope_theta: float = 10000.0
-    norm_eps: float = 1e-5
-    out_bias: bool = False
-    rope_scaling: RopeScaling | None = None
-    # A sliding window equals full attention up to its length: `positions` ends there, and `max_positions` is theirs.
-    window: int | None = None
-    max_positions: int | None = None
-    # Why our decoder cannot run the model, which then runs as transformers builds it; the numbers are its nearest.
-    adapter: str = ""
-
-    def __post_init__(self) -> None:
-        scaling: Any = self.rope_scaling
-        if isinstance(scaling, Mapping):  # as a run folder's JSON has it
-            object.__setattr__(self, "rope_scaling", RopeScaling(**scaling))
-
-    @property
-    def q_width(self) -> int:
-        return self.heads * self.head_dim
-
-    @property
-    def kv_width(self) -> int:
-        return self.kv_heads * self.head_dim
-
-    @property
-    def block_matmul_weights(self) -> int:
-        """Weights that multiply, of one block."""
-        attention = self.hidden * (self.q_width + 2 * self.kv_width) + self.q_width * self.hidden
-        return attention + 3 * self.hidden * self.intermediate
-
-    @property
-    def matmul_weights(self) -> int:
-        """Weights that multiply: every block and the head (a tied embedding multiplies as the head)."""
-        return self.layers * self.block_matmul_weights + self.vocab * self.hidden
-
-    @property
-    def num_parameters(self) -> int:
-        block = self.block_matmul_weights + 2 * self.hidden
-        block += 2 * self.head_dim if self.qk_norm else 0
-        block += self.q_width + 2 * self.kv_width if self.qkv_bias else 0
-        block += self.hidden if self.out_bias else 0
-        tables = self.vocab * self.hidden * (1 if self.tied else 2)
-        return self.layers * block + tables + self.hidden
-
-    def to_json(self) -> dict[str, Any]:
-        """What came later is left out where it says nothing, so that older runs keep their identity."""
-        values = asdict(self) | {"rope_scaling": self.rope_scaling and self.rope_scaling.to_json()}
-        return {name: value for name, value in values.items() if value or name not in _LATER}
-
-    @classmethod
-    def of_config(cls, config: Mapping[str, Any], *, length: int | None = None) -> ModelShape:
-        """The shape of any causal model for sequences of `length`: our decoder's, or the adapter's where it must be."""
-        try:
-            shape = cls.from_hf(config)
-        except Unsupported as refusal:
-            return cls.nearest(config, why=str(refusal))
-        if length is not None and shape.window is not None and length > shape.window:
-            why = (
-                f"its sliding window of {shape.window} is shorter than sequences of {length}, and this decoder has none"
-            )
-            return cls.nearest(config, why=why)
-        return shape
-
-    @classmethod
-    def from_hf(cls, config: Mapping[str, Any]) -> ModelShape:
-        """The shape behind a Hugging Face `config.json`; what our decoder cannot do is refused by name."""
-        kind = config.get("model_type")
-        if kind not in ("llama", "mistral", "qwen2", "qwen3"):
-            raise Unsupported(
-                f"model_type {kind!r} is not one of llama, mistral, qwen2, qwen3, which this decoder can run"
-            )
-        rope = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
-        scaling = _rope_kind(rope)
-        turned = rope.get("partial_rotary_factor", config.get("partial_rotary_factor"))
-        refused = {
-            f"{scaling} rope scaling": scaling not in ("default", "linear", "llama3", "yarn"),
-            f"partial_rotary_factor {turned}": turned not in (None, 1.0),
-            "sliding-window attention in some layers": kind != "mistral" and _slides(config),
-            "mlp_bias": bool(config.get("mlp_bias")),
-            f"hidden_act {config.get('hidden_act')!r}": config.get("hidden_act", "silu") not in ("silu", "swish"),
-        }
-        if found := [name for name, present in refused.items() if present]:
-            raise Unsupported(f"the model's config.json asks for {', '.join(found)}, which this decoder lacks")
-        _require(config, "hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers", "vocab_size")
-        heads, hidden = int(config["num_attention_heads"]), int(config["hidden_size"])
-        positions = int(config.get("max_position_embeddings") or 2048)
-        window = int(config.get("sliding_window", 4096) or 0) if kind == "mistral" else 0
-        biased = bool(config.get("attention_bias")) and kind in ("llama", "qwen3")
-        return cls(
-            layers=int(config["num_hidden_layers"]),
-            hidden=hidden,
-            heads=heads,
-            kv_heads=int(config.get("num_key_value_heads") or heads),
-            head_dim=int(config.get("head_dim") or (128 if kind == "qwen3" else hidden // heads)),
-            intermediate=int(config["intermediate_size"]),
-            vocab=int(config["vocab_size"]),
-            positions=min(positions, window or positions),
-            tied=bool(config.get("tie_word_embeddings", False)),
-            qk_norm=kind == "qwen3",
-            qkv_bias=kind == "qwen2" or biased,
-            out_bias=biased,
-            rope_theta=float(rope.get("rope_theta") or config.get("rope_theta") or 10000.0),
-            norm_eps=float(config.get("rms_norm_eps", 1e-6)),
-            rope_scaling=RopeScaling.from_hf(rope, positions=positions),
-            window=window or None,
-            max_positions=positions if window else None,
-        )
-
-    @classmethod
-    def nearest(cls, config: Mapping[str, Any], *, why: str) -> ModelShape:
-        """The decoder of ours most like a foreign model: good for estimates, not for building it."""
-        text = config.get("text_config") or config
-        heads = _first(text, "num_attention_heads", "n_head", "n_heads") or 0
-        hidden = _first(text, "hidden_size", "n_embd", "d_model", "dim") or 0
-        layers = _first(text, "num_hidden_layers", "n_layer", "n_layers", "num_layers") or 0
-        vocab = _first(text, "vocab_size") or 0
-        sizes = {"layers": layers, "width": hidden, "heads": heads, "vocabulary": vocab}
-        if missing := [name for name, size in sizes.items() if not size]:
-            raise UsageError(f"{why}; and its config.json names no {', no '.join(missing)} that could be planned with")
-        return cls(
-            layers=layers,
-            hidden=hidden,
-            heads=heads,
-            kv_heads=_first(text, "num_key_value_heads") or heads,
-            head_dim=_first(text, "head_dim") or hidden // heads,
-            intermediate=_first(text, "intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size") or 4 * hidden,
-            vocab=vocab,
-            positions=_first(text, "max_position_embeddings", "n_positions", "n_ctx", "max_seq_len") or UNLIMITED,
-            tied=bool(config.get("tie_word_embeddings", True)),
-            adapter=why,
-        )
-
-
-def _first(config: Mapping[str, Any], *names: str) -> int | None:
-    """The first of these keys that holds a number."""
-    return next((int(config[name]) for name in names if isinstance(config.get(name), (int, float))), None)
-
-
-def _require(config: Mapping[str, Any], *names: str) -> None:
-    if missing := [name for name in names if config.get(name) is None]:
-        raise UsageError(f"the model's config.json lacks {', '.join(missing)}, which its shape needs")
-
-
-def _slides(config: Mapping[str, Any]) -> bool:
-    """Whether some layers of a Qwen model see a window only."""
-    if not config.get("use_sliding_window") or not config.get("sliding_window"):
-        return False
-    kinds = config.get("layer_types")
-    if kinds is not None:
-        return "sliding_attention" in kinds
-    return int(config.get("max_window_layers") or 0) < int(config.get("num_hidden_layers") or 0)
-
-
-# What an adapter may sit on, in the order in which fused projections stack them.
-TARGETS = ("q", "k", "v", "o", "gate", "up", "down")
-# Bytes of a weight in 4 bits: two to a byte, and an fp32 scale for each block of 64.
-NF4_BLOCK = 64
-NF4_BYTES = 0.5 + 4 / NF4_BLOCK
-
-
-@dataclass(frozen=True, kw_only=True)
-class Adapters:
-    """Low-rank adapters on frozen weights (LoRA): what is trained, and how the rest is held."""
-
-    rank: int
-    alpha: float
-    targets: tuple[str, ...] = TARGETS
-    dropout: float = 0.0
-    rslora: bool = False
-    base_bits: int = 16
-
-    @property
-    def scale(self) -> float:
-        return self.alpha / (self.rank**0.5 if self.rslora else self.rank)
-
-    def num_parameters(self, shape: ModelShape) -> int:
-        widths = projections(shape)
-        return shape.layers * self.rank * sum(sum(widths[name]) for name in self.targets)
-
-    def base_bytes(self, shape: ModelShape, *, precision: str) -> float:
-        """The frozen weights: the blocks' matrices in 4 bits or in the compute type, as all the rest is."""
-        blocks = shape.layers * shape.block_matmul_weights
-        each = NF4_BYTES if self.base_bits == 4 else BYTES[precision]
-        return each * blocks + BYTES[precision] * (shape.num_parameters - blocks)
-
-
-def projections(shape: ModelShape) -> dict[str, tuple[int, int]]:
-    """Input and output width of each target."""
-    hidden, q, kv, ff = shape.hidden, shape.q_width, shape.kv_width, shape.intermediate
-    outputs = {"q": q, "k": kv, "v": kv, "o": hidden, "gate": ff, "up": ff, "down": hidden}
-    inputs = {"o": q, "down": ff}
-    return {name: (inputs.get(name, hidden), outputs[name]) for name in TARGETS}
 
 
 @dataclass(frozen=True, kw_only=True)
