@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from types import TracebackType
 
 import torch
@@ -161,14 +160,13 @@ class Staging:
         def empty(tensor: Tensor) -> Tensor:
             return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=self._pin)
 
-        return replace(batch, **{name: empty(tensor) for name, tensor in batch.tensors.items()})  # type: ignore[arg-type]
+        return batch.with_tensors({name: empty(tensor) for name, tensor in batch.tensors.items()})
 
     def _fill(self, buffer: Batch, batch: Batch) -> Batch:
         """`batch` with its numbers in the memory of `buffer`."""
         held = buffer.tensors
-        filled = {name: held[name].copy_(tensor) for name, tensor in batch.tensors.items()}
-        return replace(batch, **filled)  # type: ignore[arg-type]
+        return batch.with_tensors({name: held[name].copy_(tensor) for name, tensor in batch.tensors.items()})
 
 
-def _shapes(batch: Batch) -> dict[str, torch.Size]:
-    return {name: tensor.shape for name, tensor in batch.tensors.items()}
+def _shapes(batch: Batch) -> dict[str, tuple[torch.Size, torch.dtype]]:
+    return {name: (tensor.shape, tensor.dtype) for name, tensor in batch.tensors.items()}

@@ -11,7 +11,8 @@ Shape legend: S sequences, T sequence_length, N = S * T tokens.
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass, fields, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
 from typing import Literal, Protocol
 
 import numpy as np
@@ -44,16 +45,25 @@ class Batch:
     # int64 [R]: the tokens with a target, and those targets, where that is not nearly all of them; padded alike.
     rows: Tensor | None = None
     row_targets: Tensor | None = None
+    # [N] each, for objectives that ask for more: old log-probability, advantage, weight, adapter, value target.
+    columns: Mapping[str, Tensor] = field(default_factory=dict)
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        """All of them by name, columns behind the fields."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)} | dict(self.columns)
         return {name: value for name, value in values.items() if isinstance(value, Tensor)}
+
+    def with_tensors(self, tensors: Mapping[str, Tensor]) -> Batch:
+        """The same batch with its tensors elsewhere, or other ones."""
+        own = {name: value for name, value in tensors.items() if name not in self.columns}
+        return replace(self, **own, columns={name: tensors[name] for name in self.columns})  # type: ignore[arg-type]
 
     def to(self, device: torch.device | str, *, non_blocking: bool = True) -> Batch:
         """The same batch on a device; from pinned memory the copy runs beside the computation."""
-        moved = {name: tensor.to(device, non_blocking=non_blocking) for name, tensor in self.tensors.items()}
-        return replace(self, **moved)  # type: ignore[arg-type]
+        return self.with_tensors(
+            {name: tensor.to(device, non_blocking=non_blocking) for name, tensor in self.tensors.items()}
+        )
 
 
 class Steps(Protocol):

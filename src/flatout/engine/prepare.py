@@ -13,14 +13,13 @@ from torch import Tensor, nn
 from flatout.config.settings import Recompute
 from flatout.cost import SHORT_DOCUMENT
 from flatout.data.stream import Batch
+from flatout.engine.objective import HeadLoss
 from flatout.engine.resolve import Active
 from flatout.losses import RowLoss, linear_cross_entropy, row_loss
 from flatout.model import Attend, Block, Decoder, Foreign, Masked, Model, Padded, Rectangular, Short, Varlen, lora
 
 # Documents are laid out one by one and padded only up to so many times their tokens: the padding is kept as well.
 MOST_PADDING = 2
-# (hidden_NC, head weight_VC, targets_N) -> summed loss
-HeadLoss = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def prepare(

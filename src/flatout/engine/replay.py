@@ -7,7 +7,7 @@ them all. Used by `Engine`, with gradients that stay in place and are added to.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from flatout.data.stream import Batch
 from flatout.engine.faults import is_out_of_memory
+from flatout.engine.objective import LOSS
 from flatout.errors import RunFailed, first_line
 
 # Of all that could record a call of its own meanwhile, only this thread's are looked at: loaders pin memory in theirs.
@@ -27,7 +28,7 @@ class Recorded:
     """The passes over one shape, and the places they read from and write to."""
 
     batch: Batch
-    total: Tensor  # the loss, summed over targets
+    sums: Mapping[str, Tensor]  # what the objective found: the loss, summed over targets, and its metrics
     gradient: Tensor  # of that loss
     forward: torch.cuda.CUDAGraph
     backward: torch.cuda.CUDAGraph
@@ -64,7 +65,7 @@ class Replay:
         self._memory = None
         self._begun = False
 
-    def record(self, batch: Batch, loss: Callable[[Batch], Tensor]) -> None:
+    def record(self, batch: Batch, sums: Callable[[Batch], Mapping[str, Tensor]]) -> None:
         """Both passes over a batch on the device, which becomes the place that later ones are copied to."""
         self._begun = True
         for parameter in self._parameters:
@@ -75,15 +76,19 @@ class Replay:
         self._memory = self._memory or torch.cuda.graph_pool_handle()
         try:
             with torch.cuda.graph(forward, pool=self._memory, capture_error_mode=MODE):
-                total = loss(batch)
+                found = sums(batch)
             with torch.cuda.graph(backward, pool=self._memory, capture_error_mode=MODE):
-                total.backward(gradient)
+                found[LOSS].backward(gradient)
         except RuntimeError as error:
             if is_out_of_memory(error):
                 raise
             raise RunFailed(f"a pass could not be recorded ({first_line(error)}): set plan.graphs: false") from error
         self._known[_key(batch)] = Recorded(
-            batch=batch, total=total.detach(), gradient=gradient, forward=forward, backward=backward
+            batch=batch,
+            sums={name: value.detach() for name, value in found.items()},
+            gradient=gradient,
+            forward=forward,
+            backward=backward,
         )
 
 

@@ -10,14 +10,16 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from flatout.data.stream import Batch
 from flatout.engine.faults import OutOfMemory, is_out_of_memory
-from flatout.engine.prepare import EightBits, HeadLoss, attend_for
+from flatout.engine.objective import LOSS, Combine, CrossEntropy, Head, HeadLoss, Objective, Tally
+from flatout.engine.prepare import EightBits, attend_for
 from flatout.engine.ranks import Ranks
 from flatout.engine.replay import Replay
 from flatout.engine.resolve import Active
@@ -47,6 +49,7 @@ class StepFacts:
     lr: float
     skipped: bool
     loss_scale: float | None
+    metrics: Mapping[str, float] = field(default_factory=dict)  # what the objective reports beside the loss
 
 
 @dataclass(kw_only=True)
@@ -76,10 +79,15 @@ class Engine:
         seed: int,
         batch_tokens: int,
         eight: EightBits | None = None,
+        objective: Objective | None = None,
+        combine: Combine | None = None,
     ) -> None:
+        """`objective`: cross-entropy by default. `combine`: gradients of all tasks are added up by default."""
         self.model, self.optimizer, self.schedule = model, optimizer, schedule
         self.active, self.ranks, self.phases = active, ranks, phases
         self.head_loss, self.clip, self.seed, self.eight = head_loss, clip, seed, eight
+        self.objective: Objective = objective or CrossEntropy()
+        self.combine = combine
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         # fp16 needs a loss scale that moves; 8-bit gradients one that makes them independent of the batch's size.
         self.scale_moves = active.dtype == torch.float16
@@ -114,12 +122,12 @@ class Engine:
             sum(b.tokens.numel() for b in batches),
         ]
         totals = self.ranks.sum_(torch.tensor(counts, dtype=torch.float64).to(device, non_blocking=True))
-        shortage = ""
-        loss = torch.zeros((), device=device)
+        shortage, denominator = "", totals[0].float()
+        tally = Tally(self.objective.metrics, device)
         if self.eight is not None:
             self.eight.ready()
         try:
-            self._accumulate(batches, loss, denominator=totals[0].float())
+            gradients = self._gradients(batches, tally, denominator=denominator)
         except (torch.OutOfMemoryError, RuntimeError) as error:
             if not is_out_of_memory(error):
                 raise
@@ -131,51 +139,90 @@ class Engine:
             self.replay = None if recorded else self.replay
             raise OutOfMemory(shortage or "another rank ran out of memory", recorded=recorded)
         self.phases.mark("reduce")
-        gradients = [p.grad for p in self.parameters if p.grad is not None]
-        self.ranks.sum_gradients_(gradients)
-        self.ranks.sum_(loss)
+        for of_task in gradients.values():
+            self.ranks.sum_gradients_(of_task)
+        metrics = tally.reduced(self.ranks, denominator=denominator)
         self.phases.mark("optimize")
         lr = self.schedule(step)
-        norm = self._update(gradients, loss, lr)
+        norm = self._update(self._combined(gradients, step=step), tally.loss, lr)
         if self.eight is not None:
             # One scale on all ranks: a resumed run then goes on exactly, whichever rank saved.
             self.ranks.max_(self.eight.scales.amax)
             self.eight.updated()
-        numbers = torch.stack([loss.double(), norm.double(), self.scale.double(), *totals])
+        numbers = torch.cat([torch.stack([tally.loss, norm, self.scale]).double(), totals, metrics.double()])
         if numbers.is_cuda:
             host = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
             numbers = host.copy_(numbers, non_blocking=True)
         self._pending.append(_Pending(step=step, lr=lr, numbers=numbers))
 
-    def _accumulate(self, batches: list[Batch], loss: Tensor, *, denominator: Tensor) -> None:
-        """Forward and backward of every micro-batch; the loss is added up in place."""
-        for host_batch in batches:
-            if self.replay is not None and self.replay.is_due(host_batch):
-                self.phases.mark("forward")
-                self.replay.record(host_batch.to(self.active.device), self.loss)
-            self.phases.mark("data")
-            if self.replay is not None and (recorded := self.replay.of(host_batch)):
-                recorded.take(host_batch)
-                self.phases.mark("forward")
-                recorded.forward.replay()
-                self.phases.mark("backward")
-                torch.div(self.scale, denominator, out=recorded.gradient)
-                recorded.backward.replay()
-                loss += recorded.total / denominator
-                continue
-            batch = host_batch.to(self.active.device)
+    def _gradients(self, batches: Sequence[Batch], tally: Tally, *, denominator: Tensor) -> dict[str, list[Tensor]]:
+        """Forward and backward of every micro-batch; the gradients by task where they are combined, else all in one."""
+        if self.combine is None:
+            for batch in batches:
+                self._accumulate(batch, tally, denominator=denominator)
+            return {"": [p.grad for p in self.parameters if p.grad is not None]}
+        if unknown := {batch.task for batch in batches} - set(self.combine.tasks):
+            raise ValueError(f"batches of {unknown}, and only the gradients of {list(self.combine.tasks)} are combined")
+        gradients = {}
+        for task in self.combine.tasks:
+            for batch in batches:
+                if batch.task == task:
+                    self._accumulate(batch, tally, denominator=denominator)
+            gradients[task] = [self._taken_gradient(parameter) for parameter in self.parameters]
+        return gradients
+
+    def _taken_gradient(self, parameter: Tensor) -> Tensor:
+        """A parameter's gradient, out of the way of the next task's; zero where this rank has nothing of the task."""
+        if parameter.grad is None:
+            return torch.zeros_like(parameter)
+        if not self.replay:
+            taken, parameter.grad = parameter.grad, None
+            return taken
+        taken = parameter.grad.clone()  # recorded passes add to where it lies
+        parameter.grad.zero_()
+        return taken
+
+    def _combined(self, gradients: Mapping[str, list[Tensor]], *, step: int) -> list[Tensor]:
+        """The gradients that the update applies, where the optimizer looks for them."""
+        if self.combine is None:
+            return gradients[""]
+        for parameter, gradient in zip(self.parameters, self.combine(gradients, step=step), strict=True):
+            if parameter.grad is None:
+                parameter.grad = gradient
+            else:
+                parameter.grad.copy_(gradient)
+        return [p.grad for p in self.parameters if p.grad is not None]
+
+    def _accumulate(self, host_batch: Batch, tally: Tally, *, denominator: Tensor) -> None:
+        """Forward and backward of one micro-batch."""
+        if self.replay is not None and self.replay.is_due(host_batch):
             self.phases.mark("forward")
-            part = self.loss(batch) / denominator
+            self.replay.record(host_batch.to(self.active.device), self.sums)
+        self.phases.mark("data")
+        if self.replay is not None and (recorded := self.replay.of(host_batch)):
+            recorded.take(host_batch)
+            self.phases.mark("forward")
+            recorded.forward.replay()
             self.phases.mark("backward")
-            (part * self.scale if self.scaled else part).backward()
-            loss += part.detach()
-            del part  # with it the graph, whose leaves would tie a recording to this stream
+            torch.div(self.scale, denominator, out=recorded.gradient)
+            recorded.backward.replay()
+            tally.loss += recorded.sums[LOSS] / denominator
+            tally.add(recorded.sums)
+            return
+        batch = host_batch.to(self.active.device)
+        self.phases.mark("forward")
+        sums = self.sums(batch)
+        part = sums[LOSS] / denominator
+        self.phases.mark("backward")
+        (part * self.scale if self.scaled else part).backward()
+        tally.loss += part.detach()
+        tally.add(sums)
 
     def rehearse(self, host_batch: Batch) -> None:
         """A forward and a backward pass whose gradients nobody uses; `forget` ends a rehearsal."""
         if self.eight is not None:
             self.eight.ready()
-        loss = self.loss(host_batch.to(self.active.device)) / max(1, host_batch.num_target_tokens)
+        loss = self.sums(host_batch.to(self.active.device))[LOSS] / max(1, host_batch.num_target_tokens)
         (loss * self.scale if self.scaled else loss).backward()
 
     def wait(self) -> None:
@@ -208,24 +255,22 @@ class Engine:
             pending.ready = torch.cuda.Event()
             pending.ready.record()
 
-    def loss(self, batch: Batch) -> Tensor:
-        """Cross-entropy summed over the batch's target tokens, on the device."""
+    def sums(self, batch: Batch) -> Mapping[str, Tensor]:
+        """What the objective makes of a batch on the device: the loss, with its graph, and its metrics."""
         attend = attend_for(batch, active=self.active)
 
-        def head(hidden_NC: Tensor, weight_VC: Tensor) -> Tensor:
-            if batch.rows is not None and batch.row_targets is not None:
-                return self.head_loss(hidden_NC.index_select(0, batch.rows), weight_VC, batch.row_targets)
-            return self.head_loss(hidden_NC, weight_VC, batch.targets)
+        def head(hidden_NC: Tensor, weight_VC: Tensor) -> Mapping[str, Tensor]:
+            return self.objective(batch, Head(hidden_NC=hidden_NC, weight_VC=weight_VC, loss=self.head_loss))
 
-        loss: Tensor = self.model(batch.tokens, batch.positions, attend, head)
-        return loss
+        found: Mapping[str, Tensor] = self.model(batch.tokens, batch.positions, attend, head)
+        return found
 
     @torch.no_grad()
     def evaluate(self, batches: list[Batch]) -> float:
         """Mean loss per target token over all ranks' batches. Waits for the device: call it now and then."""
         sums = torch.zeros(2, dtype=torch.float64, device=self.active.device)
         for batch in batches:
-            sums[0] += self.loss(batch.to(self.active.device))
+            sums[0] += self.sums(batch.to(self.active.device))[LOSS]
             sums[1] += batch.num_target_tokens
         total, count = self.ranks.sum_(sums).tolist()
         return float(total / count)
@@ -264,7 +309,7 @@ class Engine:
                     now = time.perf_counter()
                     pending.seconds, self._clock = pending.seconds + now - self._clock, now
             self._spans |= {timing.step: timing.spans for timing in self.phases.ready()}
-            loss, norm, scale, targets, tokens, padded = pending.numbers.tolist()
+            loss, norm, scale, targets, tokens, padded, *metrics = pending.numbers.tolist()
             due.append(
                 StepFacts(
                     step=pending.step,
@@ -279,6 +324,7 @@ class Engine:
                     lr=pending.lr,
                     skipped=not math.isfinite(norm + loss),
                     loss_scale=scale if self.scale_moves else None,
+                    metrics=dict(zip(self.objective.metrics, metrics, strict=True)),
                 )
             )
         return due

@@ -25,8 +25,8 @@ from flatout.model.attention import Attend
 from flatout.model.nf4 import Nf4, linear4
 
 if TYPE_CHECKING:
-    # (hidden_NC, head weight_VC) -> anything: cross-entropy, log-probabilities, logits.
-    Head = Callable[[Tensor, Tensor], Tensor]
+    # (hidden_NC, head weight_VC) -> anything: losses by name, log-probabilities, logits.
+    Head = Callable[[Tensor, Tensor], Any]
 
 INIT_STD = 0.02
 
@@ -213,7 +213,7 @@ class Decoder(nn.Module):
         assert delta_NC is not None
         return self.leave(residual_NC, delta_NC)
 
-    def forward(self, tokens_N: Tensor, positions_N: Tensor, attend: Attend, head: Head) -> Tensor:
+    def forward(self, tokens_N: Tensor, positions_N: Tensor, attend: Attend, head: Head) -> Any:
         """`head` is given the hidden states and the head's weight, so the loss runs inside the root's forward."""
         hidden_NC = self.hidden(tokens_N, positions_N, attend)
         return head(hidden_NC, self.head_weight)

@@ -32,7 +32,7 @@ from flatout.model.attention import Attend, Rectangular
 from flatout.model.weights import TensorFiles, refuse_quantised
 
 if TYPE_CHECKING:
-    Head = Callable[[Tensor, Tensor], Tensor]
+    Head = Callable[[Tensor, Tensor], Any]
 
 # A head that is more than one matmul shows as a larger share of the logits than rounding is.
 HEAD_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 1e-2}
@@ -87,7 +87,7 @@ class Foreign(nn.Module):
         with torch.autocast(device, dtype=dtype, enabled=dtype != torch.float32):
             return self._body(tokens_N.view(attend.batch, -1)).flatten(0, 1).to(dtype)
 
-    def forward(self, tokens_N: Tensor, positions_N: Tensor, attend: Attend, head: Head) -> Tensor:
+    def forward(self, tokens_N: Tensor, positions_N: Tensor, attend: Attend, head: Head) -> Any:
         return head(self.hidden(tokens_N, positions_N, attend), self.head_weight)
 
     def recompute(self, mode: Recompute) -> None:
