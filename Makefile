@@ -5,13 +5,28 @@ BIN := $(VENV)/bin
 
 COMPAT ?= .venv-compat
 
-.PHONY: demo test test-compat bench-gpu check format clean
+.PHONY: demo test test-doctor test-speed test-busy record-doctor test-compat bench-gpu check format clean
 
 demo: $(VENV)/.train
 	$(BIN)/flatout demo
 
 test: $(VENV)/.dev
 	$(BIN)/python -m pytest -n 2 $(PYTEST_ARGS)
+
+# What measures, on a machine with nothing else to do: the doctor on every script as it runs, and speeds compared.
+test-doctor: $(VENV)/.dev
+	$(BIN)/python -m pytest -m live tests/doctor $(PYTEST_ARGS)
+
+test-speed: $(VENV)/.dev
+	$(BIN)/python -m pytest -m speed $(PYTEST_ARGS)
+
+# `make test` three times while every core is busy with something else.
+test-busy: $(VENV)/.dev
+	$(BIN)/python tests/busy.py $(MAKE) test
+
+# What the agent sees of the doctor's scripts, recorded anew: tests/doctor/record.py.
+record-doctor: $(VENV)/.dev
+	PYTHONPATH=$(CURDIR) $(BIN)/python tests/doctor/record.py $(SCRIPTS)
 
 # The doctor on an old torch, in an environment that knows nothing of flatout. COMPAT_PIP can name pip's index of
 # builds without CUDA.

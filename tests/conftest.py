@@ -22,8 +22,11 @@ if not Path("/dev/nvidiactl").exists():
     os.environ["TRITON_INTERPRET"] = "1"
 
 
+SHARED_RUNS = ("tests/recipes/test_rft.py", "tests/test_demo.py")
+
+
 def pytest_configure() -> None:
-    """A worker has cores of its own, so that what its tests start does not slow what another one measures."""
+    """A worker has cores of its own: what its tests start takes one thread each, and none waits for another's."""
     worker = os.environ.get("PYTEST_XDIST_WORKER", "").removeprefix("gw")
     if worker and hasattr(os, "sched_setaffinity"):
         own = sorted(os.sched_getaffinity(0))[int(worker) :: int(os.environ["PYTEST_XDIST_WORKER_COUNT"])]
@@ -45,17 +48,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Tests that measure a script run one after another on one worker: two at once would slow each other.
+    """A worker that is free takes the next test; those files whose tests share a whole run come first, and stay whole.
 
     Not by `xdist_group`: xdist 3.8 marks the group in a field that pytest 9 does not read any more.
     """
     from xdist.scheduler import LoadScopeScheduling
 
-    class OneScriptAtATime(LoadScopeScheduling):
+    class OneByOne(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            return "doctor" if nodeid.startswith(("tests/doctor/", "tests/test_demo.py")) else nodeid
+            file = nodeid.split("::")[0]
+            return file if file in SHARED_RUNS else nodeid
 
-    return OneScriptAtATime(config, log)
+    return OneByOne(config, log)
 
 
 @pytest.fixture(autouse=True)

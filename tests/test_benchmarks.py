@@ -12,6 +12,7 @@ from benchmarks.doctor_gpu import PLANTED, Budget, findings_table, judged, parse
 from benchmarks.parity import compared
 from benchmarks.peers import measured as peer
 from benchmarks.results import Call, command_line, measuring, read, upper_95
+from tests.waiting import HANG_S
 
 from flatout.insight.attach import Watched
 from flatout.insight.diagnose import CAUSES
@@ -130,6 +131,6 @@ def test_a_rivals_figure_is_found_among_what_it_prints(tmp_path: Path, capsys: p
         "import json, sys\nprint({'train_runtime': '9.1'})\nprint('{not at all')\nprint(7)\n"
         "if sys.argv[1] == 'one': print(json.dumps({'samples_s': 3}))\n"
     )
-    assert peer(script, "one", figure="samples_s", seconds=60) == {"samples_s": 3}
-    assert peer(script, "other", figure="samples_s", seconds=60) is None
+    assert peer(script, "one", figure="samples_s", seconds=HANG_S) == {"samples_s": 3}
+    assert peer(script, "other", figure="samples_s", seconds=HANG_S) is None
     assert "train_runtime" in capsys.readouterr().out

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from tests.waiting import HANG_S
 
 from flatout import __version__, cli, gallery
 from flatout.config import keys
@@ -51,7 +52,7 @@ def flatout(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
 
 def process(*arguments: str, stdin: str | None = None) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", *arguments], input=stdin, capture_output=True, text=True, check=False, timeout=60
+        [sys.executable, "-m", *arguments], input=stdin, capture_output=True, text=True, check=False, timeout=HANG_S
     )
 
 

@@ -123,7 +123,7 @@ sink.close()
     python_path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
     environment = {**os.environ, "PYTHONPATH": python_path, "FOREIGN_SECRET": "sentinel-environment"}
     environment.pop("WANDB_MODE", None)
-    subprocess.run([sys.executable, "-c", script], check=True, env=environment, cwd=tmp_path, timeout=120)
+    subprocess.run([sys.executable, "-c", script], check=True, env=environment, cwd=tmp_path, timeout=600)
     (run_folder,) = (tmp_path / "wandb").glob("offline-run-*")
     (database,) = run_folder.glob("*.wandb")
     assert b"training/loss" in database.read_bytes()

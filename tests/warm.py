@@ -9,28 +9,38 @@ import multiprocessing
 import os
 import runpy
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
+
+from tests.waiting import HANG_S
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(
-    ["torch", "torch._dynamo", "flatout.cli", "flatout.recipes.pretrain", "flatout.recipes.sft", "flatout.judge"]
+    [
+        *("torch", "torch._dynamo", "torch.distributed", "transformers.models.auto.modeling_auto"),
+        *("transformers.models.llama.modeling_llama", "transformers.models.gpt2.modeling_gpt2"),
+        *("flatout.cli", "flatout.recipes.pretrain", "flatout.recipes.sft", "flatout.recipes.rft", "flatout.judge"),
+    ]
 )
 
 
 class Started:
     """As much of `subprocess.Popen` as the tests use; what it prints goes to files."""
 
-    def __init__(self, *arguments: object, cwd: Path, script: str | None = None) -> None:
+    def __init__(
+        self, *arguments: object, cwd: Path, script: str | None = None, environment: Mapping[str, str] = {}
+    ) -> None:
         self._folder = tempfile.TemporaryDirectory()
         self._out, self._err, code = (Path(self._folder.name) / name for name in ("out", "err", "script.py"))
         if script is not None:
             code.write_text(script)
         argv = ["flatout" if script is None else str(code), *map(str, arguments)]
         self._process = _CONTEXT.Process(
-            target=_command, args=(argv, str(cwd), dict(os.environ), [str(self._out), str(self._err)])
+            target=_command, args=(argv, str(cwd), {**os.environ, **environment}, [str(self._out), str(self._err)])
         )
         self._process.start()
         assert self._process.pid is not None
@@ -46,14 +56,14 @@ class Started:
     def send_signal(self, number: int) -> None:
         os.kill(self.pid, number)
 
-    def wait(self, timeout: float | None = None) -> int:
+    def wait(self, timeout: float = HANG_S) -> int:
         self._process.join(timeout)
         if self._process.exitcode is None:
             self.send_signal(signal.SIGKILL)
-            raise subprocess.TimeoutExpired("flatout", timeout or 0.0)
+            raise subprocess.TimeoutExpired("flatout", timeout)
         return self._process.exitcode
 
-    def communicate(self, timeout: float | None = None) -> tuple[str, str]:
+    def communicate(self, timeout: float = HANG_S) -> tuple[str, str]:
         self.wait(timeout)
         return self.so_far(), self._err.read_text()
 
@@ -62,9 +72,23 @@ class Started:
         return self._out.read_text() if self._out.exists() else ""
 
 
+def two_ranks(*arguments: object, cwd: Path, script: str | None = None) -> None:
+    """The command on two ranks, as torchrun would start them; both must end well."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    shared = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    ranks = [
+        Started(*arguments, cwd=cwd, script=script, environment=shared | {"RANK": rank, "LOCAL_RANK": rank})
+        for rank in ("0", "1")
+    ]
+    said = [rank.communicate()[1] for rank in ranks]
+    assert [rank.wait() for rank in ranks] == [0, 0], "\n".join(said)
+
+
 def flatout(*arguments: object, cwd: Path) -> subprocess.CompletedProcess[str]:
     started = Started(*arguments, cwd=cwd)
-    out, err = started.communicate(timeout=300)
+    out, err = started.communicate()
     return subprocess.CompletedProcess(list(arguments), started.wait(), out, err)
 
 

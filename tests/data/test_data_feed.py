@@ -3,10 +3,10 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections.abc import Callable
 
 import pytest
 import torch
+from tests.waiting import HANG_S, wait_until
 
 from flatout.data import feed as module
 from flatout.data.feed import Feed, Staging
@@ -29,6 +29,13 @@ def batch(value: int, *, size: int = 8, segments: bool = False) -> Batch:
 
 def steps(feed: Feed) -> list[int]:
     return [int(batches[0].tokens[0]) for batches in feed]
+
+
+def let_run_ahead(feed: Feed) -> None:
+    """Until the workers have made all the steps they may."""
+    assert feed._stop is not None
+    last = min(feed._stop, feed._taken + feed._ahead)
+    wait_until(lambda: all(step in feed._ready for step in range(feed._taken, last)))
 
 
 def delayed(step: int) -> list[Batch]:
@@ -63,7 +70,7 @@ def test_workers_stay_within_the_prefetch() -> None:
 
 @pytest.mark.parametrize("added", [0, 3])
 def test_every_worker_has_a_step_to_work_on(added: int) -> None:
-    together = threading.Barrier(4, timeout=10)
+    together = threading.Barrier(4, timeout=HANG_S)
 
     def make(step: int) -> list[Batch]:
         together.wait()  # breaks unless four steps are in the making at once
@@ -104,18 +111,11 @@ def test_staged_steps_stay_untouched_while_workers_are_added(monkeypatch: pytest
                 feed.add_worker()
             held = [*held, (step, staged)][-(prefetch + 2) :]
             addresses.append(staged.tokens.data_ptr())
-            time.sleep(0.002)  # let the workers run ahead as far as they may
+            let_run_ahead(feed)
             for number, earlier in held:
                 assert earlier.tokens.tolist() == [number] * 8
     assert len(addresses) == 90
     assert len(set(addresses)) <= 2 * 9 + prefetch + 2  # nine workers ahead, and as many that came out of turn
-
-
-def wait_until(done: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 10
-    while not done() and time.monotonic() < deadline:
-        time.sleep(0.005)
-    assert done()
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -135,7 +135,8 @@ def test_errors_surface_as_they_are_at_their_step(workers: int) -> None:
     feed.close()
 
 
-def test_close_stops_the_workers() -> None:
+def test_close_stops_the_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "JOIN_S", HANG_S)
     before = threading.active_count()
     feed = Feed(delayed, start=0, stop=None, workers=4, prefetch=2, pin=False)
     next(feed)
@@ -207,7 +208,7 @@ def test_pinned_steps_stay_untouched_for_as_long_as_promised() -> None:
         for step, [staged] in enumerate(feed):
             assert staged.tokens.is_pinned()
             held = [*held, (step, staged)][-(prefetch + 2) :]
-            time.sleep(0.003)  # let the workers run ahead as far as they may
+            let_run_ahead(feed)
             for number, earlier in held:
                 assert earlier.tokens.tolist() == [number] * 8
             assert staged.to("cuda").tokens.tolist() == [step] * 8

@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.waiting import HANG_S, wait_until
 
 from flatout.config.settings import DataSettings
 from flatout.data import prepare as module
@@ -203,7 +203,7 @@ def test_two_processes_at_once_do_not_hurt_each_other(rows: Path, tmp_path: Path
     )
     command = [sys.executable, "-c", code, str(rows), str(tmp_path / "cache")]
     started = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(3)]
-    said = [process.communicate(timeout=60)[0].split() for process in started]
+    said = [process.communicate(timeout=HANG_S)[0].split() for process in started]
     assert [process.returncode for process in started] == [0, 0, 0]
     assert len({folder for folder, _ in said}) == 1
     assert sorted(reused for _, reused in said) == ["False", "True", "True"]
@@ -278,7 +278,7 @@ def test_background_writes_what_the_foreground_would(rows: Path, cached: Any) ->
     assert split.train.num_tokens >= 20_000
     split.train.wait_for(10**9)
     assert split.train.complete
-    assert writer_of(background).wait(timeout=30) == 0
+    assert writer_of(background).wait(timeout=HANG_S) == 0
     foreground = prepare(settings, seed=0)
     assert texts(background.prepared.train, background.prepared) == texts(foreground.train, foreground)
     assert texts(background.prepared.valid, background.prepared) == texts(foreground.valid, foreground)
@@ -318,7 +318,7 @@ def pipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pipe:
 
 def test_a_killed_writer_is_noticed_and_a_new_one_goes_on(pipe: Pipe, tmp_path: Path, cached: Any) -> None:
     settings = cached(source="jsonl", path=str(pipe.path), valid_share=0.1)
-    giver = pipe.give(len(pipe.content) // 2, then="f.flush(); time.sleep(60)")
+    giver = pipe.give(len(pipe.content) // 2, then="f.flush(); time.sleep(600)")
     background = start_background(settings, seed=0, shard_tokens=20_000)
     root = background.prepared.train.parent
     assert writer_is_alive(root)
@@ -337,7 +337,7 @@ def test_a_killed_writer_is_noticed_and_a_new_one_goes_on(pipe: Pipe, tmp_path: 
     restarted = start_background(settings, seed=0, shard_tokens=20_000)
     shards.wait_for(10**9)  # a reader that was there before sees the rest, too
     assert giver.wait() == 0
-    assert writer_of(restarted).wait(timeout=30) == 0
+    assert writer_of(restarted).wait(timeout=HANG_S) == 0
     resumed = restarted.prepared.open().train
     assert resumed.num_tokens == shards.num_tokens
     stream = Stream(resumed, sequence_length=64, batch_sequences=8, seed=0, packing="documents", shuffle=True)
@@ -347,13 +347,13 @@ def test_a_killed_writer_is_noticed_and_a_new_one_goes_on(pipe: Pipe, tmp_path: 
     (tmp_path / "whole.jsonl").write_bytes(pipe.content)
     whole = cached(source="jsonl", path=str(tmp_path / "whole.jsonl"), valid_share=0.1)
     uninterrupted = start_background(whole, seed=0, shard_tokens=20_000)
-    assert writer_of(uninterrupted).wait(timeout=30) == 0
+    assert writer_of(uninterrupted).wait(timeout=HANG_S) == 0
     assert content(root) == content(uninterrupted.prepared.train.parent)
 
 
 def test_a_second_run_shares_the_writer_and_outlives_it(pipe: Pipe, cached: Any) -> None:
     settings = cached(source="jsonl", path=str(pipe.path))
-    giver = pipe.give(len(pipe.content) // 2, then="f.flush(); time.sleep(60)")
+    giver = pipe.give(len(pipe.content) // 2, then="f.flush(); time.sleep(600)")
     first = start_background(settings, seed=0, shard_tokens=20_000)
     second = start_background(settings, seed=0, shard_tokens=20_000)
     assert second.writer is not None
@@ -371,7 +371,7 @@ def test_a_second_run_shares_the_writer_and_outlives_it(pipe: Pipe, cached: Any)
         list(workers.map(shards.wait_for, [10**9] * 4))
     assert shards.complete
     assert giver.wait() == 0
-    assert writer_of(second).wait(timeout=30) == 0
+    assert writer_of(second).wait(timeout=HANG_S) == 0
     found = describe(root)
     assert found["train"]["documents"] + found["valid"]["documents"] == 20_000
 
@@ -379,7 +379,7 @@ def test_a_second_run_shares_the_writer_and_outlives_it(pipe: Pipe, cached: Any)
 @pytest.fixture
 def stuck(pipe: Pipe, cached: Any) -> Iterator[Background]:
     """A stream whose writer was killed after its first shards."""
-    giver = pipe.give(len(pipe.content) // 2, then="f.flush(); time.sleep(60)")
+    giver = pipe.give(len(pipe.content) // 2, then="f.flush(); time.sleep(600)")
     background = start_background(cached(source="jsonl", path=str(pipe.path)), seed=0, shard_tokens=20_000)
     writer_of(background).kill()
     writer_of(background).wait()
@@ -421,9 +421,9 @@ def test_an_orphaned_writer_ends(pipe: Pipe, tmp_path: Path) -> None:
         "s = DataSettings(source='jsonl', path=sys.argv[1], cache=sys.argv[2])\n"
         "b = prepare.start_background(s, seed=0, shard_tokens=20_000); print(b.prepared.train.parent)"
     )
-    giver = pipe.give(len(pipe.content), then="f.flush(); time.sleep(60)")
+    giver = pipe.give(len(pipe.content), then="f.flush(); time.sleep(600)")
     command = [sys.executable, "-c", code, str(pipe.path), str(tmp_path / "cache")]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=HANG_S)
     root = Path(done.stdout.strip())
     giver.kill()  # the end of the pipe wakes a writer that waits for it
     giver.wait()
@@ -432,13 +432,6 @@ def test_an_orphaned_writer_ends(pipe: Pipe, tmp_path: Path) -> None:
     assert manifest is not None
     assert not manifest.complete
     assert "is gone" in (root / "writer.log").read_text()
-
-
-def wait_until(done: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 30
-    while not done() and time.monotonic() < deadline:
-        time.sleep(0.02)
-    assert done()
 
 
 def test_what_stops_the_writer_at_once_is_told(tmp_path: Path, cached: Any) -> None:

@@ -9,8 +9,35 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
+from tests.waiting import HANG_S
+
 SCRIPTS = Path(__file__).parent / "scripts"
 SRC = Path(__file__).parents[2] / "src"
+
+
+def command_of(script: str) -> list[str]:
+    if script.startswith("ddp"):
+        return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", script]
+    return [sys.executable, script]
+
+
+def needs(script: str) -> None:
+    """Skips the test where what the script imports is not installed."""
+    if script.startswith(("trainer", "rl", "healthy_trainer")):
+        pytest.importorskip("transformers")
+    for framework in ("accelerate", "lightning"):
+        if script.startswith(framework):
+            pytest.importorskip(framework)
+
+
+def causes_of(found: dict[str, Any]) -> list[str]:
+    return [finding["cause"] for finding in found["findings"]]
+
+
+def steps_of(script: str) -> int:
+    """How many to watch. The slow rank is watched until time is up, which both ranks must leave at the same step."""
+    return 10_000 if "slow_rank" in script else 11
 
 
 def environment(**more: str) -> dict[str, str]:
@@ -20,14 +47,14 @@ def environment(**more: str) -> dict[str, str]:
 
 
 def doctor(
-    *arguments: str, cwd: Path = SCRIPTS, env: dict[str, str] | None = None, timeout: float = 300
+    *arguments: str, cwd: Path = SCRIPTS, env: dict[str, str] | None = None
 ) -> subprocess.CompletedProcess[bytes]:
     return subprocess.run(
         [sys.executable, "-m", "flatout", "doctor", *arguments],
         cwd=cwd,
         env=env or environment(),
         capture_output=True,
-        timeout=timeout,
+        timeout=HANG_S,
         check=False,
     )
 

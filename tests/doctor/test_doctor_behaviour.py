@@ -5,11 +5,11 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 from doctoring import SRC, doctor, environment
+from tests.waiting import HANG_S
 
 TRAINS = """
 import torch
@@ -59,8 +59,8 @@ def test_an_interrupt_reaches_the_script_and_its_answer_counts(tmp_path: Path) -
         """
 import sys, time
 train(3)
-print("ready", flush=True)
 try:
+    print("ready", flush=True)
     while True:
         train(1)
         time.sleep(0.01)
@@ -75,9 +75,8 @@ except KeyboardInterrupt:
     )
     assert process.stdout is not None
     assert process.stdout.readline() == b"ready\n"
-    time.sleep(0.2)
     process.send_signal(signal.SIGINT)
-    out, _ = process.communicate(timeout=120)
+    out, _ = process.communicate(timeout=HANG_S)
     assert out == b"saved\n"
     assert process.returncode == 9
 

@@ -4,11 +4,12 @@ import json
 import random
 import shutil
 import signal
-import time
+from glob import glob
 from pathlib import Path
 
 import pytest
 import torch
+from tests.waiting import wait_until
 from tests.warm import Started
 from torch import nn
 
@@ -163,26 +164,29 @@ while True:
 """
 
 
+def killed(folder: Path, *, after: int, seeing: str) -> int:
+    """Starts a saver and kills it once it has reported `after` saves and a file like `seeing` is there.
+
+    It goes on saving meanwhile, so the kill comes at any moment after that. Returns the last step it reported.
+    """
+    process = Started(folder, cwd=folder, script=SAVER)
+    wait_until(lambda: process.so_far().count("\n") > after, process=process)
+    wait_until(lambda: glob(f"{folder}/{seeing}"), process=process)
+    process.send_signal(signal.SIGKILL)
+    out, _ = process.communicate()
+    return int(out.split("\n")[-2])  # behind it, half a line
+
+
 def test_killed_at_any_moment_a_whole_checkpoint_stands(tmp_path: Path) -> None:
     """Real processes, really killed: what was reported saved is never lost, and what is there loads."""
-    rng = random.Random(1)
-    reported = 0
-    for trial in range(8):
-        process = Started(tmp_path, cwd=tmp_path, script=SAVER)
-        lines = 1 + rng.randrange(3)  # "ready", and up to two saves
-        # Every other one is killed while a save is under way.
-        while process.so_far().count("\n") < lines or (trial % 2 and not list(tmp_path.glob("*.tmp-*"))):
-            assert process.poll() is None
-            time.sleep(0.001)
-        process.send_signal(signal.SIGKILL)
-        out, _ = process.communicate()
-        reported = max([reported, *map(int, out.split()[1:])])
+    moments = ("latest", "step-*.tmp-*", "*.tmp-*/weights-*", "*.tmp-*/optimizer-*", "latest.tmp-*")
+    for after, seeing in enumerate(moments, start=1):
+        reported = killed(tmp_path, after=after % 3 + 1, seeing=seeing)
         found, problems = Checkpoints(tmp_path, identity="run", keep=2).latest()
         assert problems == []
-        if reported:
-            assert found is not None
-            assert found.step >= reported
-    assert reported
+        assert found is not None
+        assert found.step >= reported
+    assert found.step >= 2 + 3 + 1 + 2 + 3, "every saver goes on from what the one before left"
     model, optimizer = build()
     step = 1 + max(int(p.name[5:]) for p in tmp_path.glob("step-????????"))
     Checkpoints(tmp_path, identity="run", keep=2).save(step, model=model, optimizer=optimizer, state={})

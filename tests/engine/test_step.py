@@ -1,8 +1,10 @@
 """The step: the effective batch is exact, nothing non-finite gets in, and every fast path equals the plain one."""
 
 import hashlib
+import time
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -201,13 +203,35 @@ def test_fp16_scales_the_loss_and_backs_off() -> None:
     assert [f.loss_scale for f in train(engine, steps=2)] == [32768.0, 16384.0]
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_phases_account_for_the_step(device: str) -> None:
-    # On a GPU after the first steps, which build kernels: there host and device have met, as at the end.
-    facts = train(build(active=replace(ACTIVE, device=torch.device(device))), steps=5 if device == "cpu" else 40)
-    facts = facts if device == "cpu" else facts[WARM_STEPS:]
-    phases = {span.phase for f in facts for span in f.spans}
-    assert phases == {"data", "forward", "backward", "reduce", "optimize"}
+PHASES = {"data", "forward", "backward", "reduce", "optimize"}
+
+
+def test_phases_account_for_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a clock that only moves in a forward pass and in an update, a second each."""
+    now = 1.0
+
+    def taking_a_second(work: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        def longer(*arguments: Any) -> torch.Tensor:
+            nonlocal now
+            now += 1.0
+            return work(*arguments)
+
+        return longer
+
+    monkeypatch.setattr(time, "perf_counter", lambda: now)
+    monkeypatch.setattr(Engine, "loss", taking_a_second(Engine.loss))
+    monkeypatch.setattr(Engine, "_update", taking_a_second(Engine._update))
+    for fact in train(build(), steps=5, size=4):  # two micro-batches
+        spans = {span.phase: span.seconds for span in fact.spans}
+        assert spans == dict.fromkeys(PHASES, 0.0) | {"forward": 2.0, "optimize": 1.0}
+        assert fact.seconds == 3.0
+
+
+@pytest.mark.gpu
+def test_phases_account_for_the_step_on_a_gpu() -> None:
+    # After the first steps, which build kernels: there host and device have met, as at the end.
+    facts = train(build(active=replace(ACTIVE, device=torch.device("cuda"))), steps=40)[WARM_STEPS:]
+    assert {span.phase for f in facts for span in f.spans} == PHASES
     attributed = sum(span.seconds for f in facts for span in f.spans)
     assert attributed == pytest.approx(sum(f.seconds for f in facts), rel=0.1)
 

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 from tests.insight import made
+from tests.waiting import HANG_S
 
 from flatout.errors import UsageError
 from flatout.insight import watch
@@ -105,7 +106,7 @@ def test_a_curve_only_where_the_terminal_can_write_it(h200: Run):
 
 
 def test_in_a_pipe_it_is_one_plain_line_a_look_and_ends_with_the_run(h200: Run):
-    out, err = flatout(str(h200.path)).communicate(timeout=60)
+    out, err = flatout(str(h200.path)).communicate(timeout=HANG_S)
     (line,) = out.splitlines()
     assert line.startswith("h200: Finished, step 600/600  loss ")
     assert ("\x1b" not in line, err) == (True, "")
@@ -113,7 +114,7 @@ def test_in_a_pipe_it_is_one_plain_line_a_look_and_ends_with_the_run(h200: Run):
 
 def test_json_is_one_look(h200: Run):
     process = flatout(str(h200.path), "--json")
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=HANG_S)
     assert (process.returncode, err) == (0, "")
     seen = json.loads(out)
     assert seen["machine"]["ram_total_gib"] > 0
@@ -126,7 +127,7 @@ def test_without_a_run_it_watches_the_machine_until_it_is_interrupted():
     assert process.stdout is not None
     assert "RAM" in process.stdout.readline()
     process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=60)
+    _, err = process.communicate(timeout=HANG_S)
     assert (process.returncode, err) == (0, "")
 
 
@@ -150,7 +151,7 @@ def test_in_a_terminal_it_draws_and_leaves_cleanly(bare: Run):
                 drawn += os.read(screen, 4096)
             except OSError:
                 break
-        assert (process.wait(timeout=60), process.stderr.read()) == (0, b"")
+        assert (process.wait(timeout=HANG_S), process.stderr.read()) == (0, b"")
         os.close(screen)
     assert b"Running, step 1" in drawn
     assert drawn.rstrip().endswith(b"\x1b[?25h")  # the cursor is back
@@ -158,7 +159,7 @@ def test_in_a_terminal_it_draws_and_leaves_cleanly(bare: Run):
 
 def test_a_folder_that_is_no_run_is_a_mistake(tmp_path: Path):
     process = flatout(str(tmp_path))
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=HANG_S)
     assert (process.returncode, out) == (2, "")
     assert "is not a run folder" in err
 

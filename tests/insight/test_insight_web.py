@@ -16,6 +16,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
+from tests.waiting import HANG_S
 
 from flatout.errors import EnvironmentLacks
 from flatout.insight.machine import looking
@@ -36,7 +37,7 @@ def server(h200: Run) -> Iterator[Server]:
 
 
 def ask(server: Server, path: str | None = None, *, method: str = "GET", **headers: str) -> http.client.HTTPResponse:
-    connection = http.client.HTTPConnection(ADDRESS, server.port, timeout=30)
+    connection = http.client.HTTPConnection(ADDRESS, server.port, timeout=HANG_S)
     connection.request(method, path if path is not None else f"/?token={server.token}", headers=headers)
     answer = connection.getresponse()
     answer.body = answer.read().decode()  # type: ignore[attr-defined]
@@ -82,7 +83,7 @@ def test_two_names_are_refused(server: Server):
         f"GET /?token={server.token} HTTP/1.1\r\nHost: {ADDRESS}:{server.port}\r\nHost: evil.example\r\n"
         "Connection: close\r\n\r\n"
     )
-    with socket.create_connection((ADDRESS, server.port), timeout=30) as connection:
+    with socket.create_connection((ADDRESS, server.port), timeout=HANG_S) as connection:
         connection.sendall(request.encode())
         assert b" 403 " in connection.recv(100)
 
@@ -178,10 +179,10 @@ def test_the_command_says_its_address_serves_it_and_leaves_cleanly(h200: Run):
     )
     assert process.stdout is not None
     address = process.stdout.readline().strip()
-    with urllib.request.urlopen(address, timeout=30) as answer:
+    with urllib.request.urlopen(address, timeout=HANG_S) as answer:
         assert b"4 of 4 criteria met." in answer.read()
     process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=60)
+    _, err = process.communicate(timeout=HANG_S)
     assert (process.returncode, err) == (0, "")
 
 

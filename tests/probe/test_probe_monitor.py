@@ -1,11 +1,11 @@
 import threading
-import time
 from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 
 import pynvml
 import pytest
+from tests.waiting import wait_until
 
 from flatout.probe import monitor
 from flatout.probe.monitor import Monitor
@@ -13,13 +13,6 @@ from flatout.probe.monitor import Monitor
 
 def monitor_threads() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name == "flatout-monitor"]
-
-
-def wait_for(condition, *, timeout_s: float = 10.0) -> None:
-    end = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < end, "it did not happen in time"
-        time.sleep(0.005)
 
 
 @pytest.fixture
@@ -66,7 +59,7 @@ def test_without_nvml_there_are_host_numbers_only():
     with watcher:
         assert watcher.latest()["process_rss_gib"] > 0  # the first sample is there at once
         assert "cpu" not in samples[0]  # and claims nothing about a time not yet watched
-        wait_for(lambda: len(samples) >= 3)
+        wait_until(lambda: len(samples) >= 3)
     assert "gpus" not in samples[-1]
     assert set(watcher.utilisation()) == {"cpu", "ram"}
     assert all(0 <= share <= 1 for share in watcher.utilisation().values())
@@ -85,7 +78,7 @@ def test_the_first_cpu_share_covers_a_time_that_was_watched(monkeypatch: pytest.
 
     monkeypatch.setattr(monitor.psutil, "cpu_percent", cpu_percent)
     with Monitor(interval_s=0.01) as watcher:
-        wait_for(lambda: "cpu" in watcher.latest())
+        wait_until(lambda: "cpu" in watcher.latest())
         assert watcher.latest()["cpu"] == 0.5
 
 
@@ -113,7 +106,7 @@ def test_a_failing_receiver_is_dropped_and_watching_goes_on():
 
     with Monitor(interval_s=0.01, on_sample=fail) as watcher:
         first = watcher.latest()["time"]
-        wait_for(lambda: watcher.latest()["time"] > first)
+        wait_until(lambda: watcher.latest()["time"] > first)
     assert times == [first]
 
 

@@ -1,9 +1,9 @@
 """Helpers for tests that watch real processes and read what they leave."""
 
 import hashlib
-import time
 from pathlib import Path
 
+from tests.waiting import wait_until
 from tests.warm import Started
 
 from flatout.record import Run
@@ -12,13 +12,27 @@ from flatout.record import Run
 def wait_for_step(folder: Path, step: int, process: Started) -> None:
     """Returns once the run has recorded this step."""
     steps = folder / "steps.jsonl"
-    while process.poll() is None:
-        if steps.exists() and sum(1 for _ in steps.open()) > 0:
-            newest = max((record.step for record in Run.open(folder).steps()), default=-1)
-            if newest >= step:
-                return
-        time.sleep(0.01)
-    raise AssertionError(f"ended before step {step}: {process.communicate()}")
+
+    def is_recorded() -> bool:
+        return steps.exists() and any(record.step >= step for record in Run.open(folder).steps())
+
+    wait_until(is_recorded, process=process)
+
+
+def held_at(step: int) -> str:
+    """The command as a script that does not take this step: however late a kill comes, it comes during the run."""
+    return f"""
+import time
+from flatout.cli import main
+from flatout.engine.step import Engine
+plain = Engine.step
+def step(self, step, batches):
+    if step == {step}:
+        time.sleep(600)
+    plain(self, step, batches)
+Engine.step = step
+main()
+"""
 
 
 def trajectory(folder: Path) -> list[tuple[int, float | None, float, float]]:

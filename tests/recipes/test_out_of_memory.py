@@ -1,12 +1,11 @@
 """Too large a micro-batch is halved in the run: the step is taken again, exactly once, on all ranks."""
 
 import hashlib
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from tests.warm import two_ranks
 
 from flatout.config import dump, load, to_mapping
 from flatout.data.stream import Batch
@@ -121,18 +120,9 @@ main()
 
 
 def test_one_rank_of_two_runs_out_and_both_agree(config: Path, tmp_path: Path) -> None:
-    script = tmp_path / "short_of_memory.py"
-    script.write_text(RANKS)
-    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
-    arguments = ["train", str(config), "train.steps=4", "eval.every=null", "data.packing=documents"]
-    for name, command in (
-        ("small", ["-m", "flatout", *arguments, "plan.micro_batch=1"]),
-        ("large", [str(script), *arguments, "plan.micro_batch=4"]),
-    ):
-        done = subprocess.run(
-            [*launch, *command, f"run={tmp_path / name}"], capture_output=True, text=True, cwd=tmp_path, timeout=120
-        )
-        assert done.returncode == 0, done.stderr
+    arguments = ["train", config, "train.steps=4", "eval.every=null", "data.packing=documents"]
+    two_ranks(*arguments, "plan.micro_batch=1", "--run", tmp_path / "small", cwd=tmp_path)
+    two_ranks(*arguments, "plan.micro_batch=4", "--run", tmp_path / "large", cwd=tmp_path, script=RANKS)
     kinds = [e.kind for e in Run.open(tmp_path / "large").events()]
     assert kinds.count("oom") == 2
     assert weights_hash(tmp_path / "large") == weights_hash(tmp_path / "small")

@@ -2,13 +2,13 @@
 
 import json
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from recipes_processes import events, trajectory
+from tests.warm import two_ranks
 from typer.testing import CliRunner
 
 from flatout.cli import app
@@ -121,12 +121,7 @@ def test_two_ranks_equal_one(
     chosen = [*asked, "train.steps=8", "eval.every=4", "plan.micro_batch=1"]
     chosen += [] if kind == "adapters" else ["lora.rank=null", "lora.alpha=null", "train.lr=3e-3"]
     assert flatout("train", sft, *chosen, "--run", tmp_path / "one").returncode == 0
-    command = [
-        sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone",
-        "-m", "flatout", "train", str(sft), *chosen, f"run={tmp_path / 'two'}",
-    ]  # fmt: skip
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=False)
-    assert done.returncode == 0, done.stderr
+    two_ranks("train", sft, *chosen, "--run", tmp_path / "two", cwd=tmp_path)
     one, two = trajectory(tmp_path / "one"), trajectory(tmp_path / "two")
     assert len(one) == len(two) == 8
     for (_, loss, norm, _), (_, other_loss, other_norm, _) in zip(one, two, strict=True):

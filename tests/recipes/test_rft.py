@@ -6,9 +6,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +14,8 @@ from typing import Any
 import pytest
 import yaml
 from tests.data.talks import tokenizer_folder
+from tests.waiting import wait_until
+from tests.warm import Started, flatout
 
 from flatout.config import dump, from_mapping, to_mapping
 from flatout.config.settings import DataSettings
@@ -26,8 +25,6 @@ from flatout.errors import RunFailed, UsageError
 from flatout.recipes import pretrain, rft
 from flatout.record import Run
 from flatout.sample import prompt_ids
-
-COMMAND = [sys.executable, "-m", "flatout"]
 
 
 def questions(path: Path, numbers: range) -> str:
@@ -75,7 +72,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """A whole run, and what it printed."""
     folder = tmp_path_factory.mktemp("rft")
     file = write(folder / "rft.yaml", config(folder))
-    done = subprocess.run([*COMMAND, "train", file, "--run", folder / "run"], capture_output=True, text=True)
+    done = flatout("train", file, "--run", folder / "run", cwd=folder)
     assert done.returncode == 0, done.stderr
     return folder, done.stdout
 
@@ -103,12 +100,12 @@ def test_a_run_measures_samples_trains_and_measures_again(trained: tuple[Path, s
 
 def test_the_run_is_a_model_like_any_other(trained: tuple[Path, str]) -> None:
     folder, said = trained
-    asked = [*COMMAND, "eval", folder / "run", "--tasks", f"gsm8k:{folder}/valid.jsonl?prompt=bare", "--json"]
-    done = subprocess.run([*asked, "--max-tokens", "8"], capture_output=True, text=True)
+    asked = ("--tasks", f"gsm8k:{folder}/valid.jsonl?prompt=bare", "--json", "--max-tokens", "8")
+    done = flatout("eval", folder / "run", *asked, cwd=folder)
     assert done.returncode == 0, done.stderr
     events = {event.kind: event.data for event in Run.open(folder / "run").events()}
     assert json.loads(done.stdout)["tasks"][0]["value"] == events["rft"]["accuracy"][-1]
-    report = subprocess.run([*COMMAND, "report", folder / "run", "-o", "-"], capture_output=True, text=True)
+    report = flatout("report", folder / "run", "-o", "-", cwd=folder)
     assert report.returncode == 0
     assert "questions solved" in report.stdout
     assert said.rstrip().splitlines()[-1][:24] in report.stdout
@@ -210,30 +207,38 @@ def sampling(trained: tuple[Path, str], tmp_path: Path) -> Path:
     return write(tmp_path / "sample.yaml", values)
 
 
-def start(*arguments: object, **environment: str) -> subprocess.Popen[str]:
-    command = [*COMMAND, *map(str, arguments)]
-    return subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, **environment}
-    )
+# The command, which goes on to its last chunk only when there is a file `go` in its folder: however late a signal
+# comes, it comes during the sampling.
+HELD = """
+import time
+from pathlib import Path
+from flatout.cli import main
+from flatout.recipes.sampling import Sampled
+plain = Sampled._chunk
+def chunk(self, questions, *others):
+    while 63 in questions and not Path("go").exists():
+        time.sleep(0.01)
+    return plain(self, questions, *others)
+Sampled._chunk = chunk
+main()
+"""
 
 
-def wait_for_chunks(run: Path, count: int, process: subprocess.Popen[str]) -> None:
-    folder = run / "samples" / "round-1"
-    while process.poll() is None:
-        if len(list(folder.glob("*.json"))) >= count:
-            return
-        time.sleep(0.002)
-    raise AssertionError(f"ended before chunk {count}: {process.communicate()}")
+def wait_for_chunks(run: Path, count: int, process: Started) -> None:
+    wait_until(lambda: len(list((run / "samples" / "round-1").glob("*.json"))) >= count, process=process)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_sampling_killed_and_stopped_goes_on_to_the_same_dataset(sampling: Path, tmp_path: Path, device: str) -> None:
+def test_sampling_killed_and_stopped_goes_on_to_the_same_dataset(
+    sampling: Path, tmp_path: Path, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     whole, broken = tmp_path / "whole", tmp_path / "broken"
-    where = {"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {}
-    assert start("sample", sampling, "--run", whole, **where).wait() == 0
+    if device == "cpu":
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert flatout("sample", sampling, "--run", whole, cwd=tmp_path).returncode == 0
 
-    killed = start("sample", sampling, "--run", broken, **where)
+    killed = Started("sample", sampling, "--run", broken, cwd=tmp_path, script=HELD)
     wait_for_chunks(broken, 2, killed)
     os.kill(killed.pid, signal.SIGKILL)
     killed.communicate()
@@ -241,17 +246,17 @@ def test_sampling_killed_and_stopped_goes_on_to_the_same_dataset(sampling: Path,
     assert 2 <= len(standing) < 16
     assert not (broken / "samples" / "round-1.jsonl").exists()
 
-    stopped = start("sample", sampling, "--run", broken, "--resume", **where)
-    wait_for_chunks(broken, len(standing) + 1, stopped)
+    stopped = Started("sample", sampling, "--run", broken, "--resume", cwd=tmp_path, script=HELD)
+    wait_for_chunks(broken, min(15, len(standing) + 1), stopped)
     stopped.send_signal(signal.SIGTERM)
+    (tmp_path / "go").touch()
     _, said = stopped.communicate()
     assert stopped.returncode == 75, said
     assert f"flatout sample {broken}/config.yaml --run {broken} --resume" in said
 
-    resumed = start("sample", sampling, "--run", broken, "--resume", **where)
-    out, said = resumed.communicate()
-    assert resumed.returncode == 0, said
-    assert "recipe sft" in out
+    resumed = flatout("sample", sampling, "--run", broken, "--resume", cwd=tmp_path)
+    assert resumed.returncode == 0, resumed.stderr
+    assert "recipe sft" in resumed.stdout
     for name, written_ns in standing.items():  # what stood was not sampled again
         assert (broken / "samples" / "round-1" / name).stat().st_mtime_ns == written_ns
     results = [(run / "samples" / "round-1.jsonl").read_bytes() for run in (whole, broken)]
@@ -374,7 +379,7 @@ def test_other_settings_than_those_begun_with_are_refused(sampling: Path, tmp_pa
 
 def test_only_recipe_rft_samples(tmp_path: Path) -> None:
     file = write(tmp_path / "p.yaml", {"model": {"layers": 1, "hidden": 8, "heads": 2}, "train": {"steps": 1}})
-    done = subprocess.run([*COMMAND, "sample", file], capture_output=True, text=True, cwd=tmp_path)
+    done = flatout("sample", file, cwd=tmp_path)
     assert done.returncode == 2
     assert "is of recipe pretrain, which samples nothing" in done.stderr
     assert "Traceback" not in done.stderr

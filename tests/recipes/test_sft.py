@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from recipes_processes import events, trajectory, wait_for_step, weights_hash
+from recipes_processes import events, held_at, trajectory, wait_for_step, weights_hash
 from tests.data.talks import question
 from tests.warm import Started
 
@@ -68,7 +68,7 @@ def test_resume_after_kill_is_bit_exact(
 ) -> None:
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     assert flatout("train", sft, *extra, "save.every=4", "--run", whole).returncode == 0
-    process = start("train", sft, *extra, "save.every=4", "--run", broken)
+    process = start("train", sft, *extra, "save.every=4", "--run", broken, script=held_at(15))
     wait_for_step(broken, 6, process)
     process.send_signal(signal.SIGKILL)
     process.wait()

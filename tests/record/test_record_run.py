@@ -8,10 +8,10 @@ import signal
 import subprocess
 import sys
 import textwrap
-import time
 from pathlib import Path
 
 import pytest
+from tests.waiting import HANG_S, wait_until
 
 from flatout.errors import EnvironmentLacks, UsageError
 from flatout.record import Diagnosis, Event, Finding, Run, Span, StepRecord
@@ -25,7 +25,7 @@ def start(script: str, *arguments: str) -> subprocess.Popen[str]:
 
 
 def finish(process: subprocess.Popen[str]) -> str:
-    output, _ = process.communicate(timeout=30)
+    output, _ = process.communicate(timeout=HANG_S)
     assert process.returncode == 0
     return output
 
@@ -181,12 +181,17 @@ KEEP_WRITING = """
 """
 
 
+def wait_until_grown(path: Path, num_bytes: int, process: subprocess.Popen[str]) -> None:
+    before = path.stat().st_size
+    wait_until(lambda: path.stat().st_size >= before + num_bytes, process=process)
+
+
 def test_a_writer_killed_at_any_moment_leaves_a_readable_run(run: Run):
     for attempt in range(1, 5):
         process = start(KEEP_WRITING, str(run.path))
         assert process.stdout is not None
         assert process.stdout.readline() == "up\n"
-        time.sleep(0.02 * attempt)
+        wait_until_grown(run.file("steps", 0), attempt * 10_000, process)
         process.send_signal(signal.SIGKILL)
         process.wait()
         process.stdout.close()
@@ -220,10 +225,10 @@ HOLD_LOCK = """
     with Run.open(sys.argv[1]).lock():
         if sys.argv[2] == "fork" and os.fork() == 0:
             print(os.getpid(), flush=True)
-            time.sleep(60)
+            time.sleep(600)
         elif sys.argv[2] == "alone":
             print(os.getpid(), flush=True)
-        time.sleep(60)
+        time.sleep(600)
 """
 
 
@@ -240,6 +245,7 @@ def test_the_lock_names_its_holder_and_dies_with_it(run: Run, how: str):
         with run.lock():  # also while a forked worker of the dead holder lives on
             pass
     finally:
+        process.kill()
         if how == "fork":
             os.kill(speaker, signal.SIGKILL)
         process.stdout.close()

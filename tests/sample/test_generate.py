@@ -63,29 +63,30 @@ def same(ours: dict[tuple[int, int], Completion], theirs: dict[tuple[int, int], 
         assert completion.logprobs == pytest.approx(theirs[place].logprobs, abs=1e-4)
 
 
-@pytest.mark.parametrize("rows", [1, 3, 32])
-def test_greedy_is_the_plain_samplers_token_for_token(model: Decoder, rows: int) -> None:
+def test_greedy_is_the_plain_samplers_token_for_token(model: Decoder) -> None:
     prompts = prompts_of([1, 17, 5, 64, 2, 30, 9, 66])
     sampling = Sampling(max_tokens=20)
-    ours = by_place(Generator(model, TOKENIZER, rows=rows).generate(prompts, sampling=sampling))
-    same(ours, by_place(plain(model).generate(prompts, sampling=sampling)))
-    assert len({c.ids for c in ours.values()}) > 1
+    expected = by_place(plain(model).generate(prompts, sampling=sampling))
+    assert len({c.ids for c in expected.values()}) > 1
+    for rows in (1, 3, 32):
+        same(by_place(Generator(model, TOKENIZER, rows=rows).generate(prompts, sampling=sampling)), expected)
 
 
-@pytest.mark.parametrize("rows", [1, 2, 32])
 def test_what_prompts_begin_with_is_read_once_and_changes_nothing(
-    model: Decoder, rows: int, monkeypatch: pytest.MonkeyPatch
+    model: Decoder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     [shared] = prompts_of([40])
     prompts = [[*shared, *own] for own in prompts_of([1, 12, 3, 7], seed=4)]
     sampling = Sampling(max_tokens=12, temperature=0.6)
     expected = by_place(plain(model).generate(prompts, sampling=sampling, samples=2))
-    generator, read = Generator(model, TOKENIZER, rows=rows), []
-    inner = cache.logits_after
+    inner, read = cache.logits_after, []
     monkeypatch.setattr(cache, "logits_after", lambda model, *rest: read.append(len(rest[0])) or inner(model, *rest))
-    same(by_place(generator.generate(prompts, sampling=sampling, samples=2)), expected)
-    assert read[0] == 40
-    assert max(read[1:]) <= 1 + 12 + 3 + 7
+    for rows in (1, 2, 32):
+        read.clear()
+        generator = Generator(model, TOKENIZER, rows=rows)
+        same(by_place(generator.generate(prompts, sampling=sampling, samples=2)), expected)
+        assert read[0] == 40
+        assert max(read[1:]) <= 1 + 12 + 3 + 7
 
 
 @pytest.mark.parametrize("top_p", [1.0, 0.8])
@@ -187,12 +188,12 @@ def test_no_prompt_is_lost_or_doubled(lengths: list[int], rows: int, samples: in
     assert found.keys() == {(i, s) for i in range(len(lengths)) for s in range(samples)}
 
 
-def test_a_thousand_prompts_with_random_ends() -> None:
+def test_hundreds_of_prompts_with_random_ends() -> None:
     chance = random.Random(7)
-    prompts = prompts_of([chance.randrange(1, 30) for _ in range(1000)], seed=3)
+    prompts = prompts_of([chance.randrange(1, 30) for _ in range(300)], seed=3)
     sampling = Sampling(max_tokens=12, temperature=1.0, stop_ids=frozenset(range(0, 256, 9)))
-    found = by_place(Generator(made(layers=1), TOKENIZER, rows=64).generate(prompts, sampling=sampling))
-    assert found.keys() == {(i, 0) for i in range(1000)}
+    found = by_place(Generator(made(layers=1), TOKENIZER, rows=20).generate(prompts, sampling=sampling))
+    assert found.keys() == {(i, 0) for i in range(300)}
     assert len({len(c.ids) for c in found.values()}) == 12
     assert {c.status for c in found.values()} == {"stopped", "length"}
 

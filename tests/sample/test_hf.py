@@ -60,7 +60,6 @@ def same(found: dict[tuple[int, int], Completion], wanted: dict[tuple[int, int],
         assert completion.logprobs == pytest.approx(wanted[place].logprobs, abs=1e-4)
 
 
-@pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize(
     "sampling",
     [
@@ -71,10 +70,11 @@ def same(found: dict[tuple[int, int], Completion], wanted: dict[tuple[int, int],
     ],
     ids=["greedy", "drawn", "cut-off", "stops"],
 )
-def test_it_draws_what_the_plain_sampler_draws(model: Any, sampling: Sampling, rows: int) -> None:
+def test_it_draws_what_the_plain_sampler_draws(model: Any, sampling: Sampling) -> None:
     asked = {"sampling": sampling, "samples": 2, "first": 1, "keys": [9, 4, 6, 2, 0]}
-    found = by_place(ours(model, rows).generate(PROMPTS, **asked))
-    same(found, by_place(reference(model).generate(PROMPTS, **asked)))
+    found = by_place(reference(model).generate(PROMPTS, **asked))
+    for rows in (1, 3):
+        same(by_place(ours(model, rows).generate(PROMPTS, **asked)), found)
     assert len(found) == 2 * len(PROMPTS)
     if sampling.stop_ids:
         assert {c.status for c in found.values()} >= {"stopped"}

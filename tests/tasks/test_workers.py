@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from tests.waiting import HANG_S
 
 from flatout.errors import RunFailed
 from flatout.tasks import grade, worker, workers
@@ -18,7 +19,7 @@ def test_rewards_from_a_worker_are_those_of_the_task() -> None:
 
     units = Units()
     right = f"<answer>{units.question(3).answer:.4g}</answer>"
-    with Grader("units") as grader:
+    with Grader("units", timeout_s=HANG_S) as grader:
         assert grader.grade(3, right).reward == units.reward(3, right) == 1.0
         wrong = grader.grade(3, "<answer>-1</answer>")
         assert (wrong.reward, wrong.answered) == (0.0, True)
@@ -31,7 +32,7 @@ def test_rewards_from_a_worker_are_those_of_the_task() -> None:
     ["9**9**9", "{" * 2_000_000, "NaN", "１２", "\x00\ud800", "<answer>" * 100_000, "\n" * 100_000, '{"reward": 1}\n'],
 )
 def test_hostile_completions_are_worth_nothing(text: str) -> None:
-    with Grader("units") as grader:
+    with Grader("units", timeout_s=HANG_S) as grader:
         for dressed in (text, f"<answer>{text}</answer>"):
             assert grader.grade(0, dressed).reward == 0.0
 
@@ -40,7 +41,7 @@ def test_threads_share_a_worker() -> None:
     from flatout.tasks.units import Units
 
     units = Units()
-    with Grader("units") as grader, ThreadPoolExecutor(4) as threads:
+    with Grader("units", timeout_s=HANG_S) as grader, ThreadPoolExecutor(4) as threads:
         graded = threads.map(lambda i: grader.grade(i, f"<answer>{units.question(i).answer:.4g}</answer>"), range(40))
         assert [g.reward for g in graded] == [1.0] * 40
 
@@ -59,10 +60,10 @@ def _look(*_: object) -> str | None:
 
 
 def test_a_child_that_hangs_or_dies_is_gone_and_the_next_is_untouched() -> None:
-    def fork(work: object) -> bytes:
-        return worker._forked(work, [], timeout_s=0.3)  # type: ignore[arg-type]
+    def fork(work: object, timeout_s: float = HANG_S) -> bytes:
+        return worker._forked(work, [], timeout_s=timeout_s)  # type: ignore[arg-type]
 
-    assert fork(_hang) == b'{"killed": true}'
+    assert fork(_hang, timeout_s=0.3) == b'{"killed": true}'
     assert fork(lambda: os._exit(1)) == b'{"killed": true}'
     assert fork(lambda: 1 / 0) == b'{"killed": true}'
     assert fork(_poison) == b'{"result": "done"}'
@@ -70,7 +71,7 @@ def test_a_child_that_hangs_or_dies_is_gone_and_the_next_is_untouched() -> None:
 
 
 def test_a_worker_that_was_killed_is_replaced() -> None:
-    with Grader("units") as grader:
+    with Grader("units", timeout_s=HANG_S) as grader:
         grader.grade(0, "x")
         process = grader._worker._process
         assert process is not None
@@ -90,7 +91,7 @@ def test_a_worker_has_no_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_closing_leaves_no_process() -> None:
-    grader = Grader("units")
+    grader = Grader("units", timeout_s=HANG_S)
     grader.grade(0, "x")
     process = grader._worker._process
     assert process is not None
@@ -104,4 +105,5 @@ def test_mathematics_is_compared_in_a_worker() -> None:
     assert not grade.same_maths("x^2", "x^3")
     with Worker(timeout_s=1.0) as one:
         assert one.call("maths", "9**9**9**9**9", "x") in (False, KILLED)
+        one.timeout_s = HANG_S
         assert one.call("maths", "2x", "x+x") is True
