@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from flatout import files
-from flatout.errors import EnvironmentLacks, UsageError
+from flatout.errors import EnvironmentLacks, UsageError, first_line
 
 SMALL_FILES = ["*.json", "*.jinja", "*.txt", "*.model"]
 # What config.json, adapter_config.json or an index of weights may take; the largest published has about 10 MB.
@@ -36,7 +36,7 @@ def folder(name: str, *, weights: bool, revision: str | None = None, trust: str 
             raise UsageError(f"model.revision {revision!r} beside the folder {name}, which has none: leave it out")
         return Path(os.path.expanduser(name))
     if name.startswith((".", "/", "~")) or name.count("/") > 1 or not name:
-        raise UsageError(f"model {name!r} is no folder here, and a name on the hub looks like OWNER/NAME")
+        raise UsageError(f"model {name!r:.200} is no folder here, and a name on the hub looks like OWNER/NAME")
     revision = pinned(name, revision=revision, trust=trust)
     try:
         from huggingface_hub import snapshot_download
@@ -50,12 +50,12 @@ def folder(name: str, *, weights: bool, revision: str | None = None, trust: str 
         return Path(snapshot_download(name, revision=revision, allow_patterns=wanted))
     except LocalEntryNotFoundError:
         raise EnvironmentLacks(
-            f"model {name!r} is not a local folder, not in the local cache, and the hub cannot be reached: "
+            f"model {name!r:.200} is not a local folder, not in the local cache, and the hub cannot be reached: "
             "go online once, or give a folder"
         ) from None
     except (HfHubHTTPError, HFValidationError) as error:
-        where = repr(name) + (f" at {revision!r}" if revision else "")
-        raise UsageError(f"the hub refused {where}: {str(error).splitlines()[0]}") from None
+        where = f"{name!r:.200}" + (f" at {revision!r:.100}" if revision else "")
+        raise UsageError(f"the hub refused {where}: {first_line(error)[:300]}") from None
 
 
 def is_here(name: str) -> bool:

@@ -137,8 +137,8 @@ def test_weights_that_cannot_be_read(folder: Path, flatout: Call, config: Path) 
 def test_names_of_the_hub(flatout: Call, config: Path, tmp_path: Path) -> None:
     offline = flatout("train", config, *NAMED, "model.name=gpt2")
     refused(offline, code=3, words=["'gpt2' is not a local folder", "hub cannot be reached"])
-    unpinned = flatout("train", config, *NAMED, "model.name=owner/model", "model.trust_remote_code=true")
-    refused(unpinned, code=2, words=["model.trust_remote_code", "40 hexadecimal digits"])
+    unpinned = flatout("train", config, *NAMED, "model.name=owner/model", "--trust-remote-code", "main")
+    refused(unpinned, code=2, words=["--trust-remote-code", "40 hexadecimal digits"])
     without = flatout("train", config, "model.revision=main")
     refused(without, code=2, words=["model.revision: main without model.name"])
 

@@ -52,7 +52,7 @@ _TAG = "tag:yaml.org,2002:"
 _PLAIN_TAGS = {*yaml.SafeLoader.yaml_constructors, f"{_TAG}value", f"{_TAG}merge"}
 _MAX_SHOWN_LENGTH = 60
 # A configuration is written by hand: what is larger than this is something else, or an attack.
-MOST_BYTES, MOST_VALUES, DEEPEST = 1 << 20, 10_000, 32
+MOST_BYTES, MOST_VALUES, DEEPEST = 1 << 20, 4_000, 32
 MOST_MISTAKES = 20
 _LARGEST = 2**63 - 1
 _TRUST = "model.trust_remote_code"

@@ -21,7 +21,7 @@ import numpy as np
 from flatout import hub
 from flatout.data import chat
 from flatout.errors import EnvironmentLacks, UsageError
-from flatout.files import write_atomic
+from flatout.files import BadFile, read_text, write_atomic
 
 EOS = "<|endoftext|>"
 WELL_KNOWN_EOS = (EOS, "</s>", "<|im_end|>")
@@ -307,9 +307,9 @@ def _tokenizers() -> Any:
 
 def _read_text(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"data.tokenizer: {path} cannot be read: {error}") from error
+        return read_text(path, root=hub.root_of(path))
+    except (FileNotFoundError, BadFile) as error:
+        raise UsageError(f"data.tokenizer: {error}") from error
 
 
 def _json_object(files: Mapping[str, str], file: str, *, name: str) -> dict[str, Any]:
