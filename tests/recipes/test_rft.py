@@ -6,7 +6,7 @@ import json
 import os
 import shutil
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -112,9 +112,13 @@ def test_the_run_is_a_model_like_any_other(trained: tuple[Path, str]) -> None:
 
 
 @pytest.fixture
-def copied(trained: tuple[Path, str], tmp_path: Path) -> Path:
-    """The whole run in a place where it may be damaged."""
-    return Path(shutil.copytree(trained[0] / "run", tmp_path / "run"))
+def damaged(trained: tuple[Path, str], tmp_path: Path) -> Iterator[Path]:
+    """The whole run in its own place, for a test to damage; a copy of it, in `whole` beside, is put back later."""
+    run = trained[0] / "run"
+    shutil.copytree(run, tmp_path / "whole")
+    yield run
+    shutil.rmtree(run)
+    shutil.copytree(tmp_path / "whole", run)
 
 
 def go_on(run: Path, *overrides: str) -> None:
@@ -155,44 +159,44 @@ def edit(path: Path, before: str, after: str) -> None:
     ],
 )
 def test_what_a_stage_left_for_a_later_one_is_checked_before_it_is_used(
-    copied: Path, damage: Callable[[Path], object], named: str
+    damaged: Path, damage: Callable[[Path], object], named: str
 ) -> None:
-    damage(copied)
-    before = [event for event in Run.open(copied).events() if event.kind == "rft"]
+    damage(damaged)
+    before = [event for event in Run.open(damaged).events() if event.kind == "rft"]
     with pytest.raises(UsageError, match=rf"{named} is not what this run wrote there.*remove .*it is made again"):
-        go_on(copied)
-    assert [event for event in Run.open(copied).events() if event.kind == "rft"] == before
+        go_on(damaged)
+    assert [event for event in Run.open(damaged).events() if event.kind == "rft"] == before
 
 
 @pytest.mark.slow
-def test_killed_between_stages_it_goes_on_by_the_same_command(trained: tuple[Path, str], copied: Path) -> None:
+def test_killed_between_stages_it_goes_on_by_the_same_command(damaged: Path, tmp_path: Path) -> None:
     """While the student was written, while the folder of a stage was made, and while rows were written."""
-    (copied / "student").rename(copied / ".student.tmp")
-    (copied / ".student.tmp/model.safetensors").write_bytes(b"half")
-    shutil.rmtree(copied / "checkpoints")
-    for path in (copied / "taught").iterdir():
+    (damaged / "student").rename(damaged / ".student.tmp")
+    (damaged / ".student.tmp/model.safetensors").write_bytes(b"half")
+    shutil.rmtree(damaged / "checkpoints")
+    for path in (damaged / "taught").iterdir():
         if path.name not in ("plan.json", "hardware.json"):
             shutil.rmtree(path) if path.is_dir() else path.unlink()
-    (copied / "samples/round-1.jsonl").unlink()
-    (copied / "samples/.round-1.jsonl.999999.tmp").write_text("half")
-    (copied / "samples/round-1/.00001.json.999999.tmp").write_text("half")
-    go_on(copied)
-    whole = trained[0] / "run"
-    assert rows_of(copied) == rows_of(whole)
-    assert not list(copied.rglob("*.tmp"))
-    verdicts = [[e.data["accuracy"] for e in Run.open(run).events() if e.kind == "rft"][-1] for run in (whole, copied)]
+    (damaged / "samples/round-1.jsonl").unlink()
+    (damaged / "samples/.round-1.jsonl.999999.tmp").write_text("half")
+    (damaged / "samples/round-1/.00001.json.999999.tmp").write_text("half")
+    go_on(damaged)
+    whole = tmp_path / "whole"
+    assert rows_of(damaged) == rows_of(whole)
+    assert not list(damaged.rglob("*.tmp"))
+    verdicts = [[e.data["accuracy"] for e in Run.open(run).events() if e.kind == "rft"][-1] for run in (whole, damaged)]
     assert verdicts[0] == verdicts[1]
 
     # More steps make other weights: what was measured before does not stand for them.
-    measured = len([event for event in Run.open(copied).events() if event.kind == "score"])
-    go_on(copied, "train.steps=9")
-    assert len([event for event in Run.open(copied).events() if event.kind == "score"]) == measured + 1
+    measured = len([event for event in Run.open(damaged).events() if event.kind == "score"])
+    go_on(damaged, "train.steps=9")
+    assert len([event for event in Run.open(damaged).events() if event.kind == "score"]) == measured + 1
 
     # Solutions that were edited are not taught.
-    shutil.rmtree(copied / "student")
-    edit(copied / "samples/solutions.jsonl", "?", "!")
+    shutil.rmtree(damaged / "student")
+    edit(damaged / "samples/solutions.jsonl", "?", "!")
     with pytest.raises(UsageError, match=r"solutions.jsonl is not what this run wrote there"):
-        go_on(copied)
+        go_on(damaged)
 
 
 @pytest.fixture
