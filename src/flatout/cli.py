@@ -607,21 +607,43 @@ def data_prepare(
     to: Annotated[Path, typer.Option(help="folder to write the shards to")],
     tokenizer: Annotated[str, typer.Option(help="byte, bpe:SIZE, a folder, a tokenizer.json or a hub name")] = "byte",
     field: Annotated[str, typer.Option(help="field that holds the text, in jsonl and parquet")] = "text",
+    separator: Annotated[str, typer.Option(help="what stands between documents, in text")] = "<|endoftext|>",
     valid_share: Annotated[float, typer.Option(help="share of the documents held out")] = 0.01,
+    valid_path: Annotated[str | None, typer.Option(help="validation files of their own, of the same kind")] = None,
+    on_bad_row: Annotated[str, typer.Option(help="a row that cannot be read: skip and count it, or stop")] = "skip",
+    max_bad_share: Annotated[float, typer.Option(help="stop when more than this share of rows is bad")] = 0.01,
     seed: Annotated[int, typer.Option(help="seed of the split")] = 0,
     as_json: AsJson = False,
 ) -> None:
-    """Tokenize documents once, into memory-mapped shards with a manifest of hashes and counts."""
+    """Tokenize documents once, into verified shards with a manifest of hashes and counts."""
     _require_torch()
-    if to.is_dir() and any(to.iterdir()) and not (to / "train").is_dir():
-        raise UsageError(f"{to} holds something else, and nothing is overwritten: choose another folder with --to")
-    from flatout.data.corpus import settings_for
-    from flatout.data.prepare import describe, prepare
+    from flatout.data.corpus import as_options, settings_for
+    from flatout.data.prepare import describe, left_out, prepare
 
     if not 0 < valid_share < 0.5:
         raise UsageError(f"--valid-share {valid_share:g} must be above 0 and below 0.5")
-    prepare(settings_for(source, tokenizer=tokenizer, field=field, valid_share=valid_share), seed=seed, to=to)
-    facts = describe(to)
+    if not 0 <= max_bad_share <= 1:
+        raise UsageError(f"--max-bad-share {max_bad_share:g} must be from 0 to 1")
+    if on_bad_row not in ("skip", "stop"):
+        raise UsageError(f"--on-bad-row {on_bad_row!r} must be skip or stop")
+    if not separator:
+        raise UsageError("--separator must not be empty")
+    try:
+        settings = settings_for(
+            source,
+            tokenizer=tokenizer,
+            field=field,
+            separator=separator,
+            valid_share=valid_share,
+            valid_path=valid_path,
+            on_bad_row=on_bad_row,
+            max_bad_share=max_bad_share,
+        )
+        prepare(settings, seed=seed, to=to)
+        facts = describe(to)
+    except FlatoutError as error:
+        error.args = (as_options(str(error)),)
+        raise
     if as_json:
         _print_json(facts)
         return
@@ -629,6 +651,8 @@ def data_prepare(
         out.print(
             f"{part}: {counts['tokens']:,} tokens in {counts['documents']:,} documents, {counts['shards']} shards"
         )
+    if skipped := left_out(to):
+        out.print(f"not learnt from: {skipped}", highlight=False, markup=False, soft_wrap=True)
     hint = json.dumps({"source": "tokens", "path": str(to)})
     out.print(f"train on it: data: {hint}", highlight=False, markup=False, soft_wrap=True)
 

@@ -155,9 +155,9 @@ def test_a_bad_row_is_skipped_and_counted_or_refused(folder: Path, tmp_path: Pat
     options = {"source": "jsonl", "path": str(path), "sequence_length": 64, "cache": str(tmp_path / "cache")}
     with open_conversations(DataSettings(**options), seed=0, tokenizer=str(folder)) as talks:
         assert len(talks.train) + len(talks.valid) == 150
-        (found,) = talks.left_out["bad_rows"]["reasons"]
+        (found,) = talks.bad_rows.reasons
         assert reason in found
-        assert talks.left_out["bad_rows"]["examples"][found] == [f"{path}:8"]
+        assert talks.bad_rows.examples[found] == (f"{path}:8",)
     stop = DataSettings(**options, on_bad_row="stop")
     with pytest.raises(UsageError, match=r"rows\.jsonl:8: "), open_conversations(stop, seed=0, tokenizer=str(folder)):
         pass
@@ -191,7 +191,7 @@ def test_what_does_not_fit_the_window(folder: Path, tmp_path: Path, policy: str)
             pass
         return
     with open_conversations(data, seed=0, tokenizer=str(folder)) as talks:
-        counts = talks.left_out["too_long"]
+        counts = talks.too_long
         assert counts == {
             "dropped": int(policy == "drop"), "truncated": int(policy == "truncate"), "prompt_alone": 1
         }  # fmt: skip

@@ -3,7 +3,6 @@ from __future__ import annotations
 import gzip
 import hashlib
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -20,9 +19,11 @@ from flatout.config.settings import DataSettings
 from flatout.data import prepare as module
 from flatout.data import sources
 from flatout.data.embedded import documents
+from flatout.data.manifest import read_manifest
 from flatout.data.prepare import Background, Prepared, Task, describe, prepare, start_background
-from flatout.data.shards import Shards, read_manifest, writer_is_alive, writer_log
+from flatout.data.shards import Shards
 from flatout.data.stream import Stream
+from flatout.data.writing import writer_is_alive, writer_log
 from flatout.errors import RunFailed, UsageError
 
 CORPUS = list(documents(3, 0.3))
@@ -163,7 +164,7 @@ def test_bad_rows_are_in_the_manifest(rows: Path, tmp_path: Path, cached: Any) -
     prepared = prepare(cached(source="jsonl", path=str(rows)), seed=0, to=tmp_path / "to")
     found = describe(tmp_path / "to")["train"]["bad_rows"]
     assert found["bad"] == 1
-    assert found["examples"] == {"invalid JSON": [f"{rows}:{len(CORPUS) + 1}"]}
+    assert found["examples"] == {"invalid JSON": (f"{rows}:{len(CORPUS) + 1}",)}
     with pytest.raises(UsageError, match="rows cannot be used"):
         prepare(cached(source="jsonl", path=str(rows), max_bad_share=0.0), seed=0)
     assert prepared.train == tmp_path / "to" / "train"
@@ -293,32 +294,42 @@ def writer_of(background: Background) -> subprocess.Popen[str]:
     return background.writer.process
 
 
-class Pipe:
-    """A source that can be held back: a named pipe, with enough short rows for many batches."""
+HELD = """
+import os, sys, time
+from flatout.data import prepare
+read = prepare.read_documents
+def held(*arguments, **options):
+    for number, document in enumerate(read(*arguments, **options)):
+        while number == 10_000 and not os.path.exists(sys.argv[1]):
+            time.sleep(0.02)
+        yield document
+prepare.read_documents = held
+raise SystemExit(prepare.main())
+"""
+
+
+class Held:
+    """Rows of which a writer gets half, and the rest when it is let go."""
 
     def __init__(self, folder: Path) -> None:
-        self.path = folder / "pipe.jsonl"
-        os.mkfifo(self.path)
-        self.content = b"".join(b'{"text": "row number %d of many"}\n' % i for i in range(20_000))
+        self.path, self.gate = folder / "held.jsonl", folder / "gate"
+        self.path.write_bytes(b"".join(b'{"text": "row number %d of many"}\n' % i for i in range(20_000)))
+        self.writer = (sys.executable, "-c", HELD, str(self.gate))
 
-    def give(self, num_bytes: int, *, then: str) -> subprocess.Popen[bytes]:
-        code = f"import sys, time; rows = sys.stdin.buffer.read(); f = open(sys.argv[1], 'wb'); f.write(rows); {then}"
-        giver = subprocess.Popen([sys.executable, "-c", code, str(self.path)], stdin=subprocess.PIPE)
-        assert giver.stdin is not None
-        giver.stdin.write(self.content[:num_bytes])
-        giver.stdin.close()
-        return giver
+    def let_go(self) -> None:
+        self.gate.touch()
 
 
 @pytest.fixture
-def pipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pipe:
-    monkeypatch.setattr(module, "_stamps", lambda files: [str(file) for file in files])  # writing to a pipe dates it
-    return Pipe(tmp_path)
+def held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Held]:
+    rows = Held(tmp_path)
+    monkeypatch.setattr(module, "WRITER", rows.writer)
+    yield rows
+    rows.let_go()
 
 
-def test_a_killed_writer_is_noticed_and_a_new_one_goes_on(pipe: Pipe, tmp_path: Path, cached: Any) -> None:
-    settings = cached(source="jsonl", path=str(pipe.path), valid_share=0.1)
-    giver = pipe.give(len(pipe.content) // 2, then="f.flush(); time.sleep(600)")
+def test_a_killed_writer_is_noticed_and_a_new_one_goes_on(held: Held, tmp_path: Path, cached: Any) -> None:
+    settings = cached(source="jsonl", path=str(held.path), valid_share=0.1)
     background = start_background(settings, seed=0, shard_tokens=20_000)
     root = background.prepared.train.parent
     assert writer_is_alive(root)
@@ -328,15 +339,12 @@ def test_a_killed_writer_is_noticed_and_a_new_one_goes_on(pipe: Pipe, tmp_path: 
 
     writer_of(background).send_signal(signal.SIGKILL)
     writer_of(background).wait()
-    giver.kill()
-    giver.wait()
     with pytest.raises(RunFailed, match=r"stopped at \d+ tokens, .* as a killed process does"):
         shards.wait_for(10**9)
 
-    giver = pipe.give(len(pipe.content), then="f.close()")
+    held.let_go()
     restarted = start_background(settings, seed=0, shard_tokens=20_000)
     shards.wait_for(10**9)  # a reader that was there before sees the rest, too
-    assert giver.wait() == 0
     assert writer_of(restarted).wait(timeout=HANG_S) == 0
     resumed = restarted.prepared.open().train
     assert resumed.num_tokens == shards.num_tokens
@@ -344,16 +352,15 @@ def test_a_killed_writer_is_noticed_and_a_new_one_goes_on(pipe: Pipe, tmp_path: 
     for step, tokens in enumerate(before):
         assert np.array_equal(stream.step_arrays(step).tokens, tokens)
 
-    (tmp_path / "whole.jsonl").write_bytes(pipe.content)
+    (tmp_path / "whole.jsonl").write_bytes(held.path.read_bytes())
     whole = cached(source="jsonl", path=str(tmp_path / "whole.jsonl"), valid_share=0.1)
     uninterrupted = start_background(whole, seed=0, shard_tokens=20_000)
     assert writer_of(uninterrupted).wait(timeout=HANG_S) == 0
     assert content(root) == content(uninterrupted.prepared.train.parent)
 
 
-def test_a_second_run_shares_the_writer_and_outlives_it(pipe: Pipe, cached: Any) -> None:
-    settings = cached(source="jsonl", path=str(pipe.path))
-    giver = pipe.give(len(pipe.content) // 2, then="f.flush(); time.sleep(600)")
+def test_a_second_run_shares_the_writer_and_outlives_it(held: Held, cached: Any) -> None:
+    settings = cached(source="jsonl", path=str(held.path))
     first = start_background(settings, seed=0, shard_tokens=20_000)
     second = start_background(settings, seed=0, shard_tokens=20_000)
     assert second.writer is not None
@@ -362,29 +369,23 @@ def test_a_second_run_shares_the_writer_and_outlives_it(pipe: Pipe, cached: Any)
     root = first.prepared.train.parent
     assert writer_of(first).poll() is None
     first.close()
-    giver.kill()
-    giver.wait()
     assert not writer_is_alive(root)
 
-    giver = pipe.give(len(pipe.content), then="f.close()")
+    held.let_go()
     with ThreadPoolExecutor(4) as workers:  # as those of a feed, all of which miss the same shards
         list(workers.map(shards.wait_for, [10**9] * 4))
     assert shards.complete
-    assert giver.wait() == 0
     assert writer_of(second).wait(timeout=HANG_S) == 0
     found = describe(root)
     assert found["train"]["documents"] + found["valid"]["documents"] == 20_000
 
 
 @pytest.fixture
-def stuck(pipe: Pipe, cached: Any) -> Iterator[Background]:
+def stuck(held: Held, cached: Any) -> Iterator[Background]:
     """A stream whose writer was killed after its first shards."""
-    giver = pipe.give(len(pipe.content) // 2, then="f.flush(); time.sleep(600)")
-    background = start_background(cached(source="jsonl", path=str(pipe.path)), seed=0, shard_tokens=20_000)
+    background = start_background(cached(source="jsonl", path=str(held.path)), seed=0, shard_tokens=20_000)
     writer_of(background).kill()
     writer_of(background).wait()
-    giver.kill()
-    giver.wait()
     yield background
     background.close()
 
@@ -415,18 +416,17 @@ def test_a_closed_run_starts_no_writer(stuck: Background) -> None:
     assert not writer_is_alive(stuck.prepared.train.parent)
 
 
-def test_an_orphaned_writer_ends(pipe: Pipe, tmp_path: Path) -> None:
+def test_an_orphaned_writer_ends(held: Held, tmp_path: Path) -> None:
     code = (
-        "import sys; from flatout.config.settings import DataSettings; from flatout.data import prepare\n"
+        "import json, sys; from flatout.config.settings import DataSettings; from flatout.data import prepare\n"
         "s = DataSettings(source='jsonl', path=sys.argv[1], cache=sys.argv[2])\n"
+        "prepare.WRITER = json.loads(sys.argv[3])\n"
         "b = prepare.start_background(s, seed=0, shard_tokens=20_000); print(b.prepared.train.parent)"
     )
-    giver = pipe.give(len(pipe.content), then="f.flush(); time.sleep(600)")
-    command = [sys.executable, "-c", code, str(pipe.path), str(tmp_path / "cache")]
+    command = [sys.executable, "-c", code, str(held.path), str(tmp_path / "cache"), json.dumps(held.writer)]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=HANG_S)
     root = Path(done.stdout.strip())
-    giver.kill()  # the end of the pipe wakes a writer that waits for it
-    giver.wait()
+    held.let_go()
     wait_until(lambda: not writer_is_alive(root))
     manifest = read_manifest(root / "train")
     assert manifest is not None

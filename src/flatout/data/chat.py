@@ -1,8 +1,7 @@
 """Conversations to the text a model was taught to read, by the chat template its tokenizer came with.
 
-The template is Jinja of a stranger's, so it runs in Jinja's sandbox, as in transformers. What people say is data: a
-message that spells out `<|im_end|>` gets the ids of those characters, while the template's own marks are control
-tokens.
+The template is Jinja of a stranger's, so it runs in a `sandbox`. What people say is data: a message that spells out
+`<|im_end|>` gets the ids of those characters, while the template's own marks are control tokens.
 """
 
 from __future__ import annotations
@@ -13,7 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Any
 
-from flatout.errors import EnvironmentLacks, UsageError
+from flatout.errors import EnvironmentLacks, UsageError, first_line
+from flatout.files import parse_json
 
 # Private-use characters: stand-ins for control tokens that a message spells out, while the template runs.
 _STAND_INS = range(0xE000, 0xF8FF)
@@ -24,10 +24,10 @@ def template_of(files: Mapping[str, str]) -> str | None:
     """The chat template among a tokenizer's files; None where there is none."""
     if "chat_template.jinja" in files:
         return files["chat_template.jinja"]
-    found = json.loads(files.get("tokenizer_config.json", "{}")).get("chat_template")
+    found = parse_json(files.get("tokenizer_config.json", "{}"), source="tokenizer_config.json").get("chat_template")
     if isinstance(found, list):  # several, by name
-        named = {entry.get("name"): entry.get("template") for entry in found if isinstance(entry, dict)}
-        found = named.get("default")
+        default = (e.get("template") for e in found if isinstance(e, dict) and e.get("name") == "default")
+        found = next(default, None)
     return found if isinstance(found, str) else None
 
 
@@ -35,7 +35,7 @@ def words_of(files: Mapping[str, str]) -> dict[str, str]:
     """The names by which a template calls control tokens, and what they spell."""
     words = {}
     for side in ("special_tokens_map.json", "tokenizer_config.json"):
-        given = json.loads(files.get(side, "{}"))
+        given = parse_json(files.get(side, "{}"), source=side)
         for name in _SPECIAL:
             value = given.get(name)
             value = value.get("content") if isinstance(value, dict) else value
@@ -47,10 +47,9 @@ def words_of(files: Mapping[str, str]) -> dict[str, str]:
 def rendered(
     template: str, messages: Sequence[Mapping[str, Any]], *, words: Mapping[str, str], add_generation_prompt: bool
 ) -> str:
-    program, said = compiled(template), [dict(message) for message in messages]
     try:
-        return str(program.render(messages=said, add_generation_prompt=add_generation_prompt, **words))
-    except Exception as error:  # a stranger's program may raise anything
+        return compiled(template).render(messages, words=words, add_generation_prompt=add_generation_prompt)
+    except TemplateFailed as error:
         roles = ", ".join(str(message.get("role")) for message in messages)
         raise UsageError(f"the chat template refuses these messages ({roles}): {error}") from None
 
@@ -82,10 +81,43 @@ def encoded(
     return [i for piece in pieces if piece for i in (encode_text(meant[piece]) if piece in meant else encode(piece))]
 
 
+class TemplateFailed(ValueError):
+    """A template that gave no text for some messages, and why."""
+
+
+class Program:
+    """A compiled template in its sandbox."""
+
+    def __init__(self, template: Any, sandbox: Any, *, too_much: type[Exception]) -> None:
+        self._template, self._sandbox, self._too_much = template, sandbox, too_much
+
+    def render(
+        self, messages: Sequence[Mapping[str, Any]], *, words: Mapping[str, str], add_generation_prompt: bool
+    ) -> str:
+        said = list(messages)
+        self._sandbox.begin(said)
+        try:
+            text: str = self._template.render(messages=said, add_generation_prompt=add_generation_prompt, **words)
+        except self._too_much as error:  # no fault of the row, so the next one would fare no better
+            raise UsageError(f"the tokenizer's chat template is not usable: {error}") from None
+        except Exception as error:  # a stranger's program may raise anything
+            raise TemplateFailed(first_line(error)[:100]) from None
+        return text
+
+
 @cache
-def compiled(template: str, *, dated: bool = True) -> Any:
+def compiled(template: str, *, dated: bool = True) -> Program:
     """The template as a program in a sandbox; not `dated`, one that asks for today's date is refused."""
-    jinja2 = _jinja2()
+    try:
+        import jinja2
+
+        from flatout.data.sandbox import TEMPLATE_CHARACTERS, Sandbox, TooMuch
+    except ImportError:
+        raise EnvironmentLacks("chat templates need jinja2: pip install 'flatout[train]'") from None
+    if len(template) > TEMPLATE_CHARACTERS:
+        raise UsageError(
+            f"the chat template has {len(template):,} characters; at most {TEMPLATE_CHARACTERS:,} are expected"
+        )
 
     def refuse(message: str) -> None:
         raise jinja2.TemplateError(message)
@@ -96,37 +128,17 @@ def compiled(template: str, *, dated: bool = True) -> Any:
     def tojson(value: Any, **options: Any) -> str:
         return json.dumps(value, ensure_ascii=False, **{k: v for k, v in options.items() if k in ("indent",)})
 
-    class Generation(jinja2.ext.Extension):  # type: ignore[misc, name-defined]
-        """`{% generation %}` marks an answer for those who want a mask; here it is only its content."""
-
-        tags = {"generation"}  # noqa: RUF012
-
-        def parse(self, parser: Any) -> Any:
-            next(parser.stream)
-            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-    sandbox = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols]
+    sandbox = Sandbox(
+        filters={"tojson": tojson},
+        functions={"raise_exception": refuse, "strftime_now": _today if dated else undated},
     )
-    sandbox.filters["tojson"] = tojson
-    sandbox.globals |= {"raise_exception": refuse, "strftime_now": _today if dated else undated}
     try:
-        return sandbox.from_string(template)
-    except jinja2.TemplateError as error:
-        raise UsageError(f"the chat template is not valid Jinja: {error}") from None
+        return Program(sandbox.from_string(template), sandbox, too_much=TooMuch)
+    except Exception as error:  # Jinja's own errors, and Python's of code that is nested too deeply
+        raise UsageError(f"the chat template is not valid Jinja: {first_line(error)[:200]}") from None
 
 
 def _today(form: str) -> str:
     from datetime import datetime
 
     return datetime.now().strftime(form)
-
-
-def _jinja2() -> Any:
-    try:
-        import jinja2
-        import jinja2.ext
-        import jinja2.sandbox
-    except ImportError:
-        raise EnvironmentLacks("chat templates need jinja2: pip install 'flatout[train]'") from None
-    return jinja2

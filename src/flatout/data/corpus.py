@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from flatout.config.settings import DataSettings
-from flatout.data.prepare import prepare, start_background
+from flatout.data.manifest import Manifest
+from flatout.data.prepare import left_out_words, prepare, start_background
 from flatout.data.shards import Shards
 from flatout.data.tokenizer import Tokenizer
 from flatout.errors import UsageError
@@ -41,7 +43,15 @@ class Corpus:
             "tokenizer": self.tokenizer.name,
             "vocab": self.tokenizer.vocab_size,
             "fingerprint": self.fingerprint,
+            "bad_rows": {name: asdict(manifest.bad_rows) for name, manifest in self._manifests.items()},
+            "left_out": left_out_words(self._manifests.values()),
         }
+
+    @property
+    def _manifests(self) -> dict[str, Manifest]:
+        """What says how the parts were made; nothing does of token files of other programs."""
+        found = {"train": self.train.manifest, "valid": self.valid.manifest}
+        return {name: m for name, m in found.items() if m is not None and not (name == "valid" and m is found["train"])}
 
 
 @contextmanager
@@ -60,6 +70,24 @@ def open_corpus(settings: DataSettings, *, seed: int) -> Iterator[Corpus]:
     finally:
         if background is not None:
             background.close()
+
+
+# What `flatout data prepare` calls the settings that its messages may name.
+OPTIONS = {"path": "SOURCE", "name": "hf:NAME", "cache": "--to"} | {
+    name: f"--{name.replace('_', '-')}"
+    for name in ("tokenizer", "field", "separator", "valid_path", "valid_share", "on_bad_row", "max_bad_share")
+}
+_SETTING = re.compile(r"(?<![\w./-])data\.([a-z_]+)(?:: (?=(?:skip|stop|byte)\b))?")
+
+
+def as_options(message: str) -> str:
+    """A message with the options of the command in place of the settings of a configuration."""
+
+    def option(found: re.Match[str]) -> str:
+        name = OPTIONS.get(found[1])
+        return found[0] if name is None else f"{name} " if found[0].endswith(": ") else name
+
+    return _SETTING.sub(option, message)
 
 
 def settings_for(source: str, **values: Any) -> DataSettings:

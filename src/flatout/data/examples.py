@@ -10,10 +10,13 @@ dropped, cut or refused as configured, and counted apart: it is no fault of the 
 from __future__ import annotations
 
 import hashlib
+import io
 import json
+import os
+import zipfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -22,15 +25,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flatout.config.settings import DataSettings
+from flatout.data.manifest import BadRows
 from flatout.data.prepare import cache_folder
-from flatout.data.shards import writer_lock
-from flatout.data.sources import Tally, Which, describe_source, encodable, read_rows, source_files
+from flatout.data.sources import Stamp, Tally, Which, describe_source, encodable, read_rows, source_files, stamps
 from flatout.data.template import BadRow, Spoken, Template
 from flatout.data.tokenizer import Tokenizer, load_tokenizer
+from flatout.data.tokens import npy_header
+from flatout.data.writing import sweep, write, writer_lock
 from flatout.errors import UsageError
-from flatout.files import write_atomic
+from flatout.files import BadFile, opened, read_json, typed
 
-FORMAT = 3
+FORMAT = 4
+FACTS = "facts.json"
 ENCODED_ROWS = 1024
 PARTS: tuple[Which, ...] = ("train", "valid")
 
@@ -77,16 +83,52 @@ class Examples:
         )
 
     def save(self, path: Path) -> None:
-        import io
-
         buffer = io.BytesIO()
         np.savez(buffer, tokens=self.tokens, trained=self.trained, ends=self.ends)
-        write_atomic(path, buffer.getvalue())
+        write(path, buffer.getvalue())
 
     @classmethod
     def load(cls, path: Path) -> Examples:
-        with np.load(path, allow_pickle=False) as arrays:
-            return cls(tokens=arrays["tokens"], trained=arrays["trained"], ends=arrays["ends"])
+        """Those that were saved; whatever else lies there is a BadFile."""
+        try:
+            with opened(path, root=path.parent) as file, zipfile.ZipFile(file) as archive:
+                size = os.fstat(file.fileno()).st_size
+                found = cls(
+                    tokens=_member(archive, "tokens", np.dtype(np.int32), path=path, most=size),
+                    trained=_member(archive, "trained", np.dtype(np.bool_), path=path, most=size),
+                    ends=_member(archive, "ends", np.dtype(np.int64), path=path, most=size),
+                )
+        except FileNotFoundError:
+            raise BadFile(path, "is missing") from None
+        except (zipfile.BadZipFile, NotImplementedError, RuntimeError, EOFError, KeyError, ValueError) as error:
+            raise BadFile(path, f"is damaged ({error})") from None
+        count, ends = len(found.tokens), found.ends
+        if len(found.trained) != count or (ends[-1] if len(ends) else 0) != count or (found.lengths <= 0).any():
+            raise BadFile(path, "is damaged: its examples do not end where its tokens do")
+        return found
+
+
+def _member(archive: zipfile.ZipFile, name: str, dtype: np.dtype[Any], *, path: Path, most: int) -> NDArray[Any]:
+    """One array, stored as it is: nothing that would grow when it is read."""
+    info = archive.getinfo(f"{name}.npy")
+    if info.compress_type != zipfile.ZIP_STORED or info.file_size > most:
+        raise BadFile(path, f"is damaged: {name} is not stored as it was written")
+    with archive.open(info) as file:
+        found, count = npy_header(file, path=path)
+        left = info.file_size - file.tell()
+        if found != dtype or count * dtype.itemsize != left:
+            raise BadFile(path, f"is damaged: {name} holds {count} of {found} in {left} bytes")
+        return np.frombuffer(file.read(left), dtype)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Facts:
+    """What is known of the examples in a folder; written last, so that it vouches for them."""
+
+    key: str
+    fingerprints: Mapping[str, str]
+    bad_rows: BadRows
+    too_long: Mapping[str, int]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,7 +139,8 @@ class Conversations:
     valid: Examples
     tokenizer: Tokenizer
     source: str
-    left_out: Mapping[str, Any]
+    bad_rows: BadRows
+    too_long: Mapping[str, int]
 
     @property
     def fingerprint(self) -> str:
@@ -123,16 +166,18 @@ class Conversations:
             "tokenizer": self.tokenizer.name,
             "vocab": self.tokenizer.vocab_size,
             "fingerprint": self.fingerprint,
-            **self.left_out,
+            "bad_rows": asdict(self.bad_rows),
+            "too_long": dict(self.too_long),
             "left_out": self.summary(),
         }
 
     def summary(self) -> str:
         """What was left out, in words; nothing where nothing was."""
-        bad, long = self.left_out["bad_rows"], self.left_out["too_long"]
-        words = [f"{count} rows: {why} (first: {bad['examples'][why][0]})" for why, count in bad["reasons"].items()]
+        words = [self.bad_rows.summary()] if self.bad_rows.bad else []
         words += [
-            f"{count} too long for the window ({name.replace('_', ' ')})" for name, count in long.items() if count
+            f"{count} too long for the window ({name.replace('_', ' ')})"
+            for name, count in self.too_long.items()
+            if count
         ]
         return "; ".join(words)
 
@@ -141,39 +186,55 @@ class Conversations:
 def open_conversations(data: DataSettings, *, seed: int, tokenizer: str) -> Iterator[Conversations]:
     """Tokenized first where that was not done yet; every process of a run waits for the first and reads its work."""
     codec = load_tokenizer(tokenizer, documents=None, cache=Path())
-    root = cache_folder(data) / "sft" / _key(data, codec, seed=seed)
-    with writer_lock(root, wait=True):
-        if not (root / "facts.json").is_file():
-            _write(root, data, codec, seed=seed)
-    facts = json.loads((root / "facts.json").read_text())
-    parts = {name: Examples.load(root / f"{name}.npz") for name in PARTS}
+    since: dict[Which, list[Stamp]] = {"train": stamps(source_files(data, which="train"))}
+    if data.valid_path:
+        since["valid"] = stamps(source_files(data, which="valid"))
+    key = _key(data, codec, seed=seed, since=since)
+    root = cache_folder(data) / "sft" / key
+    if not os.path.lexists(root / FACTS):
+        with writer_lock(root, wait=True):
+            if not os.path.lexists(root / FACTS):
+                sweep(root)
+                _write(root, data, codec, seed=seed, key=key, since=since)
+    try:
+        facts = typed(Facts, read_json(root / FACTS, root=root), source=root / FACTS)
+        parts = {name: Examples.load(root / f"{name}.npz") for name in PARTS}
+    except BadFile as error:
+        raise UsageError(f"{error}; remove {root}, and it is made again") from None
     for name in PARTS:
-        if parts[name].fingerprint != facts["fingerprints"][name]:
+        if parts[name].fingerprint != facts.fingerprints.get(name) or facts.key != key:
             raise UsageError(f"{root}/{name}.npz is not what was written: remove {root}, and it is made again")
     yield Conversations(
         train=parts["train"],
         valid=parts["valid"],
         tokenizer=codec,
         source=describe_source(data, which="train"),
-        left_out={"bad_rows": facts["bad_rows"], "too_long": facts["too_long"]},
+        bad_rows=facts.bad_rows,
+        too_long=facts.too_long,
     )
 
 
-def _key(data: DataSettings, tokenizer: Tokenizer, *, seed: int) -> str:
+def _key(data: DataSettings, tokenizer: Tokenizer, *, seed: int, since: Mapping[Which, list[Stamp]]) -> str:
     """One hash of all that decides the examples."""
     names = (
         "source", "name", "subset", "split", "prompt_field", "completion_field", "messages_field", "as_chat", "system",
         "train_on", "too_long", "sequence_length", "valid_share", "on_bad_row", "max_bad_share",
     )  # fmt: skip
-    files = [source_files(data, which="train"), source_files(data, which="valid") if data.valid_path else []]
-    stamps = [[str(f.resolve()), f.stat().st_size, f.stat().st_mtime_ns] for group in files for f in group]
     kept = sorted(getattr(tokenizer, "files", {}).items())
-    content = [FORMAT, seed, [getattr(data, name) for name in names], stamps, tokenizer.fingerprint, kept]
+    content = [FORMAT, seed, [getattr(data, name) for name in names], since, tokenizer.fingerprint, kept]
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:24]
 
 
-def _write(root: Path, data: DataSettings, tokenizer: Tokenizer, *, seed: int) -> None:
-    encoder = Encoder(data, tokenizer)
+def _write(
+    root: Path,
+    data: DataSettings,
+    tokenizer: Tokenizer,
+    *,
+    seed: int,
+    key: str,
+    since: Mapping[Which, list[Stamp]],
+) -> None:
+    encoder = Encoder(data, tokenizer, since=since)
     train = encoder.read("train")
     if data.valid_path:
         valid = encoder.read("valid")
@@ -187,12 +248,13 @@ def _write(root: Path, data: DataSettings, tokenizer: Tokenizer, *, seed: int) -
                 f"{describe_source(data, which='train')} has {encoder.tally.rows} rows, {encoder.summary()}"
             )
         part.save(root / f"{name}.npz")
-    facts = {
-        "fingerprints": {"train": train.fingerprint, "valid": valid.fingerprint},
-        "bad_rows": {"reasons": encoder.tally.reasons, "examples": encoder.tally.examples},
-        "too_long": encoder.too_long,
-    }
-    write_atomic(root / "facts.json", json.dumps(facts, indent=1).encode())
+    facts = Facts(
+        key=key,
+        fingerprints={"train": train.fingerprint, "valid": valid.fingerprint},
+        bad_rows=encoder.tally.facts(),
+        too_long=encoder.too_long,
+    )
+    write(root / FACTS, json.dumps(asdict(facts), indent=1).encode())
 
 
 def _held_out(count: int, *, share: float, seed: int) -> NDArray[np.bool_]:
@@ -206,8 +268,10 @@ def _held_out(count: int, *, share: float, seed: int) -> NDArray[np.bool_]:
 class Encoder:
     """Rows to token ids with what is to be learnt of them, counting what cannot be."""
 
-    def __init__(self, data: DataSettings, tokenizer: Tokenizer) -> None:
-        self.data, self.tokenizer = data, tokenizer
+    def __init__(
+        self, data: DataSettings, tokenizer: Tokenizer, *, since: Mapping[Which, list[Stamp]] | None = None
+    ) -> None:
+        self.data, self.tokenizer, self._since = data, tokenizer, since or {}
         self.tally = Tally.of(data)
         self.too_long = {"dropped": 0, "truncated": 0, "prompt_alone": 0}
         self._template: Template | None = None
@@ -230,7 +294,7 @@ class Encoder:
         return examples
 
     def _fitting(self, which: Which) -> Iterator[tuple[NDArray[Any], NDArray[Any]]]:
-        rows = read_rows(self.data, which=which, tally=self.tally)
+        rows = read_rows(self.data, which=which, tally=self.tally, since=self._since.get(which))
         while chunk := list(islice(rows, ENCODED_ROWS)):
             drafts: list[tuple[str, Draft]] = []
             for where, row in chunk:

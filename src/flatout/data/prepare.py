@@ -18,7 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -28,34 +28,34 @@ from numpy.typing import NDArray
 
 from flatout.config.settings import DataSettings
 from flatout.data import embedded
-from flatout.data.shards import (
-    FORMAT,
-    MANIFEST,
-    POLL_S,
-    SHARD_TOKENS,
-    Manifest,
-    Shards,
-    ShardWriter,
-    TokenizerFacts,
-    read_manifest,
-    writer_is_alive,
-    writer_last_words,
-    writer_lock,
-    writer_log,
-)
+from flatout.data.manifest import FORMAT, MANIFEST, Manifest, Role, TokenizerFacts, read_manifest
+from flatout.data.shards import POLL_S, SHARD_TOKENS, Shards, ShardWriter
 from flatout.data.sources import (
     SUFFIXES,
     Document,
+    Stamp,
     Tally,
     Which,
     describe_source,
     find_files,
     read_documents,
+    require_unchanged,
     source_files,
+    stamps,
 )
-from flatout.data.tokenizer import Tokenizer, encode_arrays, load_tokenizer
+from flatout.data.tokenizer import KEPT_FILES, Tokenizer, encode_arrays, kept_tokenizer, load_tokenizer
+from flatout.data.writing import (
+    LOCK,
+    LOG,
+    make_folder,
+    sweep,
+    writer_is_alive,
+    writer_last_words,
+    writer_lock,
+    writer_log,
+)
 from flatout.errors import EnvironmentLacks, FlatoutError, RunFailed, UsageError
-from flatout.files import own_python, own_python_path
+from flatout.files import inside, open_for_appending, own_python, own_python_path
 
 ENCODE_CHARACTERS = 8 << 20
 ENCODE_DOCUMENTS = 4096
@@ -64,6 +64,8 @@ LOCK_RETRY_S = 0.05
 NICENESS = 10
 STARTS = 3  # of the writer, by one run, without a new shard in between
 DEFAULT_TOKENIZER = DataSettings().tokenizer
+PARTS: tuple[Role, ...] = ("train", "valid")
+WRITER = tuple(own_python("flatout.data.prepare"))
 
 Progress = Callable[[int, int], None]  # bytes of text read, tokens written
 
@@ -80,19 +82,22 @@ class Prepared:
     valid: Path
     tokenizer: Tokenizer
     reused: bool
+    of_one: bool = True  # whether both are the parts of one prepared folder, each in its place
     hold_out: float = 0.0  # `source: tokens` without validation data: this share of the tokens, from the end
     restart: Callable[[], bool] | None = None  # has the writer of a stream at work again, see `Shards.open`
 
     def open(self, *, verify: bool = True) -> Split:
-        train = self._open(self.train, verify=verify)
+        train = self._open(self.train, role="train", verify=verify)
         if not self.hold_out:
-            return Split(train=train, valid=self._open(self.valid, verify=verify))
+            return Split(train=train, valid=self._open(self.valid, role="valid", verify=verify))
         cut = train.num_tokens - round(train.num_tokens * self.hold_out)
         return Split(train=train.part(0, cut), valid=train.part(cut, train.num_tokens))
 
-    def _open(self, path: Path, *, verify: bool) -> Shards:
-        if (path / MANIFEST).is_file():
-            return Shards.open(path, verify=verify, restart=self.restart)
+    def _open(self, path: Path, *, role: Role, verify: bool) -> Shards:
+        if os.path.lexists(path / MANIFEST):
+            # A folder of any part may be named for any use; one that was found by its name must be that part.
+            found = role if path.name == role and self.of_one else None
+            return Shards.open(path, verify=verify, role=found, restart=self.restart)
         return Shards.raw(find_files(str(path), key="path", suffixes=SUFFIXES["tokens"]), eos_id=self.tokenizer.eos_id)
 
 
@@ -115,7 +120,11 @@ def prepare(settings: DataSettings, *, seed: int, to: Path | None = None, progre
         if to is not None:
             raise UsageError(f"`source: tokens` is prepared already, nothing is written to {to}; name text to prepare")
         return _given_tokens(settings)
+    if to is not None:
+        _require_ours(to)
     task = _task(settings, seed=seed, to=to, streaming=False, shard_tokens=SHARD_TOKENS)
+    if task.root.is_dir() and _is_complete(task):  # also where nothing can be written
+        return _prepared(task, reused=True)
     chosen_by = "data.cache" if to is None else "--to"
     # Another process may be preparing the same: then wait, and reuse.
     with writer_lock(task.root, wait=True, chosen_by=chosen_by):
@@ -150,10 +159,20 @@ def start_background(settings: DataSettings, *, seed: int, shard_tokens: int = S
 
 def describe(folder: Path) -> dict[str, Any]:
     """What stands in a prepared folder, for printing: counts, tokenizer, and what was left out."""
-    found = {name: read_manifest(folder / name) for name in ("train", "valid")} | {"tokens": read_manifest(folder)}
+    found = {name: _standing(folder, name) for name in PARTS} | {"tokens": read_manifest(folder)}
     if not any(found.values()):
         raise UsageError(f"{folder} holds no prepared data; write it with `flatout data prepare`")
     return {name: _counts(manifest) for name, manifest in found.items() if manifest is not None}
+
+
+def left_out(folder: Path) -> str:
+    """The rows that a prepared folder was made without, in words; nothing where there are none."""
+    return left_out_words(found for name in PARTS if (found := _standing(folder, name)) is not None)
+
+
+def left_out_words(manifests: Iterable[Manifest]) -> str:
+    summaries = [(manifest.complete, manifest.bad_rows.summary()) for manifest in manifests]
+    return "; ".join(said if complete else f"so far {said}" for complete, said in summaries if said)
 
 
 def cache_folder(settings: DataSettings) -> Path:
@@ -174,12 +193,16 @@ class Task:
     key: str  # of all that decides the content
     streaming: bool
     shard_tokens: int
+    since: Mapping[str, list[Stamp]] = field(default_factory=dict)  # the files of each part, as they were
 
 
 def _task(settings: DataSettings, *, seed: int, to: Path | None, streaming: bool, shard_tokens: int) -> Task:
     if settings.valid_path and settings.source in ("embedded", "hf"):
         raise UsageError(f"data.valid_path is for files, not for `source: {settings.source}`; use data.valid_share")
     trained = settings.tokenizer.startswith("bpe:")  # by the data and the size, both in the key
+    since: dict[str, list[Stamp]] = {"train": stamps(source_files(settings, which="train"))}
+    if settings.valid_path:
+        since["valid"] = stamps(source_files(settings, which="valid"))
     content: dict[str, Any] = {
         "format": FORMAT,
         "source": settings.source,
@@ -188,8 +211,8 @@ def _task(settings: DataSettings, *, seed: int, to: Path | None, streaming: bool
         "shard_tokens": shard_tokens,
         "tokenizer": settings.tokenizer if trained else _finished_tokenizer(settings.tokenizer).fingerprint,
         "bad_rows": [settings.on_bad_row, settings.max_bad_share],
-        "train": _stamps(source_files(settings, which="train")),
-        "valid": _stamps(source_files(settings, which="valid")) if settings.valid_path else settings.valid_share,
+        "train": since["train"],
+        "valid": since.get("valid", settings.valid_share),
     }
     if settings.source == "embedded":
         content |= {"megabytes": settings.embedded_mb, "generator": _sha256(Path(embedded.__file__).read_bytes())}
@@ -199,15 +222,35 @@ def _task(settings: DataSettings, *, seed: int, to: Path | None, streaming: bool
         content |= {"name": [settings.name, settings.subset, settings.split], "field": settings.field}
     key = _sha256(json.dumps(content, sort_keys=True).encode())[:24]
     root = to if to is not None else cache_folder(settings) / "data" / key
-    return Task(settings=settings, seed=seed, root=root, key=key, streaming=streaming, shard_tokens=shard_tokens)
+    return Task(
+        settings=settings,
+        seed=seed,
+        root=root,
+        key=key,
+        streaming=streaming,
+        shard_tokens=shard_tokens,
+        since=since,
+    )
+
+
+def _require_ours(root: Path) -> None:
+    """Refuses a folder that holds anything but a preparation, whole or interrupted."""
+    try:
+        names = {entry.name for entry in root.iterdir()}
+    except (FileNotFoundError, NotADirectoryError):
+        return
+    marks = LOCK in names or os.path.lexists(root / "train" / MANIFEST)
+    if names and not (marks and all(name in (*PARTS, "tokenizer", LOCK, LOG) for name in names)):
+        raise UsageError(f"{root} holds something else, and nothing is overwritten: choose another folder with --to")
+
+
+def _standing(root: Path, name: Role) -> Manifest | None:
+    """The manifest of one part of a prepared folder; it must be that part, and lie there."""
+    return read_manifest(inside(root / name, root), role=name)
 
 
 def _finished_tokenizer(spec: str) -> Tokenizer:
     return load_tokenizer(spec, documents=None, cache=Path())
-
-
-def _stamps(files: Iterable[Path]) -> list[tuple[str, int, int]]:
-    return [(str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
 
 
 def _sha256(content: bytes) -> str:
@@ -215,27 +258,30 @@ def _sha256(content: bytes) -> str:
 
 
 def _is_complete(task: Task) -> bool:
-    manifests = [read_manifest(task.root / name) for name in ("train", "valid")]
+    manifests = [_standing(task.root, name) for name in PARTS]
     if any(m is not None and m.complete and m.source["key"] != task.key for m in manifests):
         raise UsageError(f"{task.root} holds other data, or the same made otherwise; remove it or name another folder")
     return all(m is not None and m.complete for m in manifests)
 
 
 def _has_begun(task: Task) -> bool:
-    manifests = (read_manifest(task.root / name) for name in ("train", "valid"))
+    manifests = (_standing(task.root, name) for name in PARTS)
     return all(m is not None and m.source["key"] == task.key and m.shards for m in manifests)
 
 
 def _prepared(task: Task, *, reused: bool, restart: Callable[[], bool] | None = None) -> Prepared:
-    kept = task.root / "tokenizer"
-    spec = task.settings.tokenizer
+    tokenizer = load_tokenizer(task.settings.tokenizer, documents=None, cache=task.root / "tokenizer")
+    for name in PARTS:
+        if (manifest := _standing(task.root, name)) is not None:
+            _check_tokenizer(task, manifest, name, tokenizer)
     return Prepared(
-        train=task.root / "train",
-        valid=task.root / "valid",
-        tokenizer=load_tokenizer(spec, documents=None, cache=kept),
-        reused=reused,
-        restart=restart,
+        train=task.root / "train", valid=task.root / "valid", tokenizer=tokenizer, reused=reused, restart=restart
     )
+
+
+def _check_tokenizer(task: Task, manifest: Manifest, name: Role, tokenizer: Tokenizer) -> None:
+    kept = tokenizer.files_fingerprint if task.settings.tokenizer.startswith("bpe:") else None
+    manifest.check_tokenizer(task.root / name, tokenizer.fingerprint, files=kept)
 
 
 def _counts(manifest: Manifest) -> dict[str, Any]:
@@ -248,7 +294,7 @@ def _counts(manifest: Manifest) -> dict[str, Any]:
         "tokenizer": manifest.tokenizer.name,
         "vocab_size": manifest.tokenizer.vocab_size,
         "source": manifest.source.get("from"),
-        "bad_rows": dict(manifest.bad_rows),
+        "bad_rows": asdict(manifest.bad_rows),
     }
 
 
@@ -263,6 +309,7 @@ def _write(task: Task, *, progress: Progress | None) -> None:
     one that is larger than a shard those of every stretch of that size, so that it need not fit into memory.
     """
     settings, seed = task.settings, task.seed
+    sweep(task.root)
     tokenizer = _tokenizer_of(task)
     train = _writer(task, "train", tokenizer=tokenizer)
     if settings.valid_path:
@@ -272,7 +319,7 @@ def _write(task: Task, *, progress: Progress | None) -> None:
         valid = _writer(task, "valid", tokenizer=tokenizer, keep_shards=train.manifest.beside)
 
     tally = Tally.of(settings)
-    documents = read_documents(settings, which="train", seed=seed, tally=tally)
+    documents = read_documents(settings, which="train", seed=seed, tally=tally, since=task.since["train"])
     consumed = train.manifest.consumed
     number = sum(piece.ends for piece in islice(documents, consumed))
     first: list[NDArray[Any]] = []  # the first document, until it is known to be large, or not the only one
@@ -295,15 +342,18 @@ def _write(task: Task, *, progress: Progress | None) -> None:
             side.append(tokens, ends=piece.ends)
         number += piece.ends
         if train.pending_tokens >= task.shard_tokens:
+            # No shard counts that was read from a file that had changed.
+            require_unchanged(task.since["train"])
             # The training manifest goes last: it says how many validation shards belong to it.
             if valid is not None and valid.pending_tokens:
                 valid.flush()
-            train.flush(consumed=consumed, beside=len(valid.manifest.shards) if valid else 0)
+            train.flush(consumed=consumed, beside=len(valid.manifest.shards) if valid else 0, bad_rows=tally.facts())
+    require_unchanged(task.since["train"])
     if valid is not None:
         if first:
             _cut(first, train=train, valid=valid, share=settings.valid_share)
         valid.finish()
-    train.finish(consumed=consumed, beside=len(valid.manifest.shards) if valid else 0, bad_rows=_bad_rows(tally))
+    train.finish(consumed=consumed, beside=len(valid.manifest.shards) if valid else 0, bad_rows=tally.facts())
 
 
 def _cut(stretch: list[NDArray[Any]], *, train: ShardWriter, valid: ShardWriter, share: float) -> None:
@@ -316,16 +366,23 @@ def _cut(stretch: list[NDArray[Any]], *, train: ShardWriter, valid: ShardWriter,
 
 
 def _tokenizer_of(task: Task) -> Tokenizer:
-    kept = task.root / "tokenizer"
-    standing = read_manifest(task.root / "train")
+    kept = inside(task.root / "tokenizer", task.root)
+    sweep(kept)
+    standing = _standing(task.root, "train")
     if standing is None or standing.source.get("key") != task.key:
-        (kept / "tokenizer.json").unlink(missing_ok=True)  # it may be of other data
+        for name in KEPT_FILES:  # they may be of other data
+            (kept / name).unlink(missing_ok=True)
+        standing = None
 
     def texts() -> Iterator[str]:
         tally = Tally.of(task.settings)
-        return (d.text for d in read_documents(task.settings, which="train", seed=task.seed, tally=tally))
+        documents = read_documents(task.settings, which="train", seed=task.seed, tally=tally, since=task.since["train"])
+        return (document.text for document in documents)
 
     tokenizer = load_tokenizer(task.settings.tokenizer, documents=texts, cache=kept)
+    if standing is not None:
+        _check_tokenizer(task, standing, "train", tokenizer)
+    require_unchanged(task.since["train"])
     tokenizer.save(kept)
     return tokenizer
 
@@ -336,12 +393,14 @@ def _writer(task: Task, name: Which, *, tokenizer: Tokenizer, keep_shards: int |
         fingerprint=tokenizer.fingerprint,
         vocab_size=tokenizer.vocab_size,
         eos_id=tokenizer.eos_id,
+        files=tokenizer.files_fingerprint,
     )
     which: Which = name if task.settings.valid_path else "train"
     return ShardWriter(
         task.root / name,
         tokenizer=facts,
         source={"key": task.key, "kind": task.settings.source, "from": describe_source(task.settings, which=which)},
+        role=name,
         streaming=task.streaming,
         shard_tokens=task.shard_tokens,
         keep_shards=keep_shards,
@@ -350,17 +409,18 @@ def _writer(task: Task, name: Which, *, tokenizer: Tokenizer, keep_shards: int |
 
 def _write_own_valid(task: Task, *, tokenizer: Tokenizer) -> None:
     """Validation data from its own files: small, and wanted from the start, so it is written first and whole."""
-    standing = read_manifest(task.root / "valid")
+    standing = _standing(task.root, "valid")
     if standing is not None and standing.complete and standing.source.get("key") == task.key:
         return
     writer = _writer(task, "valid", tokenizer=tokenizer, keep_shards=0)
     tally = Tally.of(task.settings)
-    documents = read_documents(task.settings, which="valid", seed=task.seed, tally=tally)
+    documents = read_documents(task.settings, which="valid", seed=task.seed, tally=tally, since=task.since["valid"])
     for piece, tokens in _encode(documents, tokenizer=tokenizer, progress=None):
         writer.append(tokens, ends=piece.ends)
         if writer.pending_tokens >= task.shard_tokens:
             writer.flush()
-    writer.finish(bad_rows=_bad_rows(tally))
+    require_unchanged(task.since["valid"])
+    writer.finish(bad_rows=tally.facts())
 
 
 def _encode(
@@ -395,10 +455,6 @@ def _held_out(number: int, *, seed: int, share: float) -> bool:
     return number != 1 and int.from_bytes(digest, "little") < share * 2**64
 
 
-def _bad_rows(tally: Tally) -> Mapping[str, Any]:
-    return {"rows": tally.rows, "bad": tally.num_bad, "reasons": tally.reasons, "examples": tally.examples}
-
-
 # -- tokens that are there already -------------------------------------------------------------------------
 
 
@@ -406,25 +462,37 @@ def _given_tokens(settings: DataSettings) -> Prepared:
     if not settings.path:
         raise UsageError("data.path is not set: `source: tokens` needs a prepared folder, or .bin or .npy files")
     given = Path(settings.path).expanduser()
-    train = given / "train" if (given / "train" / MANIFEST).is_file() else given
+    train = _part(given, "train")
     if settings.valid_path:
-        valid = Path(settings.valid_path).expanduser()
-        valid = valid / "valid" if (valid / "valid" / MANIFEST).is_file() else valid
+        valid = _part(Path(settings.valid_path).expanduser(), "valid")
     else:
-        valid = train.with_name("valid") if train != given else train
+        valid = inside(given / "valid", given) if train != given else train
     kept = train.parent / "tokenizer"
-    found = (kept / "tokenizer.json").is_file() and (train / MANIFEST).is_file()
-    if found and settings.tokenizer == DEFAULT_TOKENIZER:
-        tokenizer = load_tokenizer(str(kept), documents=None, cache=kept)
+    own = os.path.lexists(kept / "tokenizer.json") and os.path.lexists(train / MANIFEST)
+    own = own and settings.tokenizer == DEFAULT_TOKENIZER
+    if own:
+        tokenizer = kept_tokenizer(inside(kept, train.parent), name=str(kept))
     else:
         tokenizer = load_tokenizer(settings.tokenizer, documents=None, cache=kept)
-    hold_out = settings.valid_share if valid == train else 0.0
-    prepared = Prepared(train=train, valid=valid, tokenizer=tokenizer, reused=True, hold_out=hold_out)
+    prepared = Prepared(
+        train=train,
+        valid=valid,
+        tokenizer=tokenizer,
+        reused=True,
+        of_one=train != given,
+        hold_out=settings.valid_share if valid == train else 0.0,
+    )
     split = prepared.open(verify=False)
+    split.train.check_tokenizer(tokenizer.fingerprint, files=tokenizer.files_fingerprint if own else None)
     for shards in (split.train, split.valid):
         if shards.check_tokenizer(tokenizer.fingerprint) == "unknown":
             shards.check_vocab(tokenizer.vocab_size)  # the little that can be told of raw files
     return prepared
+
+
+def _part(given: Path, name: Role) -> Path:
+    """The part of a prepared folder, or what was given itself."""
+    return inside(given / name, given) if os.path.lexists(given / name / MANIFEST) else given
 
 
 # -- the background process --------------------------------------------------------------------------------
@@ -474,11 +542,12 @@ class Writer:
 
 def _spawn(task: Task) -> subprocess.Popen[str]:
     spec = asdict(task) | {"root": str(task.root), "parent": os.getpid()}
-    task.root.mkdir(parents=True, exist_ok=True)
-    with writer_log(task.root).open("w") as log:
+    make_folder(task.root)
+    writer_log(task.root).unlink(missing_ok=True)  # of an earlier writer
+    with os.fdopen(open_for_appending(writer_log(task.root)), "w") as log:
         # A folder named `datasets` where the run was started must not pass for the package.
-        command, env = own_python("flatout.data.prepare"), os.environ | {"PYTHONPATH": own_python_path()}
-        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=log, stderr=log, text=True, env=env)
+        env = os.environ | {"PYTHONPATH": own_python_path()}
+        process = subprocess.Popen(WRITER, stdin=subprocess.PIPE, stdout=log, stderr=log, text=True, env=env)
     assert process.stdin is not None
     with suppress(BrokenPipeError), process.stdin as stdin:  # a process that is dead already is found out below
         json.dump(spec, stdin)
@@ -501,6 +570,7 @@ def main() -> int:
                 if held:
                     if not _is_complete(task):
                         _write(task, progress=stop_when_orphaned)
+                    writer_log(task.root).unlink(missing_ok=True)  # nobody asks how it went well
                     return 0
             time.sleep(LOCK_RETRY_S)
     except FlatoutError as error:

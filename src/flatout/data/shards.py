@@ -1,4 +1,4 @@
-"""Token shards: a folder of verified, memory-mapped files that is the only thing a training run reads.
+"""Token shards: a folder of verified files that is the only thing a training run reads.
 
     tokens-00000.bin     little-endian uint16 or uint32, documents one after the other, each ending with eos
     documents-00000.bin  little-endian int64, the end of each document within its shard
@@ -12,74 +12,35 @@ class. Used by every recipe; written by `flatout data prepare`.
 from __future__ import annotations
 
 import bisect
-import errno
-import fcntl
 import hashlib
+import io
 import json
 import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
-from flatout.errors import EnvironmentLacks, RunFailed, UsageError
-from flatout.files import write_atomic
+from flatout.data.manifest import MANIFEST, BadRows, Manifest, Role, ShardFacts, TokenizerFacts, read_manifest, way_out
+from flatout.data.tokens import SCAN_NUMBERS, Ends, NumberFile, within
+from flatout.data.writing import make_folder, sweep, write, writer_is_alive, writer_last_words
+from flatout.errors import RunFailed, UsageError
+from flatout.files import opened
 
-FORMAT = 1
-MANIFEST = "manifest.json"
 # Small enough that a streamed run starts soon, large enough that a thousand of them are many billions.
 SHARD_TOKENS = 1 << 24
 POLL_S = 0.2
-SCAN_TOKENS = 1 << 22
-MAPPED_FILES = 256
+OPEN_FILES = 256
 MEASURED_WINDOWS = 4096
 SAMPLED_BLOCKS = 64
 BLOCK_BYTES = 1 << 16
-LOG_TAIL_BYTES = 2000
-
-
-@dataclass(frozen=True, kw_only=True)
-class TokenizerFacts:
-    name: str
-    fingerprint: str
-    vocab_size: int
-    eos_id: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class ShardFacts:
-    tokens: int
-    documents: int
-    tokens_bytes: int
-    documents_bytes: int
-    tokens_sha256: str
-    documents_sha256: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class Manifest:
-    format: int = FORMAT
-    complete: bool
-    streaming: bool  # written while it is read: windows are then shuffled in blocks, in the order they arrive
-    dtype: Literal["uint16", "uint32"]
-    tokenizer: TokenizerFacts
-    shard_tokens: int
-    tokens: int
-    documents: int
-    max_token_id: int
-    shards: tuple[ShardFacts, ...]
-    source: Mapping[str, Any]  # what it was made from; `key` identifies it
-    bad_rows: Mapping[str, Any]
-    consumed: int  # source pieces behind these shards: where a restarted writer goes on
-    beside: int  # shards of the other split that belong to these: later ones are written again
 
 
 def token_file(index: int) -> str:
@@ -88,43 +49,6 @@ def token_file(index: int) -> str:
 
 def document_file(index: int) -> str:
     return f"documents-{index:05d}.bin"
-
-
-def read_manifest(folder: Path) -> Manifest | None:
-    """The manifest of a folder, `None` where there is none; a damaged or newer one is refused."""
-    path = folder / MANIFEST
-    try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError, RecursionError) as error:
-        raise UsageError(f"{path} cannot be read ({error}); {_way_out(folder)}") from error
-    try:
-        if raw["format"] != FORMAT:
-            raise UsageError(f"{path} has format {raw['format']}, this version reads {FORMAT}; {_way_out(folder)}")
-        facts = TokenizerFacts(**raw.pop("tokenizer"))
-        shards = tuple(ShardFacts(**shard) for shard in raw.pop("shards"))
-        manifest = Manifest(**raw, tokenizer=facts, shards=shards)
-        if not _agrees(manifest):
-            raise ValueError("its numbers do not agree")
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise UsageError(f"{path} is damaged ({error}); {_way_out(folder)}") from error
-    return manifest
-
-
-def _agrees(manifest: Manifest) -> bool:
-    width = {"uint16": 2, "uint32": 4}[manifest.dtype]
-    return manifest.tokens == sum(shard.tokens for shard in manifest.shards) and all(
-        shard.tokens > 0
-        and shard.documents >= 0
-        and shard.tokens_bytes == shard.tokens * width
-        and shard.documents_bytes == shard.documents * 8
-        for shard in manifest.shards
-    )
-
-
-def _way_out(folder: Path) -> str:
-    return f"remove {folder} and prepare the data again"
 
 
 # -- writing -----------------------------------------------------------------------------------------------
@@ -138,7 +62,8 @@ class ShardWriter:
         folder: Path,
         *,
         tokenizer: TokenizerFacts,
-        source: Mapping[str, Any],
+        source: Mapping[str, str],
+        role: Role | None = None,
         streaming: bool = False,
         shard_tokens: int = SHARD_TOKENS,
         keep_shards: int | None = None,
@@ -147,9 +72,8 @@ class ShardWriter:
 
         `keep_shards` drops the later ones: the two splits are written together, and one may have got ahead.
         """
-        folder.mkdir(parents=True, exist_ok=True)
-        for torn in folder.glob(".*.tmp"):  # of a writer that was killed
-            torn.unlink()
+        make_folder(folder)
+        sweep(folder)
         self.folder = folder
         self._pending: list[NDArray[Any]] = []
         self._pending_ends: list[int] = []
@@ -165,11 +89,12 @@ class ShardWriter:
             max_token_id=0,
             shards=(),
             source=source,
-            bad_rows={},
+            bad_rows=BadRows(),
             consumed=0,
             beside=0,
+            role=role,
         )
-        standing = read_manifest(folder)
+        standing = read_manifest(folder, role=role)
         if standing is not None and _continues(standing, self.manifest):
             kept = standing.shards[:keep_shards]
             self.manifest = replace(
@@ -196,9 +121,10 @@ class ShardWriter:
             self.pending_tokens += 1
             self._pending_ends.append(self.pending_tokens)
 
-    def flush(self, *, consumed: int = 0, beside: int = 0) -> None:
+    def flush(self, *, consumed: int = 0, beside: int = 0, bad_rows: BadRows | None = None) -> None:
         """Write what is pending as one shard, and then the manifest that counts it."""
-        manifest = replace(self.manifest, consumed=consumed, beside=beside)
+        bad_rows = bad_rows or self.manifest.bad_rows
+        manifest = replace(self.manifest, consumed=consumed, beside=beside, bad_rows=bad_rows)
         if self.pending_tokens:
             index = len(manifest.shards)
             tokens = np.concatenate(self._pending)
@@ -210,9 +136,10 @@ class ShardWriter:
                 documents_bytes=len(end_bytes),
                 tokens_sha256=hashlib.sha256(token_bytes).hexdigest(),
                 documents_sha256=hashlib.sha256(end_bytes).hexdigest(),
+                index=index,
             )
-            _write(self.folder / token_file(index), token_bytes)
-            _write(self.folder / document_file(index), end_bytes)
+            self._write(token_file(index), token_bytes)
+            self._write(document_file(index), end_bytes)
             manifest = replace(
                 manifest,
                 tokens=manifest.tokens + shard.tokens,
@@ -223,85 +150,29 @@ class ShardWriter:
         self._write_manifest(manifest)
         self._pending, self._pending_ends, self.pending_tokens = [], [], 0
 
-    def finish(self, *, consumed: int = 0, beside: int = 0, bad_rows: Mapping[str, Any] | None = None) -> None:
+    def finish(self, *, consumed: int = 0, beside: int = 0, bad_rows: BadRows | None = None) -> None:
         if self.pending_tokens:
             self.flush(consumed=consumed, beside=beside)
-        self._write_manifest(replace(self.manifest, complete=True, bad_rows=bad_rows or {}))
+        self._write_manifest(replace(self.manifest, complete=True, bad_rows=bad_rows or BadRows()))
 
     def _write_manifest(self, manifest: Manifest) -> None:
-        _write(self.folder / MANIFEST, json.dumps(asdict(manifest), indent=1).encode())
+        self._write(MANIFEST, json.dumps(manifest.to_json(), indent=1).encode())
         self.manifest = manifest
+
+    def _write(self, name: str, content: bytes) -> None:
+        write(self.folder / name, content, root=self.folder.parent)
 
 
 def _continues(standing: Manifest, fresh: Manifest) -> bool:
-    same = ("dtype", "streaming", "tokenizer", "shard_tokens", "source")
+    same = ("dtype", "streaming", "tokenizer", "shard_tokens", "source", "role")
     return all(getattr(standing, name) == getattr(fresh, name) for name in same)
-
-
-def _write(path: Path, content: bytes) -> None:
-    try:
-        write_atomic(path, content)
-    except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise EnvironmentLacks(
-                f"no space left to write {path} ({len(content)} bytes); free some, or name a folder on another disk "
-                "(data.cache, or --to of `flatout data prepare`)"
-            ) from error
-        raise
-
-
-@contextmanager
-def writer_lock(root: Path, *, wait: bool, chosen_by: str = "data.cache") -> Iterator[bool]:
-    """Hold the right to write below `root`; without `wait`, say whether it was free. Ends with the process.
-
-    `chosen_by` is the setting or option that named the folder, for the message.
-    """
-    try:
-        root.mkdir(parents=True, exist_ok=True)
-        file = (root / "lock").open("a")
-    except (FileExistsError, NotADirectoryError) as error:
-        raise UsageError(f"{root} is, or lies below, a file; {chosen_by} needs a folder, or a new name") from error
-    except OSError as error:
-        raise EnvironmentLacks(f"{root} cannot be written ({error}); set {chosen_by} to a folder of yours") from error
-    with file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
-            held = True
-        except BlockingIOError:
-            held = False
-        except OSError as error:
-            raise EnvironmentLacks(f"{root} cannot be locked ({error}); set {chosen_by} to a local disk") from error
-        yield held
-
-
-def writer_is_alive(root: Path) -> bool:
-    try:
-        with (root / "lock").open() as file:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except FileNotFoundError:
-        return False
-    return False
-
-
-def writer_log(root: Path) -> Path:
-    return root / "writer.log"
-
-
-def writer_last_words(root: Path) -> str:
-    try:
-        text = writer_log(root).read_bytes()[-LOG_TAIL_BYTES:].decode(errors="replace").strip()
-    except OSError:
-        text = ""
-    return text or "it left no message, as a killed process does"
 
 
 # -- reading -----------------------------------------------------------------------------------------------
 
 
 class Shards:
-    """All tokens of a folder as one long sequence, mapped into memory and read where they are needed."""
+    """All tokens of a folder as one long sequence, read where they are needed."""
 
     def __init__(self, pieces: Sequence[Piece], *, name: str, manifest: Manifest | None, eos_id: int | None) -> None:
         self.name = name
@@ -312,18 +183,27 @@ class Shards:
         self._begin = 0  # of the part seen through this object, see `part`
         self._end: int | None = None
         self._found_ends: dict[Path, NDArray[np.int64]] = {}
-        # A mapping holds a file open, and the number of open files is limited; mapping again is cheap.
-        self._map = lru_cache(maxsize=MAPPED_FILES)(_map)
+        self._kept_ends: dict[Path, Ends] = {}
+        # The number of open files is limited; opening one again is cheap.
+        self._file = lru_cache(maxsize=OPEN_FILES)(NumberFile)
         self._refreshing = threading.Lock()
         self._set(pieces)
 
     @classmethod
-    def open(cls, folder: Path, *, verify: bool = True, restart: Callable[[], bool] | None = None) -> Shards:
-        """A prepared folder. Sizes are always checked; `verify` also checks every file's sha256.
+    def open(
+        cls,
+        folder: Path,
+        *,
+        verify: bool = True,
+        role: Role | None = None,
+        restart: Callable[[], bool] | None = None,
+    ) -> Shards:
+        """A prepared folder, which must be of this `role`. Sizes are always checked; `verify` also checks every
+        file's sha256.
 
         Of an incomplete one, `restart` has its writer at work again, or says that it cannot.
         """
-        manifest = read_manifest(folder)
+        manifest = read_manifest(folder, role=role)
         if manifest is None:
             raise UsageError(f"{folder} holds no {MANIFEST}; write one with `flatout data prepare`")
         if not manifest.complete and not manifest.streaming:
@@ -338,10 +218,10 @@ class Shards:
         """Token files of other programs: `.npy`, or `.bin` as plain uint16. Nothing says what made them."""
         pieces: list[Piece] = []
         for path in files:
-            tokens = _map(path, "<u2")
-            if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
+            file = NumberFile(path, "<u2")
+            if file.dtype.kind not in "iu":
                 raise UsageError(f"{path} does not hold a flat array of whole numbers; save the token ids as one")
-            pieces.append(Piece(path=path, dtype="<u2", begin=_end_of(pieces), tokens=len(tokens), ends_path=None))
+            pieces.append(Piece(path=path, dtype="<u2", begin=_end_of(pieces), tokens=file.count, ends_path=None))
         return cls(pieces, name=", ".join(map(str, files)), manifest=None, eos_id=eos_id)
 
     def part(self, begin: int, end: int) -> Shards:
@@ -393,7 +273,9 @@ class Shards:
             raise IndexError(f"tokens {start} to {start + length} of {self.num_tokens} in {self.name}")
         begin = start + self._begin
         found = [
-            self._map(piece.path, piece.dtype)[max(begin - piece.begin, 0) : begin + length - piece.begin]
+            self._file(piece.path, piece.dtype).read(
+                max(begin - piece.begin, 0), min(begin + length - piece.begin, piece.tokens)
+            )
             for piece in self._between(begin, begin + length)
         ]
         return found[0] if len(found) == 1 else np.concatenate(found)
@@ -404,9 +286,8 @@ class Shards:
         found = []
         # A document begins where the one before it ends, which may be the last token of the file before.
         for piece in self._between(begin, begin + length):
-            ends = self._ends(piece)
-            low, high = np.searchsorted(ends, (begin - piece.begin, begin + length - piece.begin), side="left")
-            starts = ends[low:high] + (piece.begin - begin)
+            ends = self._ends(piece, begin - piece.begin, begin + length - piece.begin)
+            starts = ends + (piece.begin - begin)
             found.append(starts[starts > 0])
         return np.concatenate(found, dtype=np.int64) if found else np.empty(0, np.int64)
 
@@ -414,7 +295,7 @@ class Shards:
         """The largest number of documents, whole or cut, in any of the windows of `length` laid end to end."""
         most, last, carried = 0, -1, 0
         for piece in self._pieces:
-            starts = np.asarray(self._ends(piece)) + (piece.begin - self._begin)
+            starts = self._ends(piece, 0, piece.tokens + 1) + (piece.begin - self._begin)
             starts = starts[(starts > 0) & (starts < self.num_tokens) & (starts % length != 0)]
             if not len(starts):
                 continue
@@ -456,16 +337,11 @@ class Shards:
                         f"only {vocab} ids; raise model.vocab, or name the data.tokenizer that made these tokens"
                     )
 
-    def check_tokenizer(self, fingerprint: str) -> Literal["same", "unknown"]:
+    def check_tokenizer(self, fingerprint: str, *, files: str | None = None) -> Literal["same", "unknown"]:
         """Refuse another tokenizer than the one that made the tokens; raw files do not know theirs."""
-        facts = self.tokenizer
-        if facts is None:
+        if self.manifest is None:
             return "unknown"
-        if facts.fingerprint != fingerprint:
-            raise UsageError(
-                f"{self.name} was made by the tokenizer {facts.name} ({facts.fingerprint[:12]}), not by the one "
-                f"configured ({fingerprint[:12]}); set data.tokenizer to that one, or prepare the data again"
-            )
+        self.manifest.check_tokenizer(self.name, fingerprint, files=files)
         return "same"
 
     def refresh(self) -> None:
@@ -476,7 +352,7 @@ class Shards:
             folder = Path(self.name)
             manifest = read_manifest(folder)
             if manifest is None:
-                raise RunFailed(f"{folder / MANIFEST} is gone while it is being read; {_way_out(folder)}")
+                raise RunFailed(f"{folder / MANIFEST} is gone while it is being read; {way_out(folder)}")
             self._take(manifest, folder=folder)
 
     def wait_for(self, num_tokens: int) -> None:
@@ -521,19 +397,23 @@ class Shards:
         return self._pieces[max(first, 0) : last]
 
     def _scan(self, piece: Piece) -> Iterator[tuple[int, NDArray[Any]]]:
-        tokens = self._map(piece.path, piece.dtype)
-        for begin in range(0, piece.tokens, SCAN_TOKENS):
-            yield begin, tokens[begin : begin + SCAN_TOKENS]
+        tokens = self._file(piece.path, piece.dtype)
+        for begin in range(0, piece.tokens, SCAN_NUMBERS):
+            yield begin, tokens.read(begin, min(begin + SCAN_NUMBERS, piece.tokens))
 
-    def _ends(self, piece: Piece) -> NDArray[np.int64]:
+    def _ends(self, piece: Piece, low: int, high: int) -> NDArray[np.int64]:
+        """Where documents of a piece end, from its token `low` up to, not including, `high`."""
         if piece.ends_path is not None:
-            return self._map(piece.ends_path, "<i8")
+            file = self._file(piece.ends_path, "<i8")
+            if piece.ends_path not in self._kept_ends:
+                self._kept_ends[piece.ends_path] = Ends(file, tokens=piece.tokens)
+            return self._kept_ends[piece.ends_path].between(file, low, high)
         if self.eos_id is None:
             raise UsageError(f"{self.name} does not tell where documents end; use data.packing: concat")
         if piece.path not in self._found_ends:
             found = [np.flatnonzero(chunk == self.eos_id) + (begin + 1) for begin, chunk in self._scan(piece)]
             self._found_ends[piece.path] = np.concatenate([np.empty(0, np.int64), *found])
-        return self._found_ends[piece.path]
+        return within(self._found_ends[piece.path], low, high)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -551,18 +431,6 @@ def _end_of(pieces: Sequence[Piece]) -> int:
     return pieces[-1].begin + pieces[-1].tokens if pieces else 0
 
 
-def _map(path: Path, dtype: str) -> NDArray[Any]:
-    try:
-        if path.suffix == ".npy":
-            return np.asanyarray(np.load(path, mmap_mode="r", allow_pickle=False))
-        size = path.stat().st_size
-        if size % np.dtype(dtype).itemsize:
-            raise UsageError(f"{path} has {size} bytes, which is not a whole number of {np.dtype(dtype).name}")
-        return np.memmap(path, dtype, mode="r") if size else np.empty(0, dtype)  # nothing cannot be mapped
-    except (OSError, ValueError, EOFError) as error:
-        raise UsageError(f"{path} cannot be read: {error}") from error
-
-
 def _check_files(folder: Path, manifest: Manifest, indices: Sequence[int], *, verify: bool) -> None:
     expected = []
     for index in indices:
@@ -570,12 +438,14 @@ def _check_files(folder: Path, manifest: Manifest, indices: Sequence[int], *, ve
         expected.append((folder / token_file(index), shard.tokens_bytes, shard.tokens_sha256))
         expected.append((folder / document_file(index), shard.documents_bytes, shard.documents_sha256))
     for path, size, _ in expected:
-        if not path.is_file():
-            raise UsageError(f"{path} is missing, though {MANIFEST} counts it; {_way_out(folder)}")
-        if path.stat().st_size != size:
+        try:
+            with opened(path, root=folder) as file:
+                found = os.fstat(file.fileno()).st_size
+        except FileNotFoundError:
+            raise UsageError(f"{path} is missing, though {MANIFEST} counts it; {way_out(folder)}") from None
+        if found != size:
             raise UsageError(
-                f"{path} has {path.stat().st_size} bytes, {MANIFEST} says {size}: it was cut or changed; "
-                f"{_way_out(folder)}"
+                f"{path} has {found} bytes, {MANIFEST} says {size}: it was cut or changed; {way_out(folder)}"
             )
     if not verify:
         return
@@ -585,21 +455,21 @@ def _check_files(folder: Path, manifest: Manifest, indices: Sequence[int], *, ve
             if got != wanted:
                 raise UsageError(
                     f"{path} has changed since it was written: sha256 {got[:12]}…, {MANIFEST} says {wanted[:12]}…; "
-                    f"{_way_out(folder)}"
+                    f"{way_out(folder)}"
                 )
 
 
 def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+    with opened(path) as file:
+        return hashlib.file_digest(cast(io.BufferedReader, file), "sha256").hexdigest()
 
 
 def _sampled_sha256(path: Path) -> str:
     """Of the size and of blocks spread evenly over the file, its first and last among them; all of a small one."""
-    size = path.stat().st_size
-    digest = hashlib.sha256(str(size).encode())
-    last = max(size - BLOCK_BYTES, 0)
-    with path.open("rb") as file:
+    with opened(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        digest = hashlib.sha256(str(size).encode())
+        last = max(size - BLOCK_BYTES, 0)
         for begin in sorted({last * i // (SAMPLED_BLOCKS - 1) for i in range(SAMPLED_BLOCKS)}):
             file.seek(begin)
             digest.update(file.read(BLOCK_BYTES))

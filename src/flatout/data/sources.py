@@ -2,17 +2,21 @@
 
 Everything is streamed in a fixed order, so that an interrupted preparation can continue where it was. A row
 that cannot be used is counted by reason, with the first places, and never passes for nothing: too many of
-them stop the preparation. Used by `flatout data prepare` and every recipe that prepares its own data.
+them stop the preparation. A file that changes while it is read stops it too. No row, and no file however it is
+compressed, takes more memory than a few times `ROW_BYTES`. Used by `flatout data prepare` and every recipe that
+prepares its own data.
 """
 
 from __future__ import annotations
 
 import glob
 import gzip
+import io
 import json
 import lzma
+import os
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,10 +24,13 @@ from typing import IO, Any, Literal
 
 from flatout.config.settings import DataSettings
 from flatout.data import embedded
-from flatout.errors import EnvironmentLacks, UsageError
+from flatout.data.manifest import BadRows
+from flatout.errors import EnvironmentLacks, UsageError, first_line
+from flatout.files import BadFile, checked, opened
 
 Which = Literal["train", "valid"]
-ByteStream = IO[bytes] | gzip.GzipFile | lzma.LZMAFile
+Stamp = tuple[str, int, int]  # a file's real path, its bytes, and the time of its last change
+ByteStream = IO[bytes] | gzip.GzipFile | io.BufferedReader
 SUFFIXES = {
     "text": (".txt", ".txt.gz", ".txt.xz"),
     "jsonl": (".jsonl", ".jsonl.gz", ".jsonl.xz"),
@@ -31,6 +38,10 @@ SUFFIXES = {
     "tokens": (".bin", ".npy"),
 }
 CHUNK_BYTES = 1 << 20
+# The longest line of JSON and the longest text of one row; documents of text files may be of any length.
+ROW_BYTES = 64 << 20
+XZ_MEMORY_BYTES = 256 << 20  # `xz -9` needs 65 MiB
+PARQUET_ROWS, PARQUET_BYTES = 64, 1 << 30  # at most, of rows that are read at once
 # A text without separators is handed on in pieces, so that no file has to fit into memory.
 PIECE_BYTES = 4 << 20
 ROWS_BEFORE_EARLY_STOP = 1000
@@ -89,16 +100,36 @@ class Tally:
             f"{count} {reason} (first: {', '.join(self.examples[reason])})" for reason, count in self.reasons.items()
         )
 
+    def facts(self) -> BadRows:
+        places = {reason: tuple(found) for reason, found in self.examples.items()}
+        return BadRows(rows=self.rows, bad=self.num_bad, reasons=dict(self.reasons), examples=places)
 
-def read_documents(settings: DataSettings, *, which: Which, seed: int, tally: Tally) -> Iterator[Document]:
-    """The documents of the training data, or of the validation data where the settings name its own."""
+
+class SourceChanged(UsageError):
+    """A file that is not, or no longer, what it was when the preparation began."""
+
+    def __init__(self, path: str | Path) -> None:
+        super().__init__(
+            f"{path} was changed while the data was prepared from it; nothing of it is used. Wait until nobody writes "
+            "to it, and run the same command again"
+        )
+
+
+def read_documents(
+    settings: DataSettings, *, which: Which, seed: int, tally: Tally, since: Sequence[Stamp] | None = None
+) -> Iterator[Document]:
+    """The documents of the training data, or of the validation data where the settings name its own.
+
+    The files must still be what they were by `since`, and stay so.
+    """
     rows: Iterator[Document]
     if settings.source == "embedded":
         rows = (Document(text=text) for text in embedded.documents(seed, settings.embedded_mb))
     elif settings.source == "hf":
         rows = _hf(settings, tally=tally)
     else:
-        rows = (row for path in source_files(settings, which=which) for row in _file(path, settings, tally=tally))
+        files = _files(settings, which=which, since=since)
+        rows = (row for path, stamp in files for row in _file(path, settings, stamp=stamp, tally=tally))
     empty = True
     for row in rows:
         if row.ends:
@@ -136,45 +167,138 @@ def find_files(given: str, *, key: str, suffixes: tuple[str, ...]) -> list[Path]
     """A file itself, the files of a folder with one of the suffixes, or the matches of a glob."""
     path = Path(given).expanduser()
     if path.is_dir():
-        files = sorted(file for file in path.rglob("*") if file.name.endswith(suffixes) and file.is_file())
+        files = sorted(file for file in path.rglob("*") if file.name.endswith(suffixes) and not file.is_dir())
         if not files:
             raise UsageError(f"data.{key}: the folder {given} holds no {', '.join(suffixes)} file; name another one")
     elif path.exists():
         files = [path]
     else:
-        files = sorted(Path(found) for found in glob.glob(str(path), recursive=True) if Path(found).is_file())
+        files = sorted(Path(found) for found in glob.glob(str(path), recursive=True) if not Path(found).is_dir())
         if not files:
             raise UsageError(f"data.{key}: {given} does not exist, and as a glob it matches no file; correct the path")
+    for file in files:
+        try:
+            checked(file)
+        except FileNotFoundError:
+            raise UsageError(f"data.{key}: {file} does not exist, or is a link to nowhere; correct the path") from None
+        except BadFile as error:
+            raise UsageError(f"data.{key}: {error}; name a regular file") from None
     return files
 
 
-def _file(path: Path, settings: DataSettings, *, tally: Tally) -> Iterator[Document]:
-    if settings.source == "parquet":
-        yield from _parquet(path, field=settings.field, tally=tally)
-        return
-    read = _text if settings.source == "text" else _jsonl
-    with _reading(path), _open(path) as stream:
-        yield from read(stream, path, settings, tally=tally)
+# -- files that stay as they are ---------------------------------------------------------------------------
+
+
+def stamps(files: Sequence[Path]) -> list[Stamp]:
+    """What tells whether files are still the same."""
+    return [_stamp(file, os.stat(file)) for file in files]
+
+
+def require_unchanged(since: Sequence[Stamp]) -> None:
+    """Raises where one of these files was changed or removed since."""
+    for name, size, changed in since:
+        try:
+            found = os.stat(name)
+        except FileNotFoundError:
+            raise SourceChanged(name) from None
+        if (found.st_size, found.st_mtime_ns) != (size, changed):
+            raise SourceChanged(name)
+
+
+def _stamp(path: Path, found: os.stat_result) -> Stamp:
+    return str(path.resolve()), found.st_size, found.st_mtime_ns
+
+
+def _files(settings: DataSettings, *, which: Which, since: Sequence[Stamp] | None) -> list[tuple[Path, Stamp]]:
+    files = source_files(settings, which=which)
+    now = stamps(files)
+    if since is not None and now != [tuple(stamp) for stamp in since]:
+        before = {stamp[0]: tuple(stamp) for stamp in since}
+        other = [name for name, *rest in now if before.get(name) != (name, *rest)]
+        raise SourceChanged((other or [name for name in before if name not in {stamp[0] for stamp in now}])[0])
+    return list(zip(files, now, strict=True))
+
+
+def _file(path: Path, settings: DataSettings, *, stamp: Stamp, tally: Tally) -> Iterator[Document]:
+    with _reading(path, stamp=stamp) as stream:
+        if settings.source == "parquet":
+            yield from _parquet(path, field=settings.field, tally=tally)
+        elif settings.source == "text":
+            yield from _text(stream, path, settings, tally=tally)
+        else:
+            yield from _jsonl(stream, path, settings, tally=tally)
 
 
 @contextmanager
-def _reading(path: Path) -> Iterator[None]:
-    """Says which file it was that could not be read."""
+def _reading(path: Path, *, stamp: Stamp) -> Iterator[ByteStream]:
+    """The content of a file, which must be the same until all of it was read."""
+
+    def check(file: IO[bytes]) -> None:
+        here = os.fstat(file.fileno())
+        try:
+            there = os.stat(path)  # another file may have been put in its place
+        except FileNotFoundError:
+            raise SourceChanged(path) from None
+        same_file = (here.st_dev, here.st_ino) == (there.st_dev, there.st_ino)
+        if not same_file or (here.st_size, here.st_mtime_ns) != tuple(stamp[1:]):
+            raise SourceChanged(path)
+
     try:
-        yield
-    except (EOFError, gzip.BadGzipFile, lzma.LZMAError, zlib.error) as error:
-        # How many rows are lost cannot be known, so no policy may skip them.
-        raise UsageError(f"{path} is damaged ({error}); replace it, or leave it out") from error
-    except OSError as error:
-        raise UsageError(f"{path} cannot be read: {error}") from error
+        with opened(path) as file:
+            check(file)
+            try:
+                with _decompressed(file, path) as stream:
+                    yield stream
+            except (EOFError, gzip.BadGzipFile, lzma.LZMAError, zlib.error) as error:
+                check(file)
+                # How many rows are lost cannot be known, so no policy may skip them.
+                raise UsageError(f"{path} is damaged ({error}); replace it, or leave it out") from error
+            check(file)
+    except FileNotFoundError:
+        raise SourceChanged(path) from None
 
 
-def _open(path: Path) -> ByteStream:
+@contextmanager
+def _decompressed(file: IO[bytes], path: Path) -> Iterator[ByteStream]:
     if path.suffix == ".gz":
-        return gzip.open(path)
-    if path.suffix == ".xz":
-        return lzma.open(path)
-    return path.open("rb")
+        with gzip.GzipFile(fileobj=file) as stream:
+            yield stream
+    elif path.suffix == ".xz":
+        yield io.BufferedReader(_Xz(file), CHUNK_BYTES)
+    else:
+        yield file
+
+
+class _Xz(io.RawIOBase):
+    """What `lzma.LZMAFile` reads, but with a bound on the memory that a file can ask for."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file = file
+        self._decoder = self._new()
+
+    def _new(self) -> lzma.LZMADecompressor:
+        return lzma.LZMADecompressor(memlimit=XZ_MEMORY_BYTES)
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while True:
+            given = b""
+            if self._decoder.eof or self._decoder.needs_input:
+                rest = self._decoder.unused_data if self._decoder.eof else b""
+                given = rest or self._file.read(CHUNK_BYTES)
+                if self._decoder.eof:
+                    given = given.lstrip(b"\0")  # streams may be padded
+                    if not given and self._file.peek(1) == b"":  # type: ignore[attr-defined]
+                        return 0
+                    self._decoder = self._new()
+                elif not given:
+                    raise EOFError("Compressed file ended before the end-of-stream marker was reached")
+            found = self._decoder.decompress(given, len(buffer))
+            if found:
+                buffer[: len(found)] = found
+                return len(found)
 
 
 # -- text --------------------------------------------------------------------------------------------------
@@ -222,9 +346,10 @@ def _piece_end(buffer: bytes, *, limit: int) -> int:
         cut = buffer.rfind(mark, 0, limit)
         if cut > 0:
             return cut + (mark == b"\n")  # a word keeps the space before it
-    while limit > 0 and buffer[limit] & 0xC0 == 0x80:  # a continuation byte of UTF-8
-        limit -= 1
-    return limit
+    for cut in range(limit, max(limit - 4, 0), -1):
+        if buffer[cut] & 0xC0 != 0x80:  # not a continuation byte of UTF-8
+            return cut
+    return limit  # not UTF-8, as will be found
 
 
 # -- rows --------------------------------------------------------------------------------------------------
@@ -237,8 +362,11 @@ def _jsonl(stream: ByteStream, path: Path, settings: DataSettings, *, tally: Tal
 
 def _json_rows(stream: ByteStream, path: Path, *, tally: Tally) -> Iterator[tuple[str, Any]]:
     """Each line's place and value."""
-    for number, line in enumerate(stream, start=1):
+    for number, line in enumerate(_lines(stream), start=1):
         where = f"{path}:{number}"
+        if line is None:
+            tally.bad(_TOO_LONG, where=where)
+            continue
         if number == 1:
             line = line.removeprefix(BYTE_ORDER_MARK)
         if not line.strip():
@@ -253,17 +381,33 @@ def _json_rows(stream: ByteStream, path: Path, *, tally: Tally) -> Iterator[tupl
             yield where, row
 
 
-def read_rows(settings: DataSettings, *, which: Which, tally: Tally) -> Iterator[tuple[str, Any]]:
+_TOO_LONG = f"longer than {ROW_BYTES >> 20} MiB"
+
+
+def _lines(stream: ByteStream) -> Iterator[bytes | None]:
+    """Lines; None for one that is too long, which is never held as a whole."""
+    while line := stream.readline(ROW_BYTES + 1):
+        if len(line) <= ROW_BYTES:
+            yield line
+            continue
+        while line and not line.endswith(b"\n"):
+            line = stream.readline(CHUNK_BYTES)
+        yield None
+
+
+def read_rows(
+    settings: DataSettings, *, which: Which, tally: Tally, since: Sequence[Stamp] | None = None
+) -> Iterator[tuple[str, Any]]:
     """Whole rows with their places, for recipes that want more than one field. Who reads them says which are good."""
     if settings.source == "hf":
         yield from _hf_rows(settings)
         return
-    for path in source_files(settings, which=which):
-        if settings.source == "parquet":
-            yield from _parquet_rows(path)
-            continue
-        with _reading(path), _open(path) as stream:
-            yield from _json_rows(stream, path, tally=tally)
+    for path, stamp in _files(settings, which=which, since=since):
+        with _reading(path, stamp=stamp) as stream:
+            if settings.source == "parquet":
+                yield from _parquet_rows(path, tally=tally)
+            else:
+                yield from _json_rows(stream, path, tally=tally)
 
 
 def _row(row: Any, *, field: str, where: str, tally: Tally) -> Iterator[Document]:
@@ -280,6 +424,8 @@ def _value(value: Any, *, where: str, tally: Tally) -> Iterator[Document]:
         tally.bad("null", where=where)
     elif not isinstance(value, str):
         tally.bad("not a string", where=where)
+    elif len(value) > ROW_BYTES:
+        tally.bad(_TOO_LONG, where=where)
     elif not value.strip():
         tally.bad("empty", where=where)
     elif not encodable(value):
@@ -298,49 +444,63 @@ def encodable(text: str) -> bool:
 
 
 def _parquet(path: Path, *, field: str, tally: Tally) -> Iterator[Document]:
-    try:
-        import pyarrow
-        import pyarrow.parquet
-    except ImportError as error:
-        raise EnvironmentLacks("`source: parquet` needs pyarrow: pip install 'flatout[hf]'") from error
     number = 0
-    try:
-        with pyarrow.parquet.ParquetFile(path) as file:
-            if field not in file.schema_arrow.names:
-                raise UsageError(
-                    f"{path} has no column {field!r}, only {', '.join(file.schema_arrow.names)}; set data.field"
-                )
-            for batch in file.iter_batches(columns=[field]):
-                for scalar in batch.column(0):
-                    number += 1
-                    where = f"{path}:{number}"
-                    try:
-                        value = scalar.as_py()
-                    except UnicodeDecodeError:
-                        tally.bad("invalid UTF-8", where=where)
-                        continue
-                    yield from _value(value, where=where, tally=tally)
-    except (OSError, pyarrow.ArrowException) as error:
-        raise UsageError(f"{path} is damaged after row {number} ({error}); replace it, or leave it out") from error
+    with _parquet_file(path) as file:
+        if field not in file.schema_arrow.names:
+            raise UsageError(
+                f"{path} has no column {field!r}, only {', '.join(file.schema_arrow.names)}; set data.field"
+            )
+        for batch in file.iter_batches(batch_size=_batch_rows(file), columns=[field]):
+            for scalar in batch.column(0):
+                number += 1
+                where = f"{path}:{number}"
+                try:
+                    value = scalar.as_py()
+                except UnicodeDecodeError:
+                    tally.bad("invalid UTF-8", where=where)
+                    continue
+                yield from _value(value, where=where, tally=tally)
     if number == 0:
         tally.bad("empty file", where=f"{path}:1")
 
 
-def _parquet_rows(path: Path) -> Iterator[tuple[str, Any]]:
+def _parquet_rows(path: Path, *, tally: Tally) -> Iterator[tuple[str, Any]]:
+    number = 0
+    with _parquet_file(path) as file:
+        for batch in file.iter_batches(batch_size=_batch_rows(file)):
+            large = batch.nbytes > ROW_BYTES
+            for index in range(batch.num_rows) if large else ():
+                number += 1
+                row = batch.slice(index, 1)
+                if row.nbytes > ROW_BYTES:
+                    tally.bad(_TOO_LONG, where=f"{path}:{number}")
+                else:
+                    yield f"{path}:{number}", row.to_pylist()[0]
+            for value in () if large else batch.to_pylist():
+                number += 1
+                yield f"{path}:{number}", value
+
+
+@contextmanager
+def _parquet_file(path: Path) -> Iterator[Any]:
     try:
         import pyarrow
         import pyarrow.parquet
     except ImportError as error:
         raise EnvironmentLacks("`source: parquet` needs pyarrow: pip install 'flatout[hf]'") from error
-    number = 0
     try:
-        with pyarrow.parquet.ParquetFile(path) as file:
-            for batch in file.iter_batches():
-                for row in batch.to_pylist():
-                    number += 1
-                    yield f"{path}:{number}", row
+        # With a buffer it is read page by page: a whole column may be larger than the memory.
+        with pyarrow.parquet.ParquetFile(path, buffer_size=CHUNK_BYTES) as file:
+            yield file
     except (OSError, UnicodeDecodeError, pyarrow.ArrowException) as error:
-        raise UsageError(f"{path} is damaged after row {number} ({error}); replace it, or leave it out") from error
+        raise UsageError(f"{path} is damaged ({first_line(error)}); replace it, or leave it out") from error
+
+
+def _batch_rows(file: Any) -> int:
+    """How many rows fit into memory at once. A text stored once may belong to all of them."""
+    groups = [file.metadata.row_group(i) for i in range(file.metadata.num_row_groups)]
+    largest = max((g.column(c).total_uncompressed_size for g in groups for c in range(g.num_columns)), default=1)
+    return max(1, min(PARQUET_ROWS, PARQUET_BYTES // max(largest, 1)))
 
 
 def _hf(settings: DataSettings, *, tally: Tally) -> Iterator[Document]:
@@ -365,5 +525,8 @@ def _hf_rows(settings: DataSettings) -> Iterator[tuple[str, Any]]:
             f"{name} cannot be downloaded ({error}); connect to huggingface.co, or use local files with "
             "`source: parquet` or `source: jsonl`"
         ) from error
-    for number, row in enumerate(rows, start=1):
-        yield f"{name}:{number}", row
+    try:
+        for number, row in enumerate(rows, start=1):
+            yield f"{name}:{number}", row
+    except OSError as error:
+        raise EnvironmentLacks(f"{name} cannot be read any more ({first_line(error)}); run the same again") from error

@@ -60,12 +60,10 @@ class Template:
 
     def render(self, messages: Sequence[Message], *, prompt: bool = False) -> str:
         """The text of a conversation; with `prompt`, up to where the assistant begins to speak."""
-        import jinja2
-
         try:
-            return str(self._compiled.render(messages=list(messages), add_generation_prompt=prompt, **self._words))
-        except jinja2.TemplateError as error:
-            raise BadRow(f"the chat template refuses it: {str(error).splitlines()[0][:100]}") from None
+            return self._compiled.render(messages, words=self._words, add_generation_prompt=prompt)
+        except chat.TemplateFailed as error:
+            raise BadRow(f"the chat template refuses it: {error}") from None
 
     def spoken(self, messages: Sequence[Message], *, given: int = 0) -> Spoken:
         """A conversation's text, and where the assistant speaks in it after the first `given` messages."""

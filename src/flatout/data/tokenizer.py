@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -20,12 +21,13 @@ import numpy as np
 
 from flatout import hub
 from flatout.data import chat
-from flatout.errors import EnvironmentLacks, UsageError
-from flatout.files import BadFile, read_text, write_atomic
+from flatout.data.writing import make_folder, write
+from flatout.errors import EnvironmentLacks, UsageError, first_line
+from flatout.files import BadFile, parse_json, read_text
 
 EOS = "<|endoftext|>"
 WELL_KNOWN_EOS = (EOS, "</s>", "<|im_end|>")
-SMALLEST_BPE = 257
+SMALLEST_BPE, LARGEST_BPE = 257, 1 << 24
 TRAINING_CHARACTERS = 64_000_000
 TRAINING_CHARACTERS_PER_DOCUMENT = 100_000
 KEPT_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
@@ -42,6 +44,11 @@ class Tokenizer(Protocol):
     @property
     def fingerprint(self) -> str:
         """sha256 over all that decides which ids a text gets."""
+        ...
+
+    @property
+    def files_fingerprint(self) -> str:
+        """sha256 over all of its files: what decides ids, and how conversations are rendered."""
         ...
 
     @property
@@ -78,11 +85,16 @@ def load_tokenizer(spec: str, *, documents: Callable[[], Iterable[str]] | None, 
     path = Path(spec).expanduser()
     if path.is_dir():
         return _from_files(_read_folder(path), name=spec)
-    if path.is_file():
+    if path.exists():
         return _from_files({**_read_folder(path.parent), "tokenizer.json": _read_text(path)}, name=spec)
     if _is_path(spec):
         raise UsageError(f"data.tokenizer: {spec} does not exist; give a folder with tokenizer.json, or such a file")
     return _from_files(_download(spec), name=spec)
+
+
+def kept_tokenizer(folder: Path, *, name: str) -> Tokenizer:
+    """The one that was saved in a folder of ours, where no link may lead out."""
+    return _from_files(_read_folder(folder, root=folder.parent), name=name)
 
 
 def encode_arrays(tokenizer: Tokenizer, texts: list[str]) -> list[np.ndarray[Any, Any]]:
@@ -104,6 +116,10 @@ class ByteTokenizer:
     @property
     def fingerprint(self) -> str:
         return _fingerprint(_byte_json(), self.eos_id)
+
+    @property
+    def files_fingerprint(self) -> str:
+        return self.fingerprint
 
     def encode_batch(self, texts: list[str]) -> list[list[int]]:
         return [list(text.encode()) for text in texts]
@@ -136,6 +152,10 @@ class JsonTokenizer:
     @property
     def fingerprint(self) -> str:
         return _fingerprint(self.files["tokenizer.json"], self.eos_id)
+
+    @property
+    def files_fingerprint(self) -> str:
+        return hashlib.sha256(json.dumps(sorted(self.files.items())).encode()).hexdigest()
 
     def encode_batch(self, texts: list[str]) -> list[list[int]]:
         return [encoding.ids for encoding in self.backend.encode_batch_fast(texts, add_special_tokens=False)]
@@ -190,10 +210,13 @@ def _no_template(name: str) -> UsageError:
 
 def _trained(spec: str, *, documents: Callable[[], Iterable[str]] | None, cache: Path) -> Tokenizer:
     size = spec.removeprefix("bpe:")
-    if not size.isdecimal() or int(size) < SMALLEST_BPE:
-        raise UsageError(f"data.tokenizer: {spec}: SIZE is a number from {SMALLEST_BPE} (all bytes and the end mark)")
-    if (cache / "tokenizer.json").is_file():
-        return _from_files(_read_folder(cache), name=spec)
+    if not (size.isdecimal() and len(size) < 10 and SMALLEST_BPE <= int(size) <= LARGEST_BPE):
+        raise UsageError(
+            f"data.tokenizer: {spec[:40]}: SIZE is a number from {SMALLEST_BPE} (all bytes and the end mark) to "
+            f"{LARGEST_BPE}"
+        )
+    if (cache / "tokenizer.json").exists():
+        return kept_tokenizer(cache, name=spec)
     if documents is None:
         raise UsageError(f"data.tokenizer: {spec} is trained on text and there is none here; name a finished one")
     tokenizers = _tokenizers()
@@ -230,12 +253,17 @@ def _from_files(files: Mapping[str, str], *, name: str) -> Tokenizer:
         return ByteTokenizer()
     try:
         backend = _tokenizers().Tokenizer.from_str(text)
-    except Exception as error:  # the package raises bare Exception
-        raise UsageError(f"data.tokenizer: the tokenizer.json of {name} cannot be read: {error}") from error
+    except BaseException as error:  # the package raises bare Exception, and panics of Rust below that
+        if isinstance(error, KeyboardInterrupt | SystemExit):
+            raise
+        raise UsageError(f"data.tokenizer: the tokenizer.json of {name} cannot be read: {first_line(error)}") from None
     backend.no_truncation()
     backend.no_padding()
     backend.encode_special_tokens = True  # text is data, see the module's first lines
     vocabulary: dict[str, int] = backend.get_vocab(with_added_tokens=True)
+    for side in FILES:
+        if side.endswith(".json") and side != "tokenizer.json":
+            _json_object(files, side, name=name)
     eos = _eos(files, vocabulary=vocabulary, name=name)
     config = {**_json_object(files, "tokenizer_config.json", name=name), "eos_token": eos}
     kept = {side: files[side] for side in KEPT_FILES if side in files}
@@ -267,8 +295,12 @@ def _eos(files: Mapping[str, str], *, vocabulary: Mapping[str, int], name: str) 
     )
 
 
-def _read_folder(folder: Path) -> dict[str, str]:
-    return {name: _read_text(folder / name) for name in FILES if (folder / name).is_file()}
+def _read_folder(folder: Path, *, root: Path | None = None) -> dict[str, str]:
+    found = {}
+    for name in FILES:
+        with suppress(FileNotFoundError):
+            found[name] = _read_text(folder / name, root=root)
+    return found
 
 
 def _is_path(spec: str) -> bool:
@@ -305,28 +337,22 @@ def _tokenizers() -> Any:
     return tokenizers
 
 
-def _read_text(path: Path) -> str:
+def _read_text(path: Path, *, root: Path | None = None) -> str:
     try:
-        return read_text(path, root=hub.root_of(path))
-    except (FileNotFoundError, BadFile) as error:
-        raise UsageError(f"data.tokenizer: {error}") from error
+        return read_text(path, root=root or hub.root_of(path))
+    except BadFile as error:
+        raise UsageError(f"data.tokenizer: {error}") from None
 
 
 def _json_object(files: Mapping[str, str], file: str, *, name: str) -> dict[str, Any]:
-    try:
-        value = json.loads(files.get(file, "{}"))
-    except (ValueError, RecursionError) as error:
-        raise UsageError(f"data.tokenizer: {file} of {name} is not JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise UsageError(f"data.tokenizer: {file} of {name} is not a JSON object")
-    return value
+    return parse_json(files.get(file, "{}"), source=f"data.tokenizer: {file} of {name}")
 
 
 def _write_files(folder: Path, files: Mapping[str, str]) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     # tokenizer.json last: it is the file whose presence says that the folder is whole.
     for name in sorted(files, key=lambda name: name == "tokenizer.json"):
-        write_atomic(folder / name, files[name].encode())
+        write(folder / name, files[name].encode())
 
 
 def _fingerprint(tokenizer_json: str, eos_id: int) -> str:
