@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NotRequired, TypedDict
 
 import pytest
 
@@ -143,3 +143,29 @@ def test_sweeping_removes_what_the_dead_left_and_nothing_else(tmp_path: Path) ->
     files.sweep(tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == [f".plan.json.{os.getppid()}.tmp", "plan.json"]
     files.sweep(tmp_path / "nowhere")
+
+
+class View(TypedDict):
+    count: files.Count
+    share: NotRequired[files.Finite | None]
+
+
+def test_a_view_checks_what_it_names_and_leaves_the_rest() -> None:
+    value = {"count": 3, "more": object}
+    assert files.typed(View, value, source="f") is value
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        ({}, "count is missing"),
+        ({"count": -1}, "count: -1 where a count is expected"),
+        ({"count": 1, "share": float("nan")}, "share: nan where a usual number is expected"),
+        ({"count": 1, "share": 1e308}, "share: 1e+308 where"),
+        ([], "a list where an object"),
+    ],
+)
+def test_a_view_names_what_does_not_fit(value: Any, said: str) -> None:
+    with pytest.raises(BadFile) as caught:
+        files.typed(View, value, source="f")
+    assert said in str(caught.value)

@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 
 from flatout.errors import UsageError
-from flatout.files import BadFile
 from flatout.record import Run
 
 PARTS: dict[str, Any] = {"config": {}, "plan": {"decisions": {"workers": 2}}, "hardware": {}, "environment": {}}
@@ -108,46 +107,49 @@ def test_a_run_that_lost_its_config_is_not_taken_for_one_that_never_began(run: R
         Run.create(run.path, config_text="", **PARTS)
 
 
-RACE = """
+# Makes a run, and waits with its first file written until it is told to go on.
+SLOW = """
     import sys
-    from flatout.errors import UsageError
+    from pathlib import Path
     from flatout.record import Run
-    print("ready", flush=True)
-    sys.stdin.readline()
-    try:
-        with Run.created(sys.argv[1], config_text=sys.argv[2], config={}, plan={"by": sys.argv[2]}, hardware={},
-                         environment={}):
-            print("won", flush=True)
+    rename, told = Path.replace, []
+    def replace(self, target):
+        if not told:
+            told.append(print("writing", flush=True))
             sys.stdin.readline()
-    except UsageError as error:
-        print(error, flush=True)
+        return rename(self, target)
+    Path.replace = replace
+    Run.create(sys.argv[1], config_text="theirs", config={}, plan={"by": "them"}, hardware={}, environment={})
 """
 
 
 def test_of_two_that_begin_at_once_one_writes(tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    racers = [
-        subprocess.Popen(
-            [sys.executable, "-c", textwrap.dedent(RACE), str(folder), str(number)],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-        )
-        for number in range(4)
-    ]  # fmt: skip
-    for racer in racers:
-        assert racer.stdout is not None
-        assert racer.stdout.readline() == "ready\n"
-    for racer in racers:
-        assert racer.stdin is not None
-        racer.stdin.write("go\n")
-        racer.stdin.flush()
-    said = [racer.stdout.readline().strip() for racer in racers if racer.stdout]
-    for racer in racers:
-        racer.communicate("done\n", timeout=60)
-    assert said.count("won") == 1, said
-    winner = str(said.index("won"))
-    assert all("already in use" in one or "already holds a run" in one for one in said if one != "won"), said
+    first = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(SLOW), str(folder)],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert first.stdout is not None
+    assert first.stdout.readline() == "writing\n"
+    try:
+        with pytest.raises(UsageError, match=rf"already in use by pid {first.pid}"):
+            Run.create(folder, config_text="ours", **PARTS)
+    finally:
+        first.communicate("go on\n", timeout=60)
+    assert first.returncode == 0
+    with pytest.raises(UsageError, match="already holds a run"):
+        Run.create(folder, config_text="ours", **PARTS)
     run = Run.open(folder)
-    assert (run.config_text, run.plan) == (winner, {"by": winner})
+    assert (run.config_text, run.plan) == ("theirs", {"by": "them"})
+
+
+def test_a_new_run_is_locked_until_its_block_ends(tmp_path: Path) -> None:
+    with Run.created(tmp_path / "run", config_text="", **PARTS) as run:
+        with pytest.raises(UsageError, match="already in use"), run.lock():
+            pass
+        assert Run.open(run.path) == run
+    with run.lock():
+        pass
 
 
 # ---- links
@@ -158,13 +160,13 @@ def test_no_path_leads_out_of_the_folder(run: Run, tmp_path: Path, name: str) ->
     (tmp_path / "elsewhere").mkdir()
     path = getattr(run, name)
     path.symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(BadFile, match=rf"{path} is a symbolic link that leaves {run.path}"):
+    with pytest.raises(UsageError, match=rf"{path} is a symbolic link that leaves {run.path}"):
         getattr(run, name)
 
 
 def test_a_stage_is_not_trained_elsewhere(run: Run, tmp_path: Path) -> None:
     (run.path / "taught").symlink_to(tmp_path)
-    with pytest.raises(BadFile, match="taught is a symbolic link that leaves"):
+    with pytest.raises(UsageError, match="taught is a symbolic link that leaves"):
         run.stage_dir("taught")
 
 
@@ -173,7 +175,7 @@ def test_nothing_is_recorded_through_a_link(run: Run, tmp_path: Path, what: Any)
     mine = tmp_path / "mine"
     mine.write_text("mine\n")
     run.file(what, 0).symlink_to(mine)
-    with pytest.raises(BadFile, match="symbolic link that leaves"):
+    with pytest.raises(UsageError, match="symbolic link that leaves"):
         run.recorder()
     assert mine.read_text() == "mine\n"
 
@@ -218,7 +220,7 @@ def test_an_edited_file_is_refused_with_the_way_out(run: Run, name: str, read: s
     getattr(run, read)  # set in another way, it is still the same
     checksum = {"added": {}, "without its checksum": {"checksum": ...}, "with another checksum": {"checksum": "0"}}[how]
     edit(path, more=1, **checksum)
-    with pytest.raises(BadFile, match=rf"{path}.*restore it, or start again in another folder") as caught:
+    with pytest.raises(UsageError, match=rf"{path}.*restore it, or start again in another folder") as caught:
         getattr(run, read)
     assert ("set plan.KEY in the configuration" in str(caught.value)) is (name == "plan")
 
@@ -227,7 +229,7 @@ def test_a_plan_that_is_made_anew_is_sealed_anew(run: Run) -> None:
     run.replan({"micro_batch": 8, "hours": float("inf")})
     assert run.plan == {"micro_batch": 8, "hours": float("inf")}
     edit(run.path / "plan.json", micro_batch=16)
-    with pytest.raises(BadFile, match="was changed after flatout wrote it"):
+    with pytest.raises(UsageError, match="was changed after flatout wrote it"):
         _ = run.plan
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 from flatout.files import Count, Finite, typed
-from flatout.record.schemas import EVENTS, Loss, Scalar
+from flatout.record.schemas import EVENTS, Scalar
 
 # Phases that are not training: a step's speed is what is left without them.
 BESIDE = ("eval", "save", "profile")
@@ -38,7 +38,7 @@ class StepRecord:
     seconds: Finite
     tokens: Count  # useful ones, without padding, over all ranks
     padded_tokens: Count
-    loss: Loss | None
+    loss: float | None
     spans: tuple[Span, ...] = ()
     memory: Mapping[str, Finite] = field(default_factory=dict)  # allocated_gib, reserved_gib, peak_gib, total_gib
     utilisation: Mapping[str, Finite] = field(default_factory=dict)  # fractions: gpu, cpu, ram

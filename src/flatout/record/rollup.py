@@ -16,9 +16,10 @@ from flatout.errors import UsageError
 from flatout.files import Count, Finite, typed, write_atomic
 from flatout.record.lines import Line, encode, read_lines
 from flatout.record.records import StepRecord, step_from_json
-from flatout.record.schemas import Loss
 
 STEPS_PER_ROLLUP = 256
+# A loss beyond this has overflowed any sum: it counts as not finite.
+LARGEST_LOSS = 1e100
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,9 +39,9 @@ class Rollup:
     slowest_s: Finite
     tokens: Count
     padded_tokens: Count
-    loss: Loss | None  # mean of the finite ones, then their range
-    loss_low: Loss | None
-    loss_high: Loss | None
+    loss: float | None  # mean of the finite ones, then their range
+    loss_low: float | None
+    loss_high: float | None
     num_non_finite: Count  # losses that were NaN or infinite
     spans: Mapping[str, Finite]  # seconds by phase; by role/phase where the role is not "train"
     memory: Mapping[str, Finite]  # highest
@@ -56,7 +57,7 @@ class Rollup:
             and self.start_byte < self.end_byte
             and 0 < self.fastest_s <= self.slowest_s
             and (losses == (None, None, None) or (None not in losses and self.num_non_finite < self.num_steps))
-            and all(math.isfinite(loss) for loss in losses if loss is not None)
+            and all(abs(loss) <= LARGEST_LOSS for loss in losses if loss is not None)
         )
 
 
@@ -192,7 +193,7 @@ def _summary(steps: Sequence[_Step]) -> Rollup:
     records = [step.record for step in steps]
     first, last = records[0], records[-1]
     losses = [record.loss for record in records if record.loss is not None]
-    finite = [loss for loss in losses if math.isfinite(loss)]
+    finite = [loss for loss in losses if abs(loss) <= LARGEST_LOSS]
     spans: dict[str, float] = defaultdict(float)
     for record in records:
         for span in record.spans:

@@ -6,15 +6,12 @@ the name of its file, so that no reader meets a text where it computes with a nu
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, NotRequired, TypedDict
 
 from flatout.files import Count, Finite
 
-# A loss may be NaN or infinite; a finite one is far below this in every type that is trained in.
-Loss = Annotated[float, lambda value: not abs(value) > 1e100 or math.isinf(value), "a loss"]
 # What stands in a cell of a table. Any: whoever takes it for a number looks first.
 Scalar = Annotated[
     Any,
@@ -137,16 +134,16 @@ class _Start(TypedDict, total=False):
 
 
 class _Eval(TypedDict):
-    val_loss: Loss
+    val_loss: float
 
 
 class _Task(TypedDict):
     task: str
     spec: str
     metric: str
-    value: Loss
-    low: Finite | None
-    high: Finite | None
+    value: float
+    low: float | None
+    high: float | None
     n: Count
     samples: Count
 
@@ -195,7 +192,7 @@ class _Skipped(TypedDict):
 
 class _Patience(TypedDict):
     patience: Count
-    best: Loss
+    best: float
 
 
 class _Resume(TypedDict):
@@ -231,8 +228,8 @@ class _Stage(TypedDict):
     folder: str
     steps: Count
     seconds: Finite
-    loss: Loss | None
-    val_loss: Loss | None
+    loss: float | None
+    val_loss: float | None
 
 
 class _Sample(TypedDict):

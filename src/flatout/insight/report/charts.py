@@ -17,6 +17,7 @@ LEFT, RIGHT, TOP, BOTTOM = 50, 96, 14, 38
 LABEL_GAP = 34
 # Beyond this many times the usual range a value leaves the axis and is marked at its edge.
 OUTLIER = 3.0
+LARGEST = 1e100
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +36,11 @@ class Point:
     @property
     def top(self) -> float:
         return self.y if self.high is None else self.high
+
+    @property
+    def drawable(self) -> bool:
+        """Whether an axis has a place for it: what is not finite, or nearly so, has none."""
+        return all(abs(value) <= LARGEST for value in (self.y, self.bottom, self.top))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,8 +111,7 @@ class _Frame:
 
 def draw(chart: Chart) -> Html:
     """The chart as SVG; a sentence where there is nothing to draw."""
-    # What is not finite has no place on an axis.
-    shown = [replace(line, points=[point for point in line.points if math.isfinite(point.y)]) for line in chart.lines]
+    shown = [replace(line, points=[point for point in line.points if point.drawable]) for line in chart.lines]
     lines = [line for line in shown if line.points]
     if not lines:
         return tag("p", f"n/a: {chart.missing}", class_="none")
