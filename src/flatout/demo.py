@@ -28,6 +28,7 @@ from flatout.data import embedded
 from flatout.data.prepare import prepare
 from flatout.engine.trained import open_trained
 from flatout.errors import UsageError
+from flatout.files import write_atomic
 from flatout.hardware import Hardware, detect
 from flatout.insight import doctor, report
 from flatout.insight.attach import Asked
@@ -84,7 +85,7 @@ def run(folder: Path, *, console: Console, repeats: int = REPEATS, overrides: Se
 
     with tell.chapter("Written down", "Both runs side by side, with where each number came from."):
         runs = [Run.open(folder), *([looked.run] if looked is not None else [])]
-        runs[0].report_path.write_text(report.render(runs))
+        write_atomic(runs[0].report_path, report.render(runs).encode())
         for line in ending(folder, command=command, watched=looked is not None):
             console.print(line, markup=False, highlight=False, soft_wrap=True)
     return outcome

@@ -371,3 +371,15 @@ def test_a_frozen_base_goes_straight_to_the_gpu(base: Path) -> None:
     held, peak = torch.cuda.memory_allocated() - before, torch.cuda.max_memory_allocated() - before
     assert held >= sum(p.nbytes for p in model.parameters())
     assert peak <= held + 2 * model.embedding.nbytes, "no more than a tensor or two beside the result"
+
+
+def test_an_exported_adapter_that_was_damaged_is_named(tmp_path: Path) -> None:
+    model = adapted()
+    peft.save(model, tmp_path / "adapter", LORA, base="base", fingerprint=None)
+    peft.load(model, tmp_path / "adapter", LORA, base=None)
+    path = tmp_path / "adapter" / peft.TENSORS
+    content = bytearray(path.read_bytes())
+    content[-3] ^= 1  # one bit of the last number
+    path.write_bytes(content)
+    with pytest.raises(UsageError, match="was changed after it was exported"):
+        peft.load(model, tmp_path / "adapter", LORA, base=None)

@@ -77,7 +77,7 @@ def open_trained(
 
 def chosen_checkpoint(run: Run, *, best: bool = False) -> tuple[Checkpoint, tuple[str, ...]]:
     """The newest that holds, with a sentence for each newer one that does not; or the best one, and no other."""
-    checkpoints = Checkpoints(run.checkpoints_dir, identity=None, keep=2, run=getattr(run, "id", None))
+    checkpoints = Checkpoints(run.checkpoints_dir, identity=None, keep=2, run=run.id)
     checkpoint, problems = checkpoints.best() if best else checkpoints.latest()
     why = "; ".join(problems)
     if checkpoint is None and best and problems:

@@ -9,6 +9,7 @@ import hashlib
 import json
 import os
 import re
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -31,6 +32,7 @@ UNSUPPORTED = {
     "layers_to_transform": None, "fan_in_fan_out": False, "trainable_token_indices": None, "layer_replication": None,
 }  # fmt: skip
 SAMPLED_BLOCKS, BLOCK_BYTES = 64, 1 << 16
+_CHECKSUM = "flatout_sha256"
 
 
 def save(model: Decoder, folder: Path, spec: Adapters, *, base: str | None, fingerprint: str | None) -> None:
@@ -42,8 +44,8 @@ def save(model: Decoder, folder: Path, spec: Adapters, *, base: str | None, fing
         prefix = f"base_model.model.model.layers.{layer}.{MODULES[target]}"
         tensors[f"{prefix}.lora_A.weight"] = a.detach().cpu().contiguous()
         tensors[f"{prefix}.lora_B.weight"] = b.detach().cpu().contiguous()
-    # PEFT ignores what it does not know here; we know our base by it again.
-    metadata = {"format": "pt"} | ({"flatout_base": fingerprint} if fingerprint else {})
+    # PEFT ignores what it does not know here; we know our base by it again, and whether these tensors are damaged.
+    metadata = {"format": "pt", _CHECKSUM: _checksum(tensors)} | ({"flatout_base": fingerprint} if fingerprint else {})
     save_file(tensors, folder / TENSORS, metadata=metadata)
     config = {
         "peft_type": "LORA",
@@ -110,11 +112,15 @@ def load(model: Decoder, folder: Path, spec: Adapters, *, base: str | None) -> N
         raise UsageError(f"{folder / TENSORS} has {len(names)} matrices, and {len(wanted)} adapters need two each")
     values: dict[tuple[int, str, str], Tensor] = {}
     with weights.opened(folder / TENSORS) as file:
-        made_for = (file.metadata() or {}).get("flatout_base")
+        metadata = file.metadata() or {}
+        made_for = metadata.get("flatout_base")
         if made_for is not None and base is not None and made_for != base:
             raise UsageError(f"{folder} is an adapter of another base: its weights are not those of this model")
         for key, name in names.items():
             values[key] = file.get_tensor(name)
+    checksum = _checksum({name: values[key] for key, name in names.items()})
+    if metadata.get(_CHECKSUM, checksum) != checksum:
+        raise UsageError(f"{folder / TENSORS} was changed after it was exported: export the adapter again")
     for (layer, target, side), value in values.items():
         into = ours[f"{layer}.{target}"][side == "B"]
         if into.shape != value.shape:
@@ -139,6 +145,14 @@ def fingerprint(folder: Path) -> str:
             for i in range(SAMPLED_BLOCKS):
                 file.seek(i * max(0, size - BLOCK_BYTES) // (SAMPLED_BLOCKS - 1))
                 digest.update(file.read(BLOCK_BYTES))
+    return digest.hexdigest()
+
+
+def _checksum(tensors: Mapping[str, Tensor]) -> str:
+    digest = hashlib.sha256()
+    for name, tensor in sorted(tensors.items()):
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        digest.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
 
 

@@ -41,10 +41,13 @@ class Profile:
         traced.stop()
         folder = self.session.run.profile_dir
         folder.mkdir(parents=True, exist_ok=True)
-        traced.export_chrome_trace(str(folder / "trace.json.gz"))
+        trace, kernels = folder / "trace.json.gz", folder / "kernels.txt"
+        for path in (trace, kernels):
+            path.unlink(missing_ok=True)  # a link there would be written through
+        traced.export_chrome_trace(str(trace))
         key = "self_device_time_total" if cuda else "self_cpu_time_total"
         table = traced.key_averages().table(sort_by=key, row_limit=60, max_name_column_width=80)
-        (folder / "kernels.txt").write_text(table)
+        kernels.write_text(table)
         self.session.recorder.event("profile", step=step, folder=str(folder))
 
     def __enter__(self) -> Profile:

@@ -130,7 +130,7 @@ def run(
     ) as session:
         seals = Seals(
             root=session.run.path,
-            run=getattr(session.run, "id", None),
+            run=session.run.id,
             tell=lambda text: session.recorder.event("notice", text=text),
         )
         work = Work(settings=settings, asked=asked, plan=plan, session=session, resume=resume, seals=seals)

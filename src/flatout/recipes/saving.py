@@ -79,7 +79,7 @@ class Saving:
             session.run.checkpoints_dir,
             identity=identity,
             keep=settings.save.keep,
-            run=getattr(session.run, "id", None),
+            run=session.run.id,
             valid=valid,
         )
         self.step: int | None = None  # the newest that stands
