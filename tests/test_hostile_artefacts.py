@@ -54,7 +54,7 @@ for name, case in json.load(open(sys.argv[1])).items():
             resource.setrlimit(resource.RLIMIT_AS, (12 << 30, 12 << 30))
             for number, path in ((1, out), (2, err)):
                 os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), number)
-            os.dup2(os.open(case["stdin"], os.O_RDONLY), 0)
+            os.dup2(os.open("/dev/null", os.O_RDONLY), 0)
             os.chdir(case["root"])
             sys.argv = ["flatout", *case["argv"]]
             try:
@@ -872,19 +872,18 @@ def ends(
 ) -> dict[str, tuple[Ground, tuple[int, str, str]]]:
     """What became of each case, and where."""
     base = tmp_path_factory.mktemp("hostile")
-    sound, canary = base / "sound", base / "canary.json"
+    sound = base / "sound"
     sound.mkdir()
-    canary.write_text(json.dumps({"secret": CANARY}))
     make_sound(sound)
-    (base / "asked").write_text("hi\n")
     grounds, work = {}, {}
     chosen = {item.callspec.params["one"].name for item in request.session.items if hasattr(item, "callspec")}
     for number, one in enumerate(one for one in CASES if one.name in chosen):
-        root = base / f"case-{number}"
+        root, canary = base / f"case-{number}", base / f"canary-{number}.json"
         root.mkdir()
+        canary.write_text(json.dumps({"secret": CANARY}))
         grounds[one.name] = Ground(sound=sound, root=root, canary=canary)
         argv = [str(word) for word in one.build(grounds[one.name])]
-        work[one.name] = {"argv": argv, "root": str(root), "stdin": "/dev/null"}
+        work[one.name] = {"argv": argv, "root": str(root)}
     (base / "work.json").write_text(json.dumps(work))
     os.environ["HF_HOME"], before = str(base / "hf"), os.environ.get("HF_HOME")
     started = warm.Started(base / "work.json", base / "results.json", cwd=base, script=RUNNER)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -381,3 +382,17 @@ def test_importing_the_package_leaves_pydantic_and_torch_alone() -> None:
     code = "import sys, flatout.config; print([m for m in ('pydantic', 'torch', 'numpy') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_trust_in_code_is_read_from_no_source_and_written_to_none(write: Any) -> None:
+    for value in ("true", "false", "1"):
+        environ = {"FLATOUT__MODEL__TRUST_REMOTE_CODE": value}
+        with pytest.raises(UsageError, match="trust is given on the command line only"):
+            load(write(SMALL), environ=environ)
+        with pytest.raises(UsageError, match="trust is given on the command line only"):
+            load(write(SMALL), overrides=[f"model.trust_remote_code={value}"], environ={})
+    settings = load(write(SMALL), environ={}).settings
+    trusting = replace(settings, model=replace(settings.model, trust="0" * 64))
+    assert "trust" not in dump(trusting)
+    assert "trust" not in str(to_mapping(trusting))
+    assert not any("trust" in key for key in keys())
