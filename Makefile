@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 
 COMPAT ?= .venv-compat
 
-.PHONY: demo test test-doctor test-speed test-busy record-doctor test-compat bench-gpu check format clean
+.PHONY: demo test test-doctor test-speed test-faults test-busy record-doctor test-compat bench-gpu check format clean
 
 demo: $(VENV)/.train
 	$(BIN)/flatout demo
@@ -19,6 +19,10 @@ test-doctor: $(VENV)/.dev
 
 test-speed: $(VENV)/.dev
 	$(BIN)/python -m pytest -m speed $(PYTEST_ARGS)
+
+# Every kill and every kind of damage; about an hour on two cores.
+test-faults: $(VENV)/.dev
+	$(BIN)/python -m pytest -n 2 -m faults tests/faults $(PYTEST_ARGS)
 
 # `make test` three times while every core is busy with something else.
 test-busy: $(VENV)/.dev

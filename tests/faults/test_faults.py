@@ -1,0 +1,41 @@
+"""Killed at any call that writes, a job goes on by the same command; what was damaged is never used in silence.
+
+`make test` runs a few of the kills, `make test-faults` every one and 300 kinds of damage.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tests.faults.kills import JOBS
+
+ROOT = Path(__file__).parents[2]
+needs_compiler = pytest.mark.skipif(shutil.which("gcc") is None, reason="needs gcc for the library that kills")
+
+
+def passes(module: str, *arguments: str) -> None:
+    command = [sys.executable, "-m", f"tests.faults.{module}", *arguments]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@needs_compiler
+@pytest.mark.parametrize(("job", "first", "every"), [("prepare", 11, 29), ("pretrain", 40, 83)])
+def test_a_few_kills(job: str, first: int, every: int) -> None:
+    passes("kills", job, "--from", str(first), "--every", str(every))
+
+
+@needs_compiler
+@pytest.mark.faults
+@pytest.mark.parametrize("job", JOBS)
+def test_every_kill(job: str) -> None:
+    passes("kills", job)
+
+
+@pytest.mark.faults
+def test_three_hundred_kinds_of_damage() -> None:
+    passes("corruption", "--count", "300")
