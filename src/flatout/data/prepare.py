@@ -33,6 +33,7 @@ from flatout.data.shards import POLL_S, SHARD_TOKENS, Shards, ShardWriter
 from flatout.data.sources import (
     SUFFIXES,
     Document,
+    SourceChanged,
     Stamp,
     Tally,
     Which,
@@ -130,7 +131,12 @@ def prepare(settings: DataSettings, *, seed: int, to: Path | None = None, progre
     with writer_lock(task.root, wait=True, chosen_by=chosen_by):
         reused = _is_complete(task)
         if not reused:
-            _write(task, progress=progress)
+            try:
+                _write(task, progress=progress)
+            except SourceChanged:  # what was written may be of both states
+                for name in PARTS:
+                    (task.root / name / MANIFEST).unlink(missing_ok=True)
+                raise
     return _prepared(task, reused=reused)
 
 

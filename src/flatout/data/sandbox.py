@@ -230,7 +230,9 @@ class Sandbox(ImmutableSandboxedEnvironment):  # type: ignore[misc]
     def _allow(self, length: int) -> None:
         """A text of this length is made."""
         if length > self._room:
-            raise TooMuch(f"it makes a text of {length:,} characters; at most {self._room:,} are allowed for this row")
+            raise TooMuch(
+                f"it makes a text or list of {length:,} characters; at most {self._room:,} are allowed for this row"
+            )
         self.spend(length // CHARACTERS_PER_STEP)
 
     def _size(self, value: Any) -> int:

@@ -272,13 +272,16 @@ class Shards:
         if not 0 <= start <= start + length <= self.num_tokens:
             raise IndexError(f"tokens {start} to {start + length} of {self.num_tokens} in {self.name}")
         begin = start + self._begin
+        first = self._pieces[bisect.bisect_right(self._begins, begin) - 1] if length else None
+        if first is not None and begin + length <= first.begin + first.tokens:  # nearly always
+            return self._file(first.path, first.dtype).read(begin - first.begin, begin + length - first.begin)
         found = [
             self._file(piece.path, piece.dtype).read(
                 max(begin - piece.begin, 0), min(begin + length - piece.begin, piece.tokens)
             )
             for piece in self._between(begin, begin + length)
         ]
-        return found[0] if len(found) == 1 else np.concatenate(found)
+        return np.concatenate(found) if found else np.empty(0, np.int64)
 
     def document_starts(self, start: int, length: int) -> NDArray[np.int64]:
         """Where documents begin inside a window, counted from its start; its own first token is left out."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import IO, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,7 +17,7 @@ from flatout.errors import RunFailed, UsageError
 from flatout.files import BadFile, opened
 
 SCAN_NUMBERS = 1 << 22
-ENDS_PER_MARK = 512
+ENDS_PER_MARK = 128
 
 
 class NumberFile:
@@ -38,6 +38,7 @@ class NumberFile:
                 if size < self._offset + self.count * self.dtype.itemsize:
                     raise UsageError(f"{path} has {size} bytes, fewer than its first lines say: it was cut")
                 self._descriptor = os.dup(file.fileno())
+                self._width = self.dtype.itemsize
         except FileNotFoundError:
             raise UsageError(f"{path} does not exist, or not any more") from None
 
@@ -47,20 +48,25 @@ class NumberFile:
 
     def read(self, begin: int, end: int) -> NDArray[Any]:
         """The numbers from `begin` to `end`."""
-        found = np.empty(end - begin, self.dtype)
-        into, at = memoryview(cast(Any, found.view(np.uint8))), self._offset + begin * self.dtype.itemsize
-        done = 0
-        while done < len(into):
-            try:
-                got = os.preadv(self._descriptor, [into[done:]], at + done)
-            except OSError as error:
-                raise RunFailed(f"{self.path} cannot be read any more ({error.strerror})") from error
-            if not got:
+        size, at = (end - begin) * self._width, self._offset + begin * self._width
+        try:
+            found = os.pread(self._descriptor, size, at)
+            if len(found) < size:
+                found = self._rest(found, size, at)
+        except OSError as error:
+            raise RunFailed(f"{self.path} cannot be read any more: {error.strerror}") from error
+        return np.frombuffer(found, self.dtype)
+
+    def _rest(self, found: bytes, size: int, at: int) -> bytes:
+        """More than one read gives at once; or the file has no more, and was cut."""
+        while len(found) < size:
+            more = os.pread(self._descriptor, size - len(found), at + len(found))
+            if not more:
                 raise RunFailed(
-                    f"{self.path} was cut while it was used: it ends before byte {at + len(into):,}. Put the whole "
-                    "file back, and resume the run"
+                    f"{self.path} was cut while it was used: it ends before byte {at + size:,}. Put the whole file "
+                    "back, and resume the run"
                 )
-            done += got
+            found += more
         return found
 
 
