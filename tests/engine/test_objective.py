@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from tests.engine.test_step import ACTIVE, T, build, micro_batches
-from tests.warm import Started
+from tests.warm import two_ranks
 from torch import Tensor
 
 from flatout.data.stream import Batch
@@ -142,23 +141,12 @@ def test_a_two_part_objective_equals_a_plain_loop(size: int, recompute: str) -> 
 
 def test_two_ranks_report_and_learn_what_one_does(tmp_path: Path) -> None:
     script = (
-        "import sys, torch\n"
+        "import sys\n"
         f"sys.path[:0] = {[str(Path.cwd())]!r}\n"
         "from tests.engine import test_objective\n"
         "test_objective.one_rank(sys.argv[1])\n"
     )
-    started = []
-    for rank in range(2):
-        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1")
-        os.environ["FLATOUT_TEST_STORE"] = str(tmp_path / "store")
-        try:
-            started.append(Started(str(tmp_path / f"rank{rank}.json"), cwd=tmp_path, script=script))
-        finally:
-            for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "FLATOUT_TEST_STORE"):
-                del os.environ[name]
-    for process in started:
-        out, err = process.communicate(timeout=300)
-        assert process.returncode == 0, out + err
+    two_ranks(str(tmp_path), cwd=tmp_path, script=script)
     told = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(2)]
     assert told[0] == told[1], "both ranks know the same numbers"
     _, losses, norms, metrics = plain_loop()
@@ -168,21 +156,20 @@ def test_two_ranks_report_and_learn_what_one_does(tmp_path: Path) -> None:
         assert found == pytest.approx(expected, rel=1e-5)
 
 
-def one_rank(path: str) -> None:
+def one_rank(folder: str) -> None:
     """The body of one of two processes."""
     import torch.distributed as dist
 
     torch.set_num_threads(1)
     ranks = from_environment()
-    store = dist.FileStore(os.environ["FLATOUT_TEST_STORE"], 2)
-    dist.init_process_group("gloo", store=store, rank=ranks.rank, world_size=2)
+    dist.init_process_group("gloo")
     facts = trained(engine_of(ranks=ranks), size=2)
     found = {
         "losses": [f.loss for f in facts],
         "norms": [f.grad_norm for f in facts],
         "metrics": [dict(f.metrics) for f in facts],
     }
-    Path(path).write_text(json.dumps(found))
+    (Path(folder) / f"rank{ranks.rank}.json").write_text(json.dumps(found))
     dist.destroy_process_group()
 
 

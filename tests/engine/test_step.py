@@ -219,7 +219,7 @@ def test_phases_account_for_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
         return longer
 
     monkeypatch.setattr(time, "perf_counter", lambda: now)
-    monkeypatch.setattr(Engine, "loss", taking_a_second(Engine.loss))
+    monkeypatch.setattr(Engine, "sums", taking_a_second(Engine.sums))
     monkeypatch.setattr(Engine, "_update", taking_a_second(Engine._update))
     for fact in train(build(), steps=5, size=4):  # two micro-batches
         spans = {span.phase: span.seconds for span in fact.spans}

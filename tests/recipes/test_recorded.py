@@ -13,7 +13,6 @@ import json
 import os
 import re
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ import torch
 from recipes_processes import trajectory
 from safetensors.torch import load_file
 from tests.data.talks import write_rows
+from tests.warm import two_ranks
 
 RECORD = Path(__file__).with_name("recorded.json")
 Call = Callable[..., subprocess.CompletedProcess[str]]
@@ -104,13 +104,11 @@ def _found(folder: Path) -> dict[str, Any]:
 def test_a_run_repeats_what_was_recorded(name: str, flatout: Call, base: Path, tmp_path: Path) -> None:
     values, overrides, ranks = CASES[name]
     job, run = _config(base, tmp_path, values), tmp_path / "run"
-    if ranks == 1:
-        done = flatout("train", job, *overrides, "--run", run)
+    if ranks == 2:
+        two_ranks("train", job, *overrides, "--run", run, cwd=tmp_path)
     else:
-        launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--standalone"]
-        command = [*launch, "-m", "flatout", "train", str(job), *overrides, f"run={run}"]
-        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+        done = flatout("train", job, *overrides, "--run", run)
+        assert done.returncode == 0, done.stderr
     found = _found(run)
     if os.environ.get("FLATOUT_RECORD"):
         known = json.loads(RECORD.read_text()) if RECORD.is_file() else {}
