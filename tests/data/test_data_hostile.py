@@ -234,10 +234,10 @@ from flatout.data.shards import Shards
 from flatout.errors import FlatoutError
 path = Path(sys.argv[1])
 shards = Shards.open(path) if path.is_dir() else Shards.raw([path], eos_id=0)
-shards.window(500_000, 1000), shards.document_starts(500_000, 1000)
+shards.window(500_000, 1000).sum(), shards.document_starts(500_000, 1000)
 os.truncate(sys.argv[2], 8192)
 try:
-    shards.window(500_000, 1000), shards.document_starts(500_000, 1000)
+    shards.window(500_000, 1000).sum(), shards.document_starts(500_000, 1000)
 except FlatoutError as error:
     print(error.exit_code, error)
 """
