@@ -180,6 +180,7 @@ def test_files_of_a_folder_and_a_glob_come_in_order(tmp_path: Path) -> None:
         ({"source": "text", "path": "/nowhere/x.txt"}, "/nowhere/x.txt does not exist"),
         ({"source": "text", "path": "/nowhere/*.txt"}, "matches no file"),
         ({"source": "hf"}, r"data\.name is not set"),
+        ({"source": "text", "path": __file__, "separator": ""}, r"data\.separator is empty"),
     ],
 )
 def test_a_wrong_path_is_explained(fields: dict[str, Any], says: str) -> None:

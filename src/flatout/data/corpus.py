@@ -44,8 +44,12 @@ class Corpus:
             "vocab": self.tokenizer.vocab_size,
             "fingerprint": self.fingerprint,
             "bad_rows": {name: asdict(manifest.bad_rows) for name, manifest in self._manifests.items()},
-            "left_out": left_out_words(self._manifests.values()),
+            "left_out": self.summary(),
         }
+
+    def summary(self) -> str:
+        """What was left out, in words; nothing where nothing was. Of a stream, up to what was read of it."""
+        return left_out_words(self._manifests.values())
 
     @property
     def _manifests(self) -> dict[str, Manifest]:

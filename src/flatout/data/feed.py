@@ -1,6 +1,6 @@
 """Has the batches of the coming steps ready before they are asked for, in order, in pinned memory.
 
-The workers are threads, not processes: slicing a memory map and copying arrays release the interpreter's
+The workers are threads, not processes: reading a file and copying arrays release the interpreter's
 lock, threads need no pickling, and none of them can be killed apart from the trainer. Used by every recipe.
 """
 

@@ -55,7 +55,10 @@ class BadRows:
     def summary(self) -> str:
         """In words; nothing where nothing was left out."""
         places = {why: self.examples.get(why) or ("unknown place",) for why in self.reasons}
-        return "; ".join(f"{count} rows: {why} (first: {places[why][0]})" for why, count in self.reasons.items())
+        return "; ".join(
+            f"{count} row{'' if count == 1 else 's'}: {why} (first: {places[why][0]})"
+            for why, count in self.reasons.items()
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

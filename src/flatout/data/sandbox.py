@@ -39,7 +39,7 @@ _SHALLOW = frozenset(
     {"attr", "count", "d", "default", "first", "groupby", "items", "last", "length", "list", "map", "max", "min"}
     | {"random", "reject", "rejectattr", "reverse", "safe", "select", "selectattr", "sort", "sum", "unique"}
 )
-_NUMBER = re.compile(r"\d+")
+_NUMBER = re.compile(rb"\d+")
 
 
 class TooMuch(TemplateError):  # type: ignore[misc]
@@ -166,7 +166,7 @@ class Sandbox(ImmutableSandboxedEnvironment):  # type: ignore[misc]
             self._allow(_length(left) + _length(right))
         elif operator == "*":
             self._allow((_length(left) or _length(right)) * _reach((left, right)))
-        elif operator == "%" and isinstance(left, str):
+        elif operator == "%" and isinstance(left, str | bytes):
             self._reckon("format", (left, right))
         return super().call_binop(context, operator, left, right)
 
@@ -205,9 +205,8 @@ class Sandbox(ImmutableSandboxedEnvironment):  # type: ignore[misc]
             text, old, new = args[:3]
             self._allow(len(text) + text.count(old) * len(new))
         elif name == "join":
-            first, *others = args
-            count = _items(others[0] if isinstance(first, str) and others else first)
-            self._allow(sum(sizes) + count * min(sizes[:2]))
+            between = [(a, b) for a, b in ((0, 1), (1, 0)) if len(args) > 1 and isinstance(args[b], str | bytes)]
+            self._allow(sum(sizes) + max((_items(args[a]) * sizes[b] for a, b in between), default=0))
         elif name == "sum" and any(isinstance(value, list | tuple) for value in args[1:]):
             raise TooMuch("it adds up lists")
         elif name == "round" and _reach(args[1:]) > DECIMALS:
@@ -285,5 +284,5 @@ def _reach(values: Iterable[Any]) -> int:
 
 def _width(text: Any) -> int:
     """The largest width that a format asks for."""
-    found = _NUMBER.findall(text) if isinstance(text, str) else []
-    return max([1, *(int(number[:18]) for number in found)])
+    raw = text.encode(errors="replace") if isinstance(text, str) else text if isinstance(text, bytes) else b""
+    return max([1, *(int(number[:18]) for number in _NUMBER.findall(raw))])

@@ -305,6 +305,8 @@ class _Xz(io.RawIOBase):
 
 
 def _text(stream: ByteStream, path: Path, settings: DataSettings, *, tally: Tally) -> Iterator[Document]:
+    if not settings.separator:
+        raise UsageError("data.separator is empty; name the line or mark between documents")
     row, begun, anything = 1, False, False
     for piece, ends in _split(stream, separator=settings.separator.encode()):
         try:

@@ -122,7 +122,9 @@ def run(
         )
         plan = with_found_micro_batch(plan, engine, stream, session, ranks, cache=cache_folder(settings.data))
         ledger = Ledger(session, plan=plan, active=active)
-        introduce(session, plan, active, hardware=hardware, ranks=ranks, facts=facts, total_steps=total_steps)
+        left_out = introduce(
+            session, plan, active, hardware=hardware, ranks=ranks, facts=facts, total_steps=total_steps
+        )
 
         # What it starts from.
         saving = Saving(
@@ -194,6 +196,8 @@ def run(
             step += 1
 
         ledger.write(engine.finished(all=True))
+        if (said := facts.summary()) != left_out:  # of a stream, more is known by now
+            session.recorder.event("notice", text=f"not learnt from: {said}")
         if not stopped_by.startswith("SIG") and step > start:
             stopped_by = validation.measure(step, last=True) or stopped_by
             if settings.save.best and validation.best:
@@ -419,8 +423,8 @@ def introduce(
     ranks: Ranks,
     facts: Facts,
     total_steps: int,
-) -> None:
-    """Says once, at the start, what was planned and what is really active."""
+) -> str:
+    """Says once, at the start, what was planned and what is really active. Gives what was left out of the data."""
     record = session.recorder
     begun = session.run.plan["decisions"]
     for name, value in asdict(plan.decisions).items():
@@ -430,7 +434,7 @@ def introduce(
     record.event("hardware", **hardware.to_json())
     described = facts.describe()
     record.event("data", **described)
-    if left_out := described.get("left_out"):
+    if left_out := str(described["left_out"]):
         record.event("notice", text=f"not learnt from: {left_out}")
     record.event("plan", **plan.to_json())
     record.event("active", **dict[str, Any](active.facts))
@@ -441,6 +445,7 @@ def introduce(
             f"torchrun --nproc-per-node {hardware.num_gpus} -m flatout train ...",
         )
     record.event("start", folder=str(session.run.path), total_steps=total_steps)
+    return left_out
 
 
 def feed_more(batches: Batches, ledger: Ledger, session: Session, *, step: int, limit: int) -> None:
