@@ -22,7 +22,7 @@ if not Path("/dev/nvidiactl").exists():
     os.environ["TRITON_INTERPRET"] = "1"
 
 
-SHARED_RUNS = ("tests/recipes/test_rft.py", "tests/test_demo.py")
+SHARED_RUNS = ("tests/recipes/test_rft.py", "tests/test_demo.py", "tests/test_hostile_artefacts.py")
 
 
 def pytest_configure() -> None:

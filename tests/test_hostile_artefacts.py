@@ -790,7 +790,7 @@ def _run_file_linked(ground: Ground, file: str) -> list[Any]:
 
 for _file in ("config.json", "plan.json", "events.jsonl", "steps.jsonl", ".lock", "checkpoints", "tokenizer"):
     # The score is told all the same where only its record would go through the link.
-    case(f"{_file} of a run, a link elsewhere", ignored=_file.endswith(".jsonl"))(
+    case(f"{_file} of a run, a link elsewhere", ignored=_file.endswith((".jsonl", ".lock")))(
         lambda ground, file=_file: _run_file_linked(ground, file)
     )
 
@@ -874,7 +874,8 @@ def ends(
     sound.mkdir()
     make_sound(sound)
     grounds, work = {}, {}
-    chosen = {item.callspec.params["one"].name for item in request.session.items if hasattr(item, "callspec")}
+    given = [item.callspec.params.get("one") for item in request.session.items if hasattr(item, "callspec")]
+    chosen = {one.name for one in given if isinstance(one, Case)}
     for number, one in enumerate(one for one in CASES if one.name in chosen):
         root, canary = base / f"case-{number}", base / f"canary-{number}.json"
         root.mkdir()

@@ -18,7 +18,13 @@ def test_the_writer_imports_nothing_from_the_current_folder(tmp_path: Path, monk
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(["", os.environ.get("PYTHONPATH", "")]))
     root = tmp_path / "data"
     task = prepare.Task(
-        settings=DataSettings(embedded_mb=1), seed=0, root=root, key="k", streaming=True, shard_tokens=1 << 16
+        settings=DataSettings(embedded_mb=1),
+        seed=0,
+        root=root,
+        key="k",
+        streaming=True,
+        shard_tokens=1 << 16,
+        since={"train": []},
     )
     process = prepare._spawn(task)
     process.wait(300)

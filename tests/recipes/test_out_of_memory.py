@@ -1,6 +1,7 @@
 """Too large a micro-batch is halved in the run: the step is taken again, exactly once, on all ranks."""
 
 import hashlib
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -29,17 +30,17 @@ def weights_hash(folder: Path) -> str:
 
 def fits_only(monkeypatch: pytest.MonkeyPatch, sequences: int, *, in_backward: bool) -> None:
     """A device that has room for so many sequences at a time."""
-    plain = Engine.loss
+    plain = Engine.sums
 
-    def loss(self: Engine, batch: Batch) -> torch.Tensor:
-        value = plain(self, batch)
+    def sums(self: Engine, batch: Batch) -> Mapping[str, torch.Tensor]:
+        found = plain(self, batch)
         if batch.num_sequences > sequences:
             if not in_backward:
                 raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
-            value.register_hook(_raise)
-        return value
+            found["loss"].register_hook(_raise)
+        return found
 
-    monkeypatch.setattr(Engine, "loss", loss)
+    monkeypatch.setattr(Engine, "sums", sums)
 
 
 def _raise(_gradient: torch.Tensor) -> None:
@@ -67,9 +68,9 @@ def test_recordings_are_dropped_before_the_micro_batch_is(
     """A step that ran out of memory beside recordings is taken again as it is, launch by launch."""
     settings = ["eval.every=null", "eval.tokens=64", "plan.micro_batch=4"]
     run(config, tmp_path / "plain", *settings)
-    plain, refused = Engine.loss, []
+    plain, refused = Engine.sums, []
 
-    def loss(self: Engine, batch: Batch) -> torch.Tensor:
+    def sums(self: Engine, batch: Batch) -> Mapping[str, torch.Tensor]:
         if torch.is_grad_enabled() and self.replay is None and not refused:
             self.replay = _Held()  # as after a few steps on a GPU
         if self.replay:
@@ -77,7 +78,7 @@ def test_recordings_are_dropped_before_the_micro_batch_is(
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
         return plain(self, batch)
 
-    monkeypatch.setattr(Engine, "loss", loss)
+    monkeypatch.setattr(Engine, "sums", sums)
     run(config, tmp_path / "short", *settings)
     assert refused == [4]
     events = list(Run.open(tmp_path / "short").events())
@@ -109,12 +110,12 @@ import sys
 import torch
 from flatout.cli import main
 from flatout.engine.step import Engine
-plain = Engine.loss
-def loss(self, batch):
+plain = Engine.sums
+def sums(self, batch):
     if batch.num_sequences > 1 and self.ranks.rank == 1 and torch.is_grad_enabled():
         raise torch.OutOfMemoryError("CUDA out of memory.")
     return plain(self, batch)
-Engine.loss = loss
+Engine.sums = sums
 main()
 """
 
