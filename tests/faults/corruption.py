@@ -17,6 +17,7 @@ import hashlib
 import json
 import os
 import random
+import re
 import shutil
 import sys
 import tempfile
@@ -36,7 +37,7 @@ class Artefact:
     """A folder to be damaged, the command that then reads it, and what that command makes of it."""
 
     command: Callable[[Path], list[str]]  # of the folder that holds the copy, called `it`
-    result: Callable[[Path], object]
+    result: Callable[[Path, str], object]  # of that folder, and of what the command printed
     damaged: Callable[[Path], list[Path]]  # the files that may be damaged
     # Logs of numbers carry no checksum: of them only what is no valid record is damage that can be known.
     logs: tuple[str, ...] = ("steps.jsonl", "events.jsonl", "monitor.jsonl", "steps.rollup.jsonl", "config.yaml")
@@ -49,7 +50,7 @@ def _files(*patterns: str) -> Callable[[Path], list[Path]]:
     return found
 
 
-def _exported(folder: Path) -> object:
+def _exported(folder: Path, _told: str) -> object:
     return _hashes(folder / "out", "*.safetensors", "tokenizer.json")
 
 
@@ -58,13 +59,13 @@ def _hashes(folder: Path, *patterns: str) -> dict[str, str]:
     return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in found}
 
 
-def _trained(folder: Path, run: str = "it") -> object:
+def _trained(folder: Path, _told: str) -> object:
+    return _made(folder, "it")
+
+
+def _made(folder: Path, run: str) -> object:
     newest = max((folder / run / "checkpoints").glob("step-*"), default=None)
     return None if newest is None else _hashes(newest, "*.safetensors")
-
-
-def _made(folder: Path, name: str) -> object:
-    return _trained(folder, name)
 
 
 def _training(file: str, setting: str = "", *, run: str = "run", resume: bool = False) -> Callable[[Path], list[str]]:
@@ -93,12 +94,12 @@ ARTEFACTS: dict[str, Artefact] = {
     ),
     "pretrain run, reported": Artefact(
         command=lambda at: ["report", str(at / "it"), "-o", str(at / "report.json")],
-        result=lambda at: (at / "report.json").is_file(),
+        result=lambda at, told: (at / "report.json").is_file(),
         damaged=_files("*.json", "*.jsonl"),
     ),
     "sft run, asked": Artefact(
-        command=lambda at: ["eval", str(at / "it"), "--tasks", f"text:{at / 'given' / 'text.txt'}", "--json"],
-        result=lambda at: None,
+        command=lambda at: ["eval", str(at / "it"), "--tasks", f"perplexity:{at / 'given' / 'text.txt'}", "--json"],
+        result=lambda at, told: re.findall(r'"value": ([^,]+)', told),
         damaged=_files("tokenizer/*", "checkpoints/*/*", "plan.json", "config.json"),
     ),
     "sft run, resumed": Artefact(
@@ -114,22 +115,22 @@ ARTEFACTS: dict[str, Artefact] = {
     ),
     "shards, trained on": Artefact(
         command=_training("tokens.yaml", "data.path=IT"),
-        result=lambda at: _made(at, "run"),
+        result=lambda at, told: _made(at, "run"),
         damaged=_files("*/*", "*.json"),
     ),
     "data cache, trained on": Artefact(
         command=_training("job.yaml", "data.cache=IT"),
-        result=lambda at: _made(at, "run"),
+        result=lambda at, told: _made(at, "run"),
         damaged=_files("**/*"),
     ),
     "sft cache, trained on": Artefact(
         command=_training("job.yaml", "data.cache=IT"),
-        result=lambda at: _made(at, "run"),
+        result=lambda at, told: _made(at, "run"),
         damaged=_files("**/*"),
     ),
     "adapter, trained on": Artefact(
         command=_training("job.yaml", "lora.adapter=IT"),
-        result=lambda at: _made(at, "run"),
+        result=lambda at, told: _made(at, "run"),
         damaged=_files("adapter_*"),
     ),
 }  # fmt: skip
@@ -324,9 +325,9 @@ def trial(root: Path, name: str, number: int, *, seed: int, expected: dict[str, 
     named = any(one in told for one in names if one != "it") or str(home / "it") in done.stderr
     if done.returncode != 0:
         return None if named else f"{what}: not named: {told[-500:]}"
-    if artefact.result(home) == expected[name]:
+    if artefact.result(home, done.stdout) == expected[name]:
         return None
-    rebuilt = "again" in told or "rebuil" in told or "not used" in told
+    rebuilt = any(word in told for word in ("again", "instead", "not used"))
     return None if named and rebuilt else f"{what}: another result, and nobody said so: {told[-300:]}"
 
 
@@ -334,7 +335,7 @@ def undamaged(root: Path, name: str) -> object:
     _at(root, name, root / "trial")
     done = flatout(ARTEFACTS[name].command(root / "trial"), cwd=root / "trial", environment={}, hang_s=HANG_S)
     assert done.returncode == 0, f"{name}: {done.stdout}{done.stderr}"
-    return ARTEFACTS[name].result(root / "trial")
+    return ARTEFACTS[name].result(root / "trial", done.stdout)
 
 
 def main() -> int:
