@@ -189,7 +189,8 @@ def _link(path: Path, _chance: random.Random, outside: Path) -> str:
 
 
 def _swap(path: Path, chance: random.Random, _outside: Path) -> str:
-    alike = [one for one in path.parent.parent.rglob(f"*{path.suffix}") if one.is_file() and one != path]
+    within = next(one for one in path.parents if one.name == "it")
+    alike = [one for one in within.rglob(f"*{path.suffix}") if one.is_file() and one != path]
     alike = [one for one in alike if one.read_bytes() != path.read_bytes()]
     if not alike:
         return _flip(path, chance, _outside)
