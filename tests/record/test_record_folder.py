@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -250,3 +251,13 @@ def test_temporary_files_of_the_living_stay(run: Run) -> None:
     with run.lock(), run.recorder():
         pass
     assert [path.exists() for path in left] == [False, True]
+
+
+def test_files_in_each_others_place_are_refused(run: Run) -> None:
+    hardware, environment = run.path / "hardware.json", run.path / "env.json"
+    mine, theirs = hardware.read_bytes(), environment.read_bytes()
+    hardware.write_bytes(theirs)
+    environment.write_bytes(mine)
+    for read, path in ((lambda: run.hardware, hardware), (lambda: run.environment, environment)):
+        with pytest.raises(UsageError, match=re.escape(str(path))):
+            read()

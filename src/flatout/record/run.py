@@ -123,7 +123,7 @@ class Run:
                     (_HARDWARE, hardware),
                     (_ENVIRONMENT, {"run_id": secrets.token_hex(16), **environment}),
                 ):
-                    write_atomic(run._at(name), seal(redacted(value)))
+                    write_atomic(run._at(name), seal(redacted(value), name=name))
             # The text comes last: with it the folder is a run.
             run.reconfigure(config_text=config_text, config=config)
             yield run
@@ -172,7 +172,7 @@ class Run:
     def replan(self, plan: Mapping[str, Any]) -> None:
         """The plan after what was tried on the device before the first step."""
         with _writing(self.path):
-            write_atomic(self._at(_PLAN), seal(redacted(plan)))
+            write_atomic(self._at(_PLAN), seal(redacted(plan), name=_PLAN))
 
     @classmethod
     def open(cls, path: Path | str) -> Run:

@@ -1,4 +1,7 @@
-"""JSON files that flatout writes for itself: each holds a checksum of its content, so that an edit is noticed."""
+"""JSON files that flatout writes for itself: each holds a checksum of its name and content.
+
+So an edit is noticed, and so is one file in the place of another.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +17,10 @@ from flatout.record.lines import decode, encode
 _SEAL = "checksum"
 
 
-def seal(value: Mapping[str, Any]) -> bytes:
+def seal(value: Mapping[str, Any], *, name: str) -> bytes:
+    """What the file of this name is to hold."""
     content = json.loads(encode(value))
-    return encode({**content, _SEAL: _checksum(content)}, indent=2)
+    return encode({**content, _SEAL: _checksum(content, name=name)}, indent=2)
 
 
 def is_sealed(path: Path) -> bool:
@@ -39,10 +43,12 @@ def _read(path: Path, *, root: Path, way_out: str) -> dict[str, Any]:
     text = read_bytes(path, root=root)
     value = decode(text, source=str(path))
     found = value.get(_SEAL)
-    if found is not None and found != _checksum({key: one for key, one in json.loads(text).items() if key != _SEAL}):
+    content = {key: one for key, one in json.loads(text).items() if key != _SEAL}
+    if found is not None and found != _checksum(content, name=path.name):
         raise BadFile(path, f"was changed after flatout wrote it: {way_out}")
     return value
 
 
-def _checksum(content: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+def _checksum(content: Mapping[str, Any], *, name: str) -> str:
+    text = json.dumps([name, content], sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()
