@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -258,6 +257,6 @@ def test_files_in_each_others_place_are_refused(run: Run) -> None:
     mine, theirs = hardware.read_bytes(), environment.read_bytes()
     hardware.write_bytes(theirs)
     environment.write_bytes(mine)
-    for read, path in ((lambda: run.hardware, hardware), (lambda: run.environment, environment)):
-        with pytest.raises(UsageError, match=re.escape(str(path))):
+    for read in (lambda: run.hardware, lambda: run.environment):
+        with pytest.raises(UsageError, match=r"(hardware|env)\.json was changed after flatout wrote it"):
             read()
