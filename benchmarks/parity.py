@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 
 from benchmarks.results import FOLDER, Call, Result, git_commit, write
-from flatout.config.load import dump, load, to_mapping
+from flatout.config.load import load
 from flatout.recipes import pretrain
 
 PLAIN = ["plan.fused_qkv=false", "plan.fused_mlp=false", "plan.fused_loss=false", "plan.fp8=false"]
@@ -29,7 +29,7 @@ VARIANTS = {
 
 def final_loss(overrides: list[str], *, folder: Path) -> float:
     settings = load("examples/pretrain-124m.yaml", overrides=overrides, environ={}).settings
-    outcome = pretrain.run(settings, folder=folder, config_text=dump(settings), config=to_mapping(settings))
+    outcome = pretrain.run(settings, folder=folder)
     if not outcome.val_losses:
         raise SystemExit("stopped before the run's last evaluation; what had ended is recorded")
     return outcome.val_losses[-1]

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from flatout.config import from_mapping, to_mapping
+from flatout.config import from_mapping
 from flatout.data.corpus import open_corpus
 from flatout.recipes import pretrain
 
@@ -32,7 +32,7 @@ CONFIG: dict[str, Any] = {
 def ours(steps: int, folder: Path) -> float:
     train = {"batch_tokens": LENGTH * BATCH, "steps": steps, "lr": 1e-3, "warmup_steps": 1}
     settings = from_mapping(CONFIG | {"train": train, "save": {"weights_only": True}})
-    outcome = pretrain.run(settings, folder=folder, config_text="", config=to_mapping(settings))
+    outcome = pretrain.run(settings, folder=folder)
     assert outcome.speed.tokens_per_s is not None
     return outcome.speed.tokens_per_s
 

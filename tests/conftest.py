@@ -17,6 +17,9 @@ os.environ["COLUMNS"] = "200"
 # A runner in a shell's background is started deaf to Ctrl-C, and what the tests start would inherit that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+# The same goes for nohup and SIGHUP.
+if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 # Without a GPU, kernels run by Triton's interpreter; it looks once, when it is first imported.
 if not Path("/dev/nvidiactl").exists():
     os.environ["TRITON_INTERPRET"] = "1"

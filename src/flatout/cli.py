@@ -225,17 +225,17 @@ def train(
 
     settings = _trusting(load(config, overrides=overrides or []).settings, trust)
     folder = _run_folder(settings, run, config=config, resume=resume)
-    # Only now: torch takes seconds to import, and the user's mistakes are told before.
-    from flatout.recipes import pretrain, rft, sft
-    from flatout.record import redacted
-    from flatout.terminal import plan_tables
-
     if dry_run:
-        out.print(*plan_tables(redacted(pretrain.dry_run(settings).to_json())), sep="\n\n")
+        # Only now: torch takes seconds to import, and the user's mistakes are told before.
+        from flatout.recipes.setup import dry_run as checked
+        from flatout.record import redacted
+        from flatout.terminal import plan_tables
+
+        out.print(*plan_tables(redacted(checked(settings).to_json())), sep="\n\n")
         return
-    recipes: dict[str, Callable[..., Outcome]] = {"pretrain": pretrain.run, "sft": sft.run, "rft": rft.run}
-    recipe = recipes[settings.recipe]
-    _leave(_carry_out(recipe, settings, folder=folder, resume=resume), folder, trust=trust)
+    from flatout import recipes
+
+    _leave(_carry_out(recipes.run, settings, folder=folder, resume=resume), folder, trust=trust)
 
 
 @app.command()
@@ -254,12 +254,10 @@ def sample(
     if settings.recipe != "rft":
         raise UsageError(f"{config} is of recipe {settings.recipe}, which samples nothing: give one of rft")
     folder = _run_folder(settings, run, config=config, resume=resume)
-    from functools import partial
-
-    from flatout.recipes import rft
+    from flatout import recipes
     from flatout.record import Run
 
-    outcome = _carry_out(partial(rft.run, train=False), settings, folder=folder, resume=resume)
+    outcome = _carry_out(recipes.sample, settings, folder=folder, resume=resume)
     _leave(outcome, folder, verb="sample", trust=trust)
     hint = json.dumps({"source": "jsonl", "path": str(Run.open(folder).samples_dir / "round-1.jsonl")})
     out.print(f"train on it by recipe sft with data: {hint}, or on all of it by\n  ", end="", highlight=False)
@@ -288,24 +286,12 @@ def _run_folder(settings: Settings, run: Path | None, *, config: Path, resume: b
 
 
 def _carry_out(recipe: Callable[..., Outcome], settings: Settings, *, folder: Path, resume: bool) -> Outcome:
-    from flatout.config import dump, to_mapping
     from flatout.engine.ranks import from_environment
-    from flatout.record import Run
     from flatout.terminal import View
 
-    if resume and Run.is_half_made(folder):
-        resume = False
-        if from_environment().first:
-            err.print(f"{folder} was not whole when the run was stopped: it starts from the beginning", markup=False)
+    sinks = [View(out, every=settings.log.every)] if from_environment().first else []
     try:
-        return recipe(
-            settings,
-            folder=folder,
-            config_text=dump(settings),
-            config=to_mapping(settings),
-            resume=resume,
-            sinks=[View(out, every=settings.log.every)] if from_environment().first else [],
-        )
+        return recipe(settings, folder=folder, resume=resume, sinks=sinks)
     except KeyboardInterrupt:
         raise typer.Exit(INTERRUPTED_EXIT) from None
 

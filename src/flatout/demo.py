@@ -21,8 +21,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from flatout import gallery
-from flatout.config import dump, load, to_mapping
+from flatout import gallery, recipes
+from flatout.config import load
 from flatout.config.settings import Settings
 from flatout.data import embedded
 from flatout.data.prepare import prepare
@@ -34,7 +34,6 @@ from flatout.insight import doctor, report
 from flatout.insight.attach import Asked
 from flatout.insight.prove import Proof, change_for, measured, prove
 from flatout.model import Decoder
-from flatout.recipes import pretrain
 from flatout.recipes.verdict import Outcome
 from flatout.record import Run
 from flatout.sample import complete
@@ -174,13 +173,7 @@ def proved(command: Sequence[str], looked: doctor.Looked, *, repeats: int, conso
 
 
 def train(settings: Settings, *, folder: Path, console: Console) -> Outcome:
-    outcome = pretrain.run(
-        settings,
-        folder=folder,
-        config_text=dump(settings),
-        config=to_mapping(settings),
-        sinks=[View(console, every=settings.log.every)],
-    )
+    outcome = recipes.run(settings, folder=folder, sinks=[View(console, every=settings.log.every)])
     if outcome.stopped_by.startswith("SIG"):
         return outcome
     trained = open_trained(Run.open(folder))

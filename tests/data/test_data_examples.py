@@ -1,6 +1,7 @@
 """Rows to examples: chat templates, what is learnt, what is left out; and packing that changes nothing."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -323,3 +324,26 @@ def test_packed_and_completion_only_equals_one_example_at_a_time() -> None:
         assert one.grad is not None
         assert other.grad is not None
         assert (one.grad - other.grad).abs().max() < 1e-5, name
+
+
+def test_columns_stand_where_their_token_is_the_target() -> None:
+    """Each value is the number of its token in the corpus, so it says which token it belongs to."""
+    examples = some_examples(60)
+    numbered = replace(
+        examples,
+        columns={"token": np.arange(len(examples.tokens)), "weight": np.ones(len(examples.tokens), np.float32)},
+    )
+    stream = Packed(numbered, sequence_length=64, batch_sequences=4, seed=3, shuffle=True)
+    seen = set()
+    for batch in stream.micro_batches(0, micro_batch=2):
+        trained = batch.targets != NOT_TRAINED
+        number, weight = batch.columns["token"], batch.columns["weight"]
+        assert weight.dtype == torch.float32
+        assert torch.equal(batch.targets[trained], torch.from_numpy(examples.tokens)[number[trained]].long())
+        assert bool(weight[trained].all())
+        if batch.rows is not None and batch.row_targets is not None:  # an objective that looks at these rows only
+            kept = batch.row_targets != NOT_TRAINED
+            assert torch.equal(number[batch.rows][kept], number[trained])
+        seen |= set(number[trained].tolist())
+    assert len(seen) == sum(int((b.targets != NOT_TRAINED).sum()) for b in stream.micro_batches(0, micro_batch=2))
+    assert set(numbered.part(np.arange(60) < 5).columns["token"]) == set(range(int(examples.ends[4])))

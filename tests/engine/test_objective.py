@@ -14,12 +14,14 @@ from tests.engine.test_step import ACTIVE, T, build, micro_batches
 from tests.warm import two_ranks
 from torch import Tensor
 
+from flatout.config.settings import TrainSettings
 from flatout.data.stream import Batch
 from flatout.engine.objective import Head, Rule
 from flatout.engine.ranks import Ranks, from_environment
 from flatout.engine.resolve import Active
 from flatout.engine.step import Engine, StepFacts
 from flatout.model import Decoder, Masked
+from flatout.optim import adamw
 
 STEPS, LR, PULL = 6, 1e-2, 0.1
 TASKS = ("even", "odd")
@@ -105,9 +107,10 @@ def plain_loss(model: Decoder, step: int, task: str | None = None) -> tuple[Tens
 
 
 def plain_loop() -> tuple[Decoder, list[float], list[float], list[dict[str, float]]]:
-    engine = build(lr=LR)  # for its model and optimizer only
-    model, optimizer = engine.model, engine.optimizer
+    model = build(lr=LR).model
     assert isinstance(model, Decoder)
+    optimizer = adamw(model, TrainSettings(lr=LR, weight_decay=0.1), fused=False)
+    assert isinstance(optimizer, torch.optim.AdamW)
     losses, norms, found = [], [], []
     for step in range(STEPS):
         loss, metrics = plain_loss(model, step)

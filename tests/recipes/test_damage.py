@@ -14,7 +14,7 @@ from recipes_processes import events
 from tests import warm
 from tests.recipes.conftest import CONFIG
 
-from flatout.config import dump, load, to_mapping
+from flatout.config import load
 from flatout.engine.checkpoint import Checkpoints, _digest
 from flatout.errors import RunFailed
 from flatout.recipes import pretrain
@@ -168,7 +168,7 @@ def test_numbers_that_no_run_comes_to_are_named(whole: Path, run: Path, changes:
 
 def start(config: Path, folder: Path, *overrides: str, resume: bool = False) -> None:
     settings = load(config, overrides=list(overrides)).settings
-    pretrain.run(settings, folder=folder, config_text=dump(settings), config=to_mapping(settings), resume=resume)
+    pretrain.run(settings, folder=folder, resume=resume)
 
 
 def test_a_checkpoint_of_another_run_of_the_same_shape_and_data_is_refused(

@@ -176,7 +176,7 @@ def test_target_stops_the_run_and_patience_too(flatout: Call, config: Path, tmp_
 def test_a_save_that_fails_is_never_called_a_save(
     config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from flatout.config import dump, load, to_mapping
+    from flatout.config import load
     from flatout.engine.checkpoint import Checkpoints
     from flatout.errors import RunFailed
     from flatout.recipes import pretrain
@@ -187,7 +187,7 @@ def test_a_save_that_fails_is_never_called_a_save(
     monkeypatch.setattr(Checkpoints, "save", full)
     settings = load(config, overrides=["save.every=6"]).settings
     with pytest.raises(RunFailed, match="could not be saved"):
-        pretrain.run(settings, folder=tmp_path / "run", config_text=dump(settings), config=to_mapping(settings))
+        pretrain.run(settings, folder=tmp_path / "run")
     run = Run.open(tmp_path / "run")
     assert len(list(run.steps())) == 12, "training went on"
     kinds = [event.kind for event in run.events()]

@@ -17,12 +17,13 @@ from tests.data.talks import tokenizer_folder
 from tests.waiting import wait_until
 from tests.warm import Started, flatout
 
-from flatout.config import dump, from_mapping, to_mapping
+from flatout.config import from_mapping
 from flatout.config.settings import DataSettings
 from flatout.data.examples import Encoder
 from flatout.data.tokenizer import ByteTokenizer, load_tokenizer
 from flatout.errors import RunFailed, UsageError
-from flatout.recipes import pretrain, rft
+from flatout.recipes import rft, stages
+from flatout.recipes.setup import dry_run
 from flatout.record import Run
 from flatout.sample import prompt_ids
 
@@ -125,7 +126,7 @@ def go_on(run: Path, *overrides: str) -> None:
     from flatout.config import load
 
     settings = load(run / "config.yaml", overrides=overrides, environ={}).settings
-    rft.run(settings, folder=run, config_text=dump(settings), config=to_mapping(settings), resume=True)
+    rft.run(settings, folder=run, resume=True)
 
 
 def flip(path: Path) -> None:
@@ -284,9 +285,9 @@ def test_adapters_on_a_run_of_our_own_in_two_rounds(trained: tuple[Path, str], t
     values["rft"] |= {"rounds": 2, "keep": 2, "generator": str(trained[0] / "run" / "student")}
     values["lora"] = {"rank": 4, "alpha": 16}
     settings = from_mapping(values)
-    planned = pretrain.dry_run(settings).job
+    planned = dry_run(settings).job
     assert (planned.shape.layers, planned.shape.hidden, planned.generator) == (2, 32, planned.shape)
-    done = rft.run(settings, folder=tmp_path / "run", config_text=dump(settings), config=to_mapping(settings))
+    done = rft.run(settings, folder=tmp_path / "run")
     assert done.steps == 8
     run = Run.open(tmp_path / "run")
     assert run.plan["job"]["base"] == str(tmp_path / "run" / "student")
@@ -313,8 +314,6 @@ def test_nothing_solved_ends_the_run_with_the_figures(trained: tuple[Path, str],
         rft.run(
             settings,
             folder=tmp_path / "run",
-            config_text=dump(settings),
-            config=to_mapping(settings),
             train=False,
         )
 
@@ -339,7 +338,7 @@ def test_mistakes_are_told_before_anything_is_made(tmp_path: Path, changes: dict
     values["rft"] |= {key: value.format(tmp_path) for key, value in changes.items()}
     settings = from_mapping(values)
     with pytest.raises(UsageError, match=message):
-        rft.run(settings, folder=tmp_path / "run", config_text="", config={})
+        rft.run(settings, folder=tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
 
@@ -350,9 +349,9 @@ def test_a_row_is_learnt_after_the_very_prompt_it_was_sampled_with(tmp_path: Pat
         if not template
         else load_tokenizer(str(tokenizer_folder(tmp_path)), documents=None, cache=Path())
     )
-    task = rft.written("units:train")
+    task = stages.written("units:train")
     encoder = Encoder(DataSettings(source="jsonl", path="x"), tokenizer)
-    row = rft.row(tokenizer, task.prompt(0), "It is <answer>3</answer>")
+    row = stages.row(tokenizer, task.prompt(0), "It is <answer>3</answer>")
     [(ids, trained)] = encoder.encode([encoder.draft(json.loads(json.dumps(row)))])
     prompt = prompt_ids(tokenizer, task.prompt(0))
     assert ids.tolist()[: len(prompt)] == prompt
@@ -366,14 +365,14 @@ def test_several_ranks_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("MASTER_ADDR", "localhost")
     with pytest.raises(UsageError, match="one device, not on 2 ranks"):
-        rft.run(from_mapping(config(tmp_path)), folder=tmp_path / "run", config_text="", config={})
+        rft.run(from_mapping(config(tmp_path)), folder=tmp_path / "run")
 
 
 def test_other_settings_than_those_begun_with_are_refused(sampling: Path, tmp_path: Path) -> None:
     from flatout.config import load
 
     settings = load(sampling, environ={}).settings
-    how = {"folder": tmp_path / "run", "config_text": dump(settings), "config": to_mapping(settings), "train": False}
+    how = {"folder": tmp_path / "run", "train": False}
     settings = replace(settings, rft=replace(settings.rft, questions=4))
     rft.run(settings, **how)  # type: ignore[arg-type]
     warmer = replace(settings, sample=replace(settings.sample, temperature=0.9))

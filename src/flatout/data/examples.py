@@ -16,7 +16,7 @@ import os
 import zipfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -50,6 +50,8 @@ class Examples:
     tokens: NDArray[np.int32]
     trained: NDArray[np.bool_]  # whether a token is to be learnt
     ends: NDArray[np.int64]
+    # One value for each token, for objectives that need them: old log-probability, advantage, weight. Never saved.
+    columns: Mapping[str, NDArray[Any]] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.ends)
@@ -79,7 +81,10 @@ class Examples:
         """Some of them, in the same order."""
         each = np.repeat(chosen, self.lengths)
         return Examples(
-            tokens=self.tokens[each], trained=self.trained[each], ends=np.cumsum(self.lengths[chosen], dtype=np.int64)
+            tokens=self.tokens[each],
+            trained=self.trained[each],
+            ends=np.cumsum(self.lengths[chosen], dtype=np.int64),
+            columns={name: values[each] for name, values in self.columns.items()},
         )
 
     def save(self, path: Path) -> None:

@@ -116,6 +116,12 @@ class Packed:
         tokens[here] = self.examples.tokens[source]
         targets[here] = np.where(self.examples.trained[source + 1], self.examples.tokens[source + 1], NOT_TRAINED)
         positions[here] = within
+        # A column's value of a token stands where that token is the target, as its loss does.
+        columns = {}
+        for name, values in self.examples.columns.items():
+            column = np.zeros(count * length, values.dtype)
+            column[here] = values[source + 1]
+            columns[name] = torch.from_numpy(column)
         segments_begin = begins.tolist()
         used = np.bincount(rows_of, weights=places, minlength=count).astype(np.int64)
         for row, full in enumerate(used.tolist()):
@@ -139,6 +145,7 @@ class Packed:
             longest=self.longest,
             rows=rows,
             row_targets=row_targets,
+            columns=columns,
         )
 
 

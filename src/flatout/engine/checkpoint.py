@@ -16,6 +16,7 @@ import re
 import shutil
 import uuid
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -29,9 +30,12 @@ from torch import Tensor, nn
 from flatout import files
 from flatout.errors import first_line
 from flatout.files import BadFile
+from flatout.optim import Optimizer
 
 FORMAT = 1
 MANIFEST, WEIGHTS, OPTIMIZER = "manifest.json", "weights-rank00000.safetensors", "optimizer-rank00000.safetensors"
+# Threads that hash and write a checkpoint: SHA-256 is what takes most of the time, about 1 GB/s for each.
+THREADS = min(16, os.cpu_count() or 1)
 _NAME = re.compile(r"step-(\d{8,18})")
 _MOMENTS = ("exp_avg", "exp_avg_sq", "step")
 
@@ -102,9 +106,7 @@ class Checkpoints:
         # What was hashed in this process, by its path; unchanged files are not hashed again.
         self._seen: dict[Path, tuple[int, ...]] = {}
 
-    def save(
-        self, step: int, *, model: nn.Module, optimizer: torch.optim.Optimizer | None, state: Mapping[str, Any]
-    ) -> Path:
+    def save(self, step: int, *, model: nn.Module, optimizer: Optimizer | None, state: Mapping[str, Any]) -> Path:
         """Commits the state after `step` steps. Raises OSError, with nothing left behind, if it cannot."""
         final = self.folder / f"step-{step:08}"
         if final.exists():
@@ -119,7 +121,7 @@ class Checkpoints:
             tensors = {WEIGHTS: _once(_kept(model))}
             if optimizer is not None:
                 tensors[OPTIMIZER] = _moments(model, optimizer)
-            facts = {name: _write_tensors(group, partial / name) for name, group in tensors.items()}
+            facts = _write(partial, {name: _copied(group) for name, group in tensors.items()})
             self._write_manifest(partial, step=step, written=facts, state=state)
             if problem := self.problem(partial):
                 raise OSError(f"read back differently than written: {problem}")
@@ -299,7 +301,7 @@ class Checkpoints:
             files.remove(path)
 
 
-def restore(checkpoint: Checkpoint, *, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
+def restore(checkpoint: Checkpoint, *, model: nn.Module, optimizer: Optimizer | None) -> None:
     """Puts a verified checkpoint into the model and, unless None, the optimizer: all of it fits, or nothing changes."""
     path, parameters, kept = checkpoint.folder / WEIGHTS, dict(model.named_parameters()), _kept(model)
     weights = _loaded(path)
@@ -373,15 +375,35 @@ def _kept(model: nn.Module) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in model.state_dict().items() if name not in frozen}
 
 
-def _write_tensors(tensors: Mapping[str, Tensor], path: Path) -> FileFacts:
-    """Writes one file and gives what its manifest says of it, hashed from memory and not from the disk."""
-    copies = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+def _copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """On the host, as they are now. All copies from a device run before the first is waited for."""
+    copies = {name: tensor.detach().to("cpu", non_blocking=True) for name, tensor in tensors.items()}
+    if any(tensor.is_cuda for tensor in tensors.values()):
+        torch.cuda.synchronize()
+    return {name: copy.contiguous() for name, copy in copies.items()}
+
+
+def _write(folder: Path, groups: Mapping[str, Mapping[str, Tensor]]) -> dict[str, FileFacts]:
+    """Writes a file for each group, and returns what the manifest says of it, hashed from memory and not from the disk.
+
+    Files are written while tensors are hashed: both release the interpreter's lock.
+    """
+    with ThreadPoolExecutor(THREADS) as pool:
+        written = {name: pool.submit(_write_file, group, folder / name) for name, group in groups.items()}
+        facts = {
+            name: dict(zip(group, pool.map(_facts, group.values()), strict=True)) for name, group in groups.items()
+        }
+        return {name: FileFacts(bytes=size.result(), tensors=facts[name]) for name, size in written.items()}
+
+
+def _write_file(tensors: Mapping[str, Tensor], path: Path) -> int:
+    """The size of the file, which is on the disk when this returns."""
     try:
-        save_file(copies, path)
+        save_file(dict(tensors), path)
     except SafetensorError as error:
         raise as_os_error(error, path) from error
     files.sync_folder(path)
-    return FileFacts(bytes=path.stat().st_size, tensors={name: _facts(tensor) for name, tensor in copies.items()})
+    return path.stat().st_size
 
 
 def as_os_error(error: SafetensorError | OSError, path: Path) -> OSError:
@@ -405,17 +427,19 @@ def _facts(tensor: Tensor) -> TensorFacts:
 
 def _different(path: Path, expected: Mapping[str, TensorFacts]) -> str | None:
     """The first tensor that is not what the manifest says; None if all are."""
-    with safe_open(path, framework="pt") as file:
-        if set(file.keys()) != set(expected):
+    with safe_open(path, framework="pt") as file, ThreadPoolExecutor(THREADS) as pool:
+        names = list(file.keys())
+        if set(names) != set(expected):
             return "other tensors"
-        return next((name for name in file.keys() if _facts(file.get_tensor(name)) != expected[name]), None)  # noqa: SIM118
+        found = pool.map(_facts, (file.get_tensor(name) for name in names))
+        return next((name for name, facts in zip(names, found, strict=True) if facts != expected[name]), None)
 
 
-def _moments(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+def _moments(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
     return dict(_named_moments(model, optimizer))
 
 
-def _named_moments(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, Tensor]]:
+def _named_moments(model: nn.Module, optimizer: Optimizer) -> Iterator[tuple[str, Tensor]]:
     for name, parameter in model.named_parameters():
         for moment, value in optimizer.state.get(parameter, {}).items():
             yield f"{moment}.{name}", value

@@ -16,7 +16,7 @@ from flatout.data.stream import Batch
 from flatout.engine.objective import HeadLoss
 from flatout.engine.resolve import Active
 from flatout.losses import RowLoss, linear_cross_entropy, row_loss
-from flatout.model import Attend, Block, Decoder, Foreign, Masked, Model, Padded, Rectangular, Short, Varlen, lora
+from flatout.model import Attend, Block, Decoder, Foreign, Masked, Model, Padded, Rectangular, Short, Varlen, lora, nf4
 
 # Documents are laid out one by one and padded only up to so many times their tokens: the padding is kept as well.
 MOST_PADDING = 2
@@ -75,6 +75,7 @@ def _rows(active: Active) -> RowLoss:
 
 def _compile(model: Decoder, blocks: list[Block], *, active: Active, rows: RowLoss) -> RowLoss:
     """Whatever is not a kernel already."""
+    torch.compiler.assume_constant_result(nf4.pairs)
     options: dict[str, Any] = {"fullgraph": True, "dynamic": False}
     if active.compile == "max-autotune":
         options["mode"] = "max-autotune-no-cudagraphs"

@@ -6,6 +6,7 @@ import importlib.util
 import os
 import shutil
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 
 import torch
@@ -156,8 +157,17 @@ def _kernels(plan: Plan, dtype: torch.dtype, device: torch.device) -> tuple[dict
         general = "they take no adapter dropout and no 4-bit weights"
     if wish.recompute == "selective":
         general = "selective recomputation keeps what they would overwrite"
+    with ThreadPoolExecutor(len(wished)) as pool:  # each compiles kernels of its own
+        wanted_names = [name for name, wanted in wished.items() if wanted and not general]
+        tried = dict(
+            zip(
+                wanted_names,
+                pool.map(lambda name: _try_kernel(name, plan.job.shape, dtype, device), wanted_names),
+                strict=True,
+            )
+        )
     for name, wanted in wished.items():
-        problem = general or (_try_kernel(name, plan.job.shape, dtype, device) if wanted else None)
+        problem = general or tried.get(name)
         granted[name] = bool(wanted) and problem is None
         words[f"{name} kernel"] = "fused" if granted[name] else f"plain: {problem}" if wanted else "plain"
     fp8 = bool(wish.fp8) and any(granted.values())

@@ -28,7 +28,7 @@ from flatout.losses import linear_cross_entropy, row_loss
 from flatout.model import Attend, Block, Decoder, Masked, Padded, Rectangular, Short, Varlen
 from flatout.model.decoder import linear
 from flatout.model.lora import Adapter
-from flatout.optim import adamw
+from flatout.optim import FusedAdamW, adamw
 
 # A larger difference than this, relative to the plain result, is an error and not rounding.
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 1e-2}
@@ -439,10 +439,14 @@ def _update(shape: ModelShape, device: torch.device, *, fused: bool) -> Work:
         model = Decoder(shape).to(device)
         model.initialise(0)
         optimizer = adamw(model, TrainSettings(lr=1e-3), fused=fused)
+        one, zero = torch.ones((), device=device), torch.zeros((), device=device)
         for i, parameter in enumerate(model.parameters()):
             parameter.grad = _random(tuple(parameter.shape), seed=i, dtype=torch.float32, device=device)
         for _ in range(3):
-            optimizer.step()
+            if isinstance(optimizer, FusedAdamW):
+                optimizer.step(lr=1e-3, divisor=one, skip=zero)
+            else:
+                optimizer.step()
         return [p.detach() for p in model.parameters()]
 
     return work

@@ -24,7 +24,7 @@ from flatout.engine.ranks import Ranks
 from flatout.engine.replay import Replay
 from flatout.engine.resolve import Active
 from flatout.model import Model
-from flatout.optim import Schedule
+from flatout.optim import FusedAdamW, Schedule
 from flatout.probe import Phases
 from flatout.record import WARM_STEPS, Span
 
@@ -69,7 +69,7 @@ class Engine:
         self,
         *,
         model: Model,
-        optimizer: torch.optim.AdamW,
+        optimizer: FusedAdamW | torch.optim.AdamW,
         schedule: Schedule,
         active: Active,
         ranks: Ranks,
@@ -282,14 +282,12 @@ class Engine:
         not_finite = (~torch.isfinite(norm + loss)).float()
         # The update divides by this, which unscales and clips in the optimizer's own pass over the gradients.
         divisor = self.scale if self.clip is None else self.scale * (norm / self.clip).clamp(min=1.0)
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
-        if self.active.fused_optimizer:
-            self.optimizer.grad_scale = divisor  # type: ignore[attr-defined]
-            self.optimizer.found_inf = not_finite  # type: ignore[attr-defined]
-            self.optimizer.step()
+        if isinstance(self.optimizer, FusedAdamW):
+            self.optimizer.step(lr=lr, divisor=divisor, skip=not_finite)
         elif not not_finite.item():  # the plain path asks the device, and waits
             torch._foreach_div_(gradients, divisor)
+            for group in self.optimizer.param_groups:
+                group["lr"] = lr
             self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=not self.replay)
         if self.scale_moves:

@@ -55,12 +55,11 @@ class Nf4(nn.Module):
 
 def rebuilt(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
     """The weights behind the codes, rounded once to `dtype`."""
-    blocks = F.embedding(codes.int(), _pairs(codes.device)).view(-1, NF4_BLOCK)
+    blocks = F.embedding(codes.int(), pairs(codes.device)).view(-1, NF4_BLOCK)
     return blocks.mul_(scales).to(dtype)
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _pairs(device: torch.device) -> Tensor:
+def pairs(device: torch.device) -> Tensor:
     """Both weights of every byte. Made once: a copy from the host waits for the device."""
     if device not in _PAIRS:
         values = torch.tensor(VALUES, device=device)

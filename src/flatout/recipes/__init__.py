@@ -1,1 +1,27 @@
-"""One readable loop per kind of training. They may resemble each other; the step exists once, in the engine."""
+"""The recipes: what each kind of training learns from, and what it minimises. They share one loop and one set-up."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from flatout.config.settings import Settings
+    from flatout.recipes.verdict import Outcome
+    from flatout.record import Sink
+
+
+def run(settings: Settings, *, folder: Path, resume: bool = False, sinks: Sequence[Sink] = ()) -> Outcome:
+    """Carries out the recipe that the settings name, in a run folder; the command, launchers and tools call this."""
+    recipe = import_module(f"flatout.recipes.{settings.recipe}")
+    outcome: Outcome = recipe.run(settings, folder=folder, resume=resume, sinks=sinks)
+    return outcome
+
+
+def sample(settings: Settings, *, folder: Path, resume: bool = False, sinks: Sequence[Sink] = ()) -> Outcome:
+    """The first half of rejection sampling: the dataset of the first round, without the training."""
+    from flatout.recipes import rft
+
+    return rft.run(settings, folder=folder, resume=resume, sinks=sinks, train=False)

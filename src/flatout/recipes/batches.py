@@ -1,30 +1,59 @@
-"""The micro-batches of one step after the other, ready before they are asked for."""
+"""Batches of a stream: any step is a pure function of the data and the seed, and is ready before it is asked for."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 
 from flatout.data.feed import Feed
 from flatout.data.stream import Batch, Steps
 from flatout.engine.faults import OutOfMemory, largest, smaller
 from flatout.engine.ranks import Ranks
+from flatout.engine.step import Engine
 from flatout.errors import RunFailed
 from flatout.plan import Plan
 
 
-class Batches:
-    """Gives smaller micro-batches from where the device ran out of memory on; the batch of a step stays the same."""
+@dataclass(frozen=True)
+class Streamed:
+    """The source of a run that learns from prepared data."""
+
+    stream: Steps
+
+    @property
+    def steps_per_epoch(self) -> float | None:
+        return self.stream.steps_per_epoch
+
+    def rehearsal(self, ranks: Ranks, *, micro_batch: int) -> Batch:
+        return self.stream.micro_batches(0, rank=ranks.rank, world=ranks.world, micro_batch=micro_batch)[0]
+
+    @contextmanager
+    def batches(self, engine: Engine, plan: Plan, ranks: Ranks, *, start: int, stop: int) -> Iterator[StreamBatches]:
+        batches = StreamBatches(self.stream, plan, ranks, start=start, stop=stop)
+        try:
+            yield batches
+        finally:
+            batches.feed.close()
+
+
+class StreamBatches:
+    """After an out-of-memory the micro-batches are smaller; the batch of a step stays the same."""
 
     def __init__(self, stream: Steps, plan: Plan, ranks: Ranks, *, start: int, stop: int) -> None:
         self.stream, self.plan, self.ranks, self.stop = stream, plan, ranks, stop
         self.micro_batch = plan.decisions.micro_batch or 1
         self.feed = self._open(start)
 
-    def __next__(self) -> list[Batch]:
+    def next(self, step: int) -> list[Batch]:
         return next(self.feed)
 
+    def again(self, step: int) -> None:
+        self.feed.close()
+        self.feed = self._open(step)
+
     def shrink(self, step: int, *, cause: OutOfMemory) -> tuple[int, int]:
-        """Gives `step` again, and all after it, in smaller micro-batches. Says the size before and after."""
         before = self.micro_batch
         if before == 1:
             raise RunFailed(
@@ -35,16 +64,14 @@ class Batches:
         self.again(step)
         return before, self.micro_batch
 
-    def again(self, step: int) -> None:
-        """Gives `step` again."""
-        self.feed.close()
-        self.feed = self._open(step)
+    def resumable(self, step: int) -> bool:
+        return True
 
-    def __enter__(self) -> Batches:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.feed.close()
+    def feed_more(self, *, limit: int) -> int | None:
+        if not 0 < self.feed.num_workers < limit:
+            return None
+        self.feed.add_worker()
+        return self.feed.num_workers
 
     def _open(self, start: int) -> Feed:
         ranks, decisions = self.ranks, self.plan.decisions

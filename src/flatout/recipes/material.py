@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from flatout.config.settings import Settings
-from flatout.data.stream import Batch, Steps
+from flatout.data.stream import Batch
 from flatout.data.tokenizer import Tokenizer
+from flatout.engine.faults import OutOfMemory
+from flatout.engine.objective import Combine, CrossEntropy, Objective
 from flatout.engine.ranks import Ranks
+from flatout.engine.step import Engine
+from flatout.plan import Plan
 
 
 class Part(Protocol):
@@ -37,11 +41,60 @@ class Facts(Protocol):
     def check_vocab(self, vocab: int) -> None: ...
 
 
+class Batches(Protocol):
+    """The micro-batches of one step after the other, on this rank."""
+
+    @property
+    def micro_batch(self) -> int: ...
+
+    def next(self, step: int) -> list[Batch]:
+        """The micro-batches of `step`, which follows the step before it."""
+        ...
+
+    def again(self, step: int) -> None:
+        """The next call gives `step` once more, as it was."""
+        ...
+
+    def shrink(self, step: int, *, cause: OutOfMemory) -> tuple[int, int]:
+        """As `again`, in smaller micro-batches from here on. Returns the size before and after."""
+        ...
+
+    def resumable(self, step: int) -> bool:
+        """Whether the weights after `step` steps are enough to go on from.
+
+        A stream is a pure function of the step: always. Rollouts are made by the weights at the start of a phase, so
+        a checkpoint in the middle of it could not make them again: only between two phases.
+        """
+        ...
+
+    def feed_more(self, *, limit: int) -> int | None:
+        """Called when the device waited for data: the number of loader workers now, or None if none was added."""
+        ...
+
+
+class Source(Protocol):
+    """Where the batches come from: a stream of prepared data, or rollouts of the weights that are being trained."""
+
+    @property
+    def steps_per_epoch(self) -> float | None: ...
+
+    def rehearsal(self, ranks: Ranks, *, micro_batch: int) -> Batch:
+        """One micro-batch of the shape that the steps will have, to find the size that runs fastest."""
+        ...
+
+    def batches(
+        self, engine: Engine, plan: Plan, ranks: Ranks, *, start: int, stop: int
+    ) -> AbstractContextManager[Batches]: ...
+
+
 @dataclass(frozen=True, kw_only=True)
 class Material:
     facts: Facts
-    stream: Steps
+    source: Source
     held_out: Callable[[Ranks, int], list[Batch]]  # a rank's validation batches, by micro-batch
+    # What a step minimises, and how the gradients of several tasks become one; None: they are added up.
+    objective: Objective = field(default_factory=CrossEntropy)
+    combine: Combine | None = None
     # Positions a token attends to on average, where that is known; None: half the sequence.
     mean_context: float | None = None
     # Tokens of the longest document, where documents are packed; None: unknown.
@@ -50,4 +103,4 @@ class Material:
     trained_share: float | None = None
 
 
-OpenData = Callable[[Settings], AbstractContextManager[Material]]
+OpenMaterial = Callable[[Settings], AbstractContextManager[Material]]

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from flatout import trackers
+from flatout.config import dump, to_mapping
 from flatout.config.settings import Settings
 from flatout.cost import GIB
 from flatout.engine.faults import SkipWatch, StopRequest, stop_on_signals
@@ -39,12 +40,16 @@ class Session:
     stop: StopRequest
 
 
+def begun(folder: Path, ranks: Ranks, *, resume: bool) -> bool:
+    """Whether there is a run to resume; one that was killed while its folder was being made starts again."""
+    half_made = resume and ranks.first and Run.is_half_made(folder)
+    return resume and not ranks.any(half_made)
+
+
 @contextmanager
 def open_session(
     settings: Settings,
     *,
-    config_text: str,
-    config: Mapping[str, Any],
     plan: Plan,
     ranks: Ranks,
     folder: Path,
@@ -52,9 +57,11 @@ def open_session(
     sinks: Sequence[Sink],
 ) -> Iterator[Session]:
     """Makes or opens the run folder, locks it, starts recording and watching; undoes it all at the end."""
+    config_text, config = dump(settings), to_mapping(settings)
     with ExitStack() as stack:
         with ranks.first_leads():
             if ranks.first:
+                restarted = not resume and Run.is_half_made(folder)
                 trackers.check(tensorboard=settings.log.tensorboard, wandb=settings.log.wandb != "off")
                 if resume:
                     run = Run.open(folder)
@@ -72,6 +79,10 @@ def open_session(
                         )
                     )
                 recorder = stack.enter_context(run.recorder(sinks=[*sinks, *_trackers(settings, run, plan, config)]))
+                if restarted:
+                    recorder.event(
+                        "notice", text=f"{folder} was not whole when the run was stopped: it starts from the beginning"
+                    )
         attempt = ranks.agree(str(recorder.attempt) if ranks.first else "")
         if not ranks.first:
             run = Run.open(folder)

@@ -1,28 +1,37 @@
 """Supervised fine-tuning: `flatout train` with `recipe: sft`, all weights or adapters (`lora:`).
 
-The loop is pretraining's. What differs is what it learns from: whole examples, packed side by side without seeing
-each other, of which only the answers are learnt.
+It learns from whole examples, packed side by side without seeing each other, and only from the answers in them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from pathlib import Path
 
 from flatout.config.settings import DataSettings, Settings
 from flatout.data.examples import open_conversations
 from flatout.data.packed import Packed
 from flatout.data.stream import Batch
 from flatout.engine.ranks import Ranks
-from flatout.recipes import pretrain
+from flatout.recipes.batches import Streamed
+from flatout.recipes.loop import train
 from flatout.recipes.material import Material
+from flatout.recipes.session import Session
 from flatout.recipes.validation import held_out
 from flatout.recipes.verdict import Outcome
+from flatout.record import Sink
 
 
-def run(settings: Settings, **how: Any) -> Outcome:
-    return pretrain.run(settings, open_data=conversations, **how)
+def run(
+    settings: Settings,
+    *,
+    folder: Path,
+    resume: bool = False,
+    sinks: Sequence[Sink] = (),
+    session: Session | None = None,
+) -> Outcome:
+    return train(settings, conversations, folder=folder, resume=resume, sinks=sinks, session=session)
 
 
 @contextmanager
@@ -53,7 +62,7 @@ def conversations(settings: Settings) -> Iterator[Material]:
 
         yield Material(
             facts=talks,
-            stream=stream,
+            source=Streamed(stream),
             held_out=validation,
             mean_context=stream.mean_context,
             longest=stream.longest,

@@ -47,8 +47,9 @@ def held_out(stream_of: Callable[[int], Steps], *, windows: int, ranks: Ranks, m
     return [batch for group in mine for batch in stream.micro_batches(group, micro_batch=size)]
 
 
-def every(steps: int | None, step: int) -> bool:
-    return steps is not None and step % steps == 0
+def every(steps: int | None, step: int, *, since: int | None = None) -> bool:
+    """Whether a multiple of `steps` was reached after step `since`, by default the step before."""
+    return steps is not None and step // steps > (step - 1 if since is None else since) // steps
 
 
 class Validation:
@@ -75,15 +76,18 @@ class Validation:
         # What was just measured, if it is the best so far.
         self.best: dict[str, float] | None = None
 
-    def due(self, step: int, *, last: bool = False) -> tuple[bool, bool]:
-        """Whether the loss is, and whether the tasks are, and were not measured yet; all of it at the last step."""
-        loss = self.loss_step != step and (last or every(self.every, step))
-        tasks = self.tasks_step != step and (last or every(self.tasks_every, step))
+    def due(self, step: int, *, since: int | None = None, last: bool = False) -> tuple[bool, bool]:
+        """Whether the loss is due, and whether the tasks are; at the last step both are, unless just measured.
+
+        `since` is the last step at which this was asked, by default the step before.
+        """
+        loss = self.loss_step != step and (last or every(self.every, step, since=since))
+        tasks = self.tasks_step != step and (last or every(self.tasks_every, step, since=since))
         return loss, tasks and self.questions is not None
 
-    def measure(self, step: int, *, last: bool = False) -> str:
-        """What is due after `step` steps; why to stop, `target` or `patience`, or nothing."""
-        by_loss, by_tasks = self.due(step, last=last)
+    def measure(self, step: int, *, since: int | None = None, last: bool = False) -> str:
+        """Measures what is due after `step` steps. Returns why to stop, `target` or `patience`, or nothing."""
+        by_loss, by_tasks = self.due(step, since=since, last=last)
         if by_loss:
             self.loss_step, loss = step, self.engine.evaluate(self.batches)
             self.ledger.val_losses.append(loss)

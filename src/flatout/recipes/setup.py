@@ -1,0 +1,390 @@
+"""Everything before the first step: hardware, data, plan, engine, run folder, and the state to start from."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from flatout import hub
+from flatout.config.settings import Decisions, PlanSettings, Settings
+from flatout.cost import checkpoint_bytes
+from flatout.data.prepare import cache_folder
+from flatout.engine import ahead, search
+from flatout.engine.faults import explained, require_space
+from flatout.engine.prepare import prepare
+from flatout.engine.ranks import Ranks, from_environment, joined
+from flatout.engine.resolve import Active, check_build, resolve
+from flatout.engine.step import Engine
+from flatout.errors import FlatoutError, UsageError
+from flatout.hardware import Hardware, bf16_ratio, detect
+from flatout.model import Model, load_adapted, load_model, peft
+from flatout.optim import adamw, schedule
+from flatout.plan import Job, Plan, decide, job_of
+from flatout.probe import Phases
+from flatout.recipes.material import Batches, Facts, Material, OpenMaterial
+from flatout.recipes.profiling import Profile
+from flatout.recipes.questions import Questions, check_tasks
+from flatout.recipes.saving import Saving
+from flatout.recipes.session import Ledger, Session, begun, open_session
+from flatout.recipes.validation import Validation
+from flatout.record import Run, Sink
+
+
+@dataclass(frozen=True, kw_only=True)
+class Training:
+    """A run that is ready for its first step."""
+
+    settings: Settings
+    hardware: Hardware
+    ranks: Ranks
+    plan: Plan
+    session: Session
+    engine: Engine
+    ledger: Ledger
+    facts: Facts
+    left_out: str  # of the data, as far as it is known at the start
+    batches: Batches
+    validation: Validation
+    saving: Saving
+    profile: Profile
+    start: int
+    total_steps: int
+
+
+@contextmanager
+def set_up(
+    settings: Settings,
+    open_material: OpenMaterial,
+    *,
+    folder: Path,
+    resume: bool,
+    sinks: Sequence[Sink],
+    session: Session | None,
+) -> Iterator[Training]:
+    check_tasks(settings)
+    with ExitStack() as stack:
+        # The machine.
+        hardware = detect()
+        check_build(hardware)
+        ranks = stack.enter_context(joined(from_environment(), num_gpus=hardware.num_gpus))
+        folder = Path(ranks.agree(str(folder)))
+        resume = begun(folder, ranks, resume=resume)
+
+        # The data, and how long to train on it; kernels compile meanwhile.
+        expected = plan_or_none(settings, hardware=hardware, ranks=ranks)
+        deterministic = settings.train.deterministic
+        compiling = stack.enter_context(
+            ahead.compiling(expected, local_rank=ranks.local_rank, deterministic=deterministic)
+        )
+        material = stack.enter_context(open_material(settings))
+        facts = material.facts
+        total_steps = steps_of(settings, material.source.steps_per_epoch)
+
+        # The plan.
+        plan = plan_for(
+            settings,
+            hardware=hardware,
+            ranks=ranks,
+            total_steps=total_steps,
+            material=material,
+            begun=folder if resume else None,
+        )
+        facts.check_vocab(plan.job.shape.vocab)
+        require_room(settings, plan, folder)
+
+        # The run folder.
+        if session is None:
+            session = stack.enter_context(
+                open_session(settings, plan=plan, ranks=ranks, folder=folder, resume=resume, sinks=sinks)
+            )
+        elif not resume:
+            session.run.replan(plan.to_json())
+
+        # The engine, with the micro-batch that runs fastest.
+        if compiling is not None:
+            compiling.join()
+        stack.enter_context(explained(plan.predicted.memory_gib))
+        active = resolve(plan, local_rank=ranks.local_rank, deterministic=deterministic)
+        engine = build_engine(
+            settings, plan, active, ranks=ranks, material=material, total_steps=total_steps, session=session
+        )
+        plan = with_found_micro_batch(plan, engine, material, session, ranks, cache=cache_folder(settings.data))
+        ledger = Ledger(session, plan=plan, active=active)
+        left_out = introduce(
+            session, plan, active, hardware=hardware, ranks=ranks, facts=facts, total_steps=total_steps
+        )
+
+        # The state to start from.
+        saving = Saving(
+            settings,
+            engine,
+            ledger,
+            session,
+            ranks,
+            data=facts.fingerprint,
+            valid=facts.valid.fingerprint,
+            base=base_of(settings),
+        )
+        start = saving.begin(facts.tokenizer, resume=resume)
+        source = material.source.batches(engine, plan, ranks, start=start, stop=total_steps)
+        batches = stack.enter_context(source)
+        held_out = material.held_out(ranks, batches.micro_batch)
+        questions = Questions.of(settings, engine, session, ranks, facts.tokenizer)
+        profile = stack.enter_context(Profile(settings.profile.steps if ranks.first else None, session=session))
+        yield Training(
+            settings=settings,
+            hardware=hardware,
+            ranks=ranks,
+            plan=plan,
+            session=session,
+            engine=engine,
+            ledger=ledger,
+            facts=facts,
+            left_out=left_out,
+            batches=batches,
+            validation=Validation(settings, engine, ledger, session, held_out, questions=questions),
+            saving=saving,
+            profile=profile,
+            start=start,
+            total_steps=total_steps,
+        )
+
+
+def dry_run(settings: Settings) -> Plan:
+    """All that can be checked and decided without reading the data: this torch, this hardware, the plan."""
+    check_tasks(settings)
+    hardware = detect()
+    check_build(hardware)
+    return plan_for(settings, hardware=hardware, ranks=from_environment())
+
+
+def steps_of(settings: Settings, steps_per_epoch: float | None) -> int:
+    """The length of the run in optimizer steps, whichever way it was given."""
+    train = settings.train
+    if train.steps is not None:
+        return train.steps
+    if train.tokens is not None:
+        return max(1, math.ceil(train.tokens / train.batch_tokens))
+    if train.epochs is None or steps_per_epoch is None:
+        raise UsageError(
+            "train.epochs needs data whose size is known, and this stream is still being written: "
+            "give train.steps or train.tokens"
+        )
+    return max(1, math.ceil(train.epochs * steps_per_epoch))
+
+
+def plan_for(
+    settings: Settings,
+    *,
+    hardware: Hardware,
+    ranks: Ranks,
+    total_steps: int | None = None,
+    material: Material | None = None,
+    begun: Path | None = None,
+) -> Plan:
+    """The plan of this configuration on the hardware that is here, the same on all ranks.
+
+    A run that was begun in the folder `begun` keeps what it was begun with, as far as the machine is the same.
+    """
+    ratio = ""
+    if hardware.gpu is None and settings.plan.precision is None and ranks.first:
+        ratio = f"{bf16_ratio():.3g}"
+    ratio = ranks.agree(ratio)
+    job = job_of(
+        settings,
+        hardware=hardware,
+        num_ranks=ranks.world,
+        total_steps=total_steps,
+        mean_context=None if material is None else material.mean_context,
+        longest=None if material is None else material.longest,
+        trained_share=None if material is None else material.trained_share,
+        cpu_bf16_ratio=float(ratio) if ratio else None,
+    )
+    return decide(job if begun is None else replace(job, pins=kept_pins(job, Run.open(begun).plan)))
+
+
+def plan_or_none(settings: Settings, *, hardware: Hardware, ranks: Ranks) -> Plan | None:
+    """The plan as far as it is known before the data is; None on a CPU, and where it needs the data."""
+    if hardware.gpu is None:
+        return None
+    try:
+        return plan_for(settings, hardware=hardware, ranks=ranks)
+    except FlatoutError:
+        return None
+
+
+def kept_pins(job: Job, begun: Mapping[str, Any]) -> PlanSettings:
+    """The decisions of an earlier attempt as pins, except where the configuration pins something else.
+
+    On another machine or number of ranks only what changes the numbers is kept.
+    """
+    same = begun["job"]["hardware"] == job.hardware.name and begun["job"]["num_ranks"] == job.num_ranks
+    names = [field.name for field in fields(Decisions)] if same else ["precision"]
+    # Given one of the two that make up the batch, the other follows.
+    if job.pins.micro_batch or job.pins.accumulation:
+        names = [name for name in names if name not in ("micro_batch", "accumulation")]
+    kept = {name: begun["decisions"].get(name) for name in names if getattr(job.pins, name) is None}
+    return replace(job.pins, **kept)
+
+
+def require_room(settings: Settings, plan: Plan, folder: Path) -> None:
+    """Refuses a run whose checkpoints do not fit on the disk."""
+    size = checkpoint_bytes(plan.job.shape, weights_only=settings.save.weights_only, adapters=plan.job.adapters)
+    count = settings.save.keep + settings.save.best + 1
+    require_space(folder, needed_bytes=count * size, what="checkpoints")
+
+
+def build_engine(
+    settings: Settings,
+    plan: Plan,
+    active: Active,
+    *,
+    ranks: Ranks,
+    material: Material,
+    total_steps: int,
+    session: Session,
+) -> Engine:
+    """The model with its weights, prepared for this device, and the optimizer that trains it."""
+
+    def note(text: str) -> None:
+        session.recorder.event("notice", text=text)
+
+    model = build_model(settings, plan, active, note=note)
+    head_loss, eight = prepare(
+        model,
+        active=active,
+        recompute=plan.decisions.recompute or "none",
+        loss_chunk=plan.decisions.loss_chunk or 1024,
+    )
+    return Engine(
+        model=model,
+        optimizer=adamw(model, settings.train, fused=active.fused_optimizer),
+        schedule=schedule(settings.train, total_steps=total_steps),
+        active=active,
+        ranks=ranks,
+        phases=Phases(device=active.device.type),
+        head_loss=head_loss,
+        eight=eight,
+        batch_tokens=settings.train.batch_tokens,
+        clip=settings.train.clip,
+        seed=settings.seed,
+        objective=material.objective,
+        combine=material.combine,
+    )
+
+
+def build_model(settings: Settings, plan: Plan, active: Active, *, note: Callable[[str], None]) -> Model:
+    """Loaded or drawn, on the device; under adapters frozen, read there weight by weight in the type they keep."""
+    chosen, adapters = settings.model, plan.job.adapters
+    if adapters is None:
+        return load_model(
+            chosen,
+            shape=plan.job.shape,
+            device=active.device,
+            compute_dtype=active.dtype,
+            seed=settings.seed,
+            note=note,
+        )
+    if plan.job.shape.adapter:
+        raise UsageError(f"lora goes with our own decoder only: {plan.job.shape.adapter}")
+    folder = None
+    if chosen.name is not None and chosen.weights == "load":
+        folder = hub.folder(chosen.name, weights=True, revision=chosen.revision)
+    model = load_adapted(
+        folder,
+        adapters,
+        shape=plan.job.shape,
+        device=active.device,
+        compute_dtype=active.dtype,
+        seed=settings.seed,
+        note=note,
+    )
+    if settings.lora.adapter is not None:
+        peft.load(model, Path(settings.lora.adapter), adapters, base=base_of(settings))
+    return model
+
+
+def base_of(settings: Settings) -> str | None:
+    """What identifies the frozen weights under adapters; None without such."""
+    if settings.lora.rank is None:
+        return None
+    if settings.model.name is None or settings.model.weights == "random":
+        return f"random, seed {settings.seed}"
+    return peft.fingerprint(hub.folder(settings.model.name, weights=True, revision=settings.model.revision))
+
+
+def with_found_micro_batch(
+    plan: Plan, engine: Engine, material: Material, session: Session, ranks: Ranks, *, cache: Path
+) -> Plan:
+    """The plan with the micro-batch that runs fastest here, unless it was pinned or there is no GPU to fill."""
+    pins = plan.job.pins
+    if pins.micro_batch or pins.accumulation or engine.active.device.type != "cuda":
+        return plan
+    key, folder = search.key_of(plan), cache / "micro-batch"
+    known = search.remembered(folder, key) if ranks.first else None
+    if known and any(plan.job.rank_sequences % trial.micro_batch for trial in known):
+        known = None  # no search of this plan tried such a size
+    text = ranks.agree("" if known is None else json.dumps([asdict(trial) for trial in known]))
+    if text:
+        trials, source = [search.Trial(**trial) for trial in json.loads(text)], "measured here before"
+    else:
+        began = time.perf_counter()
+        trials = search.search(engine, plan, ranks, lambda size: material.source.rehearsal(ranks, micro_batch=size))
+        source = "measured here"
+        session.recorder.event(
+            "micro_batch",
+            trials=[asdict(trial) for trial in trials],
+            seconds=time.perf_counter() - began,
+            compile_seconds=sum(trial.first_s for trial in trials),
+        )
+        if ranks.first:
+            search.remember(folder, key, trials)
+        # The peak that is recorded is the run's own.
+        torch.cuda.reset_peak_memory_stats()
+    size = int(ranks.agree(str(search.chosen(trials).micro_batch)))
+    plan = search.fitted(plan, trials, size=size, source=source)
+    if ranks.first:
+        session.run.replan(plan.to_json())
+    return plan
+
+
+def introduce(
+    session: Session,
+    plan: Plan,
+    active: Active,
+    *,
+    hardware: Hardware,
+    ranks: Ranks,
+    facts: Facts,
+    total_steps: int,
+) -> str:
+    """Says once, at the start, what was planned and what is really active. Gives what was left out of the data."""
+    record = session.recorder
+    begun = session.run.plan["decisions"]
+    for name, value in asdict(plan.decisions).items():
+        if name in begun and begun[name] != value:
+            text = f"this run began with plan.{name} {begun[name]} and goes on with {value}: not bit for bit the same"
+            record.event("notice", text=text)
+    record.event("hardware", **hardware.to_json())
+    described = facts.describe()
+    record.event("data", **described)
+    if left_out := str(described["left_out"]):
+        record.event("notice", text=f"not learnt from: {left_out}")
+    record.event("plan", **plan.to_json())
+    record.event("active", **dict[str, Any](active.facts))
+    if ranks.world == 1 and hardware.num_gpus > 1:
+        record.event(
+            "notice",
+            text=f"this machine has {hardware.num_gpus} GPUs and this run uses one; to use all: "
+            f"torchrun --nproc-per-node {hardware.num_gpus} -m flatout train ...",
+        )
+    record.event("start", folder=str(session.run.path), total_steps=total_steps)
+    return left_out

@@ -1,0 +1,406 @@
+"""The stages of rejection-sampling fine-tuning. Each continues after what an earlier attempt has finished."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+
+from flatout import files, hub
+from flatout.config.rules import held_out
+from flatout.config.settings import (
+    CriteriaSettings,
+    EvalSettings,
+    LoraSettings,
+    ModelSettings,
+    ProfileSettings,
+    SaveSettings,
+    Settings,
+    TargetSettings,
+)
+from flatout.data.tokenizer import Tokenizer, load_tokenizer
+from flatout.engine.checkpoint import as_os_error
+from flatout.engine.opening import Opened, open_model
+from flatout.engine.ranks import Ranks, from_environment
+from flatout.engine.trained import chosen_checkpoint, open_trained
+from flatout.errors import RunFailed, UsageError
+from flatout.evaluate import Score, chosen, compare, evaluate
+from flatout.model import Decoder, lora
+from flatout.model.loading import export_model
+from flatout.plan import Plan
+from flatout.recipes import sft
+from flatout.recipes.sampling import Chunk, Counts, Fitting, Kept, Sampled, Stopped, free_memory
+from flatout.recipes.sealed import Seals, seal_of, unwritable
+from flatout.recipes.session import Session, device_memory, identity_of
+from flatout.recipes.verdict import Outcome, Speed
+from flatout.record import Run
+from flatout.sample import Sampler, Sampling, plain_prompt, sampler_of, stop_texts
+from flatout.tasks import Messages, Task, Texts, Worked, asking, open_task
+
+# Where the plan cannot say how many completions fit.
+ROWS = 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """The tasks of a run: what is sampled, the same questions as the student is to learn them, and what is measured."""
+
+    sampled: str
+    learnt: str
+    measured: str
+    questions: list[int]
+
+    @classmethod
+    def of(cls, settings: Settings) -> Asked:
+        rft = settings.rft
+        assert rft.task is not None
+        measured = rft.valid or held_out(rft.task) or ""
+        student = rft.student_prompt or rft.prompt
+        made = [asking(rft.task, rft.prompt), asking(rft.task, student), asking(measured, student)]
+        for spec in made:
+            task = written(spec)
+            limit = rft.valid_questions if spec == made[2] else rft.questions
+            questions = chosen(task.size, limit=limit, name=task.name)
+            if not questions or task.choices(questions[0]) is not None:
+                raise UsageError(f"{spec} has options to choose from; recipe rft takes tasks whose answers are written")
+        taught = None if rft.teach is None else open_task(rft.teach)
+        if taught is not None and (not isinstance(taught, Worked) or taught.size is None):
+            raise UsageError(
+                f"rft.teach: {rft.teach} has no worked solutions, or no end of them; take sums:shown, units:train or "
+                "gsm8k:FILE"
+            )
+        if rft.teach is not None and settings.model.name is not None and Run.is_at(settings.model.name):
+            raise UsageError(f"rft.teach and {settings.model.name}, a run that was taught already: leave one out")
+        sampled = written(made[0])
+        return cls(
+            sampled=made[0],
+            learnt=made[1],
+            measured=made[2],
+            questions=chosen(sampled.size, limit=rft.questions, name=sampled.name),
+        )
+
+
+def written(spec: str) -> Task:
+    task = open_task(spec)
+    if isinstance(task, Texts):
+        raise UsageError(f"{spec} asks nothing: recipe rft takes tasks with questions")
+    return task
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured(Score):
+    """A score on file. `identity` is of the weights and the questions; older versions wrote none."""
+
+    identity: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stages:
+    """What `rft` does, one method after the other."""
+
+    settings: Settings
+    asked: Asked
+    plan: Plan
+    session: Session
+    resume: bool
+    seals: Seals
+
+    def student(self) -> str:
+        """Its name or folder, which recipe sft can train."""
+        settings, run = self.settings, self.session.run
+        name, to = settings.model.name, run.stage_dir("student").absolute()
+        if to.exists():
+            self.seals.check_folder(to)
+        elif settings.rft.teach is not None:
+            outcome = self._teach(run.stage_dir("taught"))
+            if outcome.stopped_by.startswith("SIG"):
+                raise Stopped(outcome.stopped_by)
+            self._as_folder(Run.open(run.stage_dir("taught")), to)
+        elif name is not None and Run.is_at(name):
+            self._as_folder(Run.open(name), to)
+        elif name is not None and settings.model.revision is not None:
+            return str(hub.folder(name, weights=True, revision=settings.model.revision))
+        else:
+            return str(name)
+        return str(to)
+
+    def score(self, name: str, *, number: int) -> Score:
+        """Accuracy on the held-out questions, greedily; after round `number`, 0 being before the first."""
+        rft, path = self.settings.rft, self.session.run.samples_dir / f"score-{number}.json"
+        how = [self.asked.measured, rft.valid_questions, self.settings.sample.max_tokens]
+        try:
+            known = self.seals.read(path, Measured)
+        except FileNotFoundError:
+            known = None
+        # Other weights, as after more steps, are measured again.
+        if known is not None and known.identity == identity_of(how=how, weights=weights_of(name)):
+            return known
+        model = self._opened(name)
+        sampling = Sampling(max_tokens=self.settings.sample.max_tokens, stop_ids=model.stop_ids)
+
+        def measure(sampler: Sampler) -> Score:
+            [score] = evaluate(
+                [self.asked.measured],
+                sampler=sampler,
+                tokenizer=model.tokenizer,
+                sampling=sampling,
+                limit=rft.valid_questions,
+            )
+            return score
+
+        score = self._fitting(model).run(measure)
+        identity = identity_of(how=how, weights=model.checksum or weights_of(name))
+        self.seals.write(path, score.to_json() | {"identity": identity})
+        brief = {key: value for key, value in score.to_json().items() if key not in ("indices", "rewards")}
+        self.session.recorder.event("score", round=number, **brief)
+        self._leave_if_asked()
+        return score
+
+    def samples(self, name: str, *, number: int, before: Mapping[int, Sequence[Kept]]) -> list[Chunk]:
+        settings, session = self.settings, self.session
+        rft, task = settings.rft, written(self.asked.sampled)
+        model = self._opened(name)
+        sampling = Sampling(
+            max_tokens=settings.sample.max_tokens,
+            min_tokens=settings.sample.min_tokens,
+            temperature=settings.sample.temperature,
+            top_p=settings.sample.top_p,
+            top_k=settings.sample.top_k,
+            stop_ids=model.stop_ids,
+            stop_texts=stop_texts(model.tokenizer),
+            seed=settings.seed + number - 1,
+        )
+        identity = identity_of(
+            weights=model.checksum or weights_of(name),
+            sampling=asdict(sampling) | {"stop_ids": sorted(sampling.stop_ids)},
+            prompts=[list(map(dict, task.prompt(i))) for i in self.asked.questions],
+            before=[asdict(one) for many in before.values() for one in many],
+            how=[rft.oversample, rft.adaptive, rft.first, rft.keep, rft.chunk],
+        )
+        fitting = self._fitting(model)
+        session.recorder.event(
+            "sample",
+            round=number,
+            task=self.asked.sampled,
+            questions=len(self.asked.questions),
+            oversample=rft.oversample,
+            adaptive=rft.adaptive,
+            temperature=sampling.temperature,
+            model=name,
+            on=model.where,
+            rows=fitting.rows,
+        )
+        device = model.model.head_weight.device
+        return Sampled(
+            task=task,
+            spec=self.asked.sampled,
+            tokenizer=model.tokenizer,
+            sampling=sampling,
+            rft=rft,
+            fitting=fitting,
+            identity=identity,
+            seals=self.seals,
+            tell=session.recorder.event,
+            memory=partial(device_memory, device, session.monitor),
+            stop=lambda: bool(session.stop),
+        ).collect(self.asked.questions, folder=session.run.samples_dir / f"round-{number}", before=before)
+
+    def dataset(self, chunks: Sequence[Chunk], *, number: int, student: str, least: int) -> Path:
+        """All that was kept, in the order of the questions, as recipe sft reads it; fewer rows than `least` are none.
+
+        Training takes two: one to learn from, one to validate with.
+        """
+        path, counts = self.session.run.samples_dir / f"round-{number}.jsonl", total(chunks)
+        task, tokenizer = written(self.asked.learnt), load_tokenizer(student, documents=None, cache=Path())
+        kept = [one for chunk in chunks for one in chunk.kept]
+        rows = (
+            row(tokenizer, task.prompt(one.question), one.text) | {"index": one.question, "sample": one.sample}
+            for one in kept
+        )
+        self.seals.write_rows(path, "".join(json.dumps(one) + "\n" for one in rows))
+        self.session.recorder.event("dataset", round=number, path=str(path), **counts.to_json())
+        if len(kept) < least:
+            raise RunFailed(
+                f"too little to learn from: {counts.solved} of {counts.questions} questions solved in {counts.samples} "
+                f"samples, {counts.answered} of which gave an answer in the form asked for. Take a larger "
+                "rft.generator, raise rft.oversample or sample.max_tokens, or look at the prompt (rft.prompt)"
+            )
+        return path
+
+    def trained(self, student: str, rows: Path, *, number: int) -> Outcome:
+        """The last round trains in this run's own folder, those before in folders of their own."""
+        settings, run = as_sft(self.settings, student=student, rows=rows), self.session.run
+        free_memory()
+        if number == self.settings.rft.rounds:
+            return sft.run(
+                settings,
+                folder=run.path,
+                resume=self.resume and run.checkpoints_dir.is_dir(),
+                session=self.session,
+            )
+        return self._stage(settings, self.folder_of(number))
+
+    def folder_of(self, number: int) -> Path:
+        run = self.session.run
+        return run.path if number == self.settings.rft.rounds else run.stage_dir(f"round-{number}")
+
+    def verdict(self, scores: Sequence[Score], *, counts: Counts, seconds: float | None) -> None:
+        """The last word: what the student could before and can now, on the same questions."""
+        before, after = scores[0], scores[-1]
+        difference = compare(before, after)
+        self.session.recorder.event(
+            "rft",
+            task=self.asked.measured,
+            n=after.n,
+            accuracy=[score.value for score in scores],
+            intervals=[[score.low, score.high] for score in scores],
+            answered=[score.details["answered"] for score in scores],
+            difference=None if difference is None else asdict(difference),
+            dataset=counts.to_json(),
+            seconds=seconds,
+        )
+
+    def _teach(self, folder: Path) -> Outcome:
+        """Teaches the task's own worked solutions, all weights."""
+        settings, rft, run = self.settings, self.settings.rft, self.session.run
+        assert rft.teach is not None
+        task, asked = open_task(rft.teach), written(asking(rft.teach, rft.student_prompt or rft.prompt))
+        assert isinstance(task, Worked)
+        tokenizer = load_tokenizer(sft.tokenizer_of(settings), documents=None, cache=Path())
+        path = run.samples_dir / "solutions.jsonl"
+        solved = (row(tokenizer, asked.prompt(i), task.solution(i)) for i in chosen(asked.size, limit=None))
+        self.seals.write_rows(path, "".join(json.dumps(one) + "\n" for one in solved))
+        train = replace(
+            settings.train,
+            steps=rft.teach_steps,
+            epochs=None,
+            tokens=None,
+            lr=rft.teach_lr or settings.train.lr,
+            warmup_steps=min(settings.train.warmup_steps, rft.teach_steps // 2),
+        )
+        self.session.recorder.event(
+            "notice", text=f"taught the solutions of {rft.teach}: {train.steps} steps in {folder}"
+        )
+        alike = as_sft(settings, student=None, rows=path)
+        return self._stage(replace(alike, train=train, lora=LoraSettings()), folder)
+
+    def _stage(self, settings: Settings, folder: Path) -> Outcome:
+        """A training of its own on the way, judged by nothing."""
+        quiet = replace(
+            settings,
+            eval=EvalSettings(tokens=settings.eval.tokens),
+            save=SaveSettings(every=settings.save.every),
+            target=TargetSettings(),
+            criteria=CriteriaSettings(),
+            profile=ProfileSettings(),
+        )
+        self._clear_unborn(folder)
+        outcome = sft.run(quiet, folder=folder, resume=Run.is_at(folder))
+        self.session.recorder.event(
+            "stage",
+            folder=str(folder),
+            steps=outcome.steps,
+            seconds=outcome.hours * 3600,
+            loss=outcome.loss_last_tenth,
+            val_loss=outcome.val_losses[-1] if outcome.val_losses else None,
+        )
+        free_memory()
+        return outcome
+
+    def _clear_unborn(self, folder: Path) -> None:
+        """Removes what a kill left of a stage that had not begun yet, so that it begins anew."""
+        files.sweep(folder)
+        if self.resume and folder.is_dir() and not Run.is_at(folder) and not any(p.is_dir() for p in folder.iterdir()):
+            files.remove(folder)
+
+    def _as_folder(self, run: Run, to: Path) -> None:
+        """The model of a run as a Hugging Face folder, sealed; whole or not there."""
+        trained = open_trained(run, trust=self.settings.model.trust)
+        self._tell(trained.notices)
+        if trained.adapters is not None and isinstance(trained.model, Decoder):
+            lora.merge(trained.model)
+        try:
+            with self.seals.writing_folder(to) as folder:
+                trained.tokenizer.save(folder)
+                export_model(trained.model, folder, dtype=torch.float32, eos_token_id=trained.tokenizer.eos_id)
+        except (OSError, SafetensorError) as error:
+            raise unwritable(to, as_os_error(error, to)) from None
+
+    def _opened(self, name: str) -> Opened:
+        """A model to be asked, in the memory that the one before has left."""
+        free_memory()
+        model = open_model(name, trust=self.settings.model.trust)
+        self._tell(model.notices)
+        return model
+
+    def _tell(self, notices: Iterable[str]) -> None:
+        for text in notices:
+            self.session.recorder.event("bad-checkpoint", text=text)
+
+    def _fitting(self, model: Opened) -> Fitting:
+        return Fitting(
+            lambda rows: sampler_of(model, rows=rows),
+            rows=self.plan.rows or ROWS,
+            tell=self.session.recorder.event,
+        )
+
+    def _leave_if_asked(self) -> None:
+        if self.session.stop:
+            raise Stopped
+
+
+# --- from settings to settings -----------------------------------------------------------------------------
+
+
+def as_sft(settings: Settings, *, student: str | None, rows: Path) -> Settings:
+    """The same run as recipe sft on what was sampled. None: the model as it is configured, weights or none."""
+    model = settings.model if student is None else ModelSettings(name=student, trust=settings.model.trust)
+    # What a model wrote may spell out a control token: such a row is left out and counted, and stops nothing.
+    data = replace(settings.data, source="jsonl", path=str(rows), on_bad_row="skip", max_bad_share=1.0)
+    return replace(settings, recipe="sft", model=model, data=data)
+
+
+def row(tokenizer: Tokenizer, prompt: Messages, answer: str) -> dict[str, Any]:
+    """A row for recipe sft: the prompt word for word as it is sampled and measured, and what is to be learnt."""
+    if tokenizer.has_template:
+        said = [{"role": "assistant", "content": answer}]
+        return {"prompt": [dict(message) for message in prompt], "completion": said}
+    return {"prompt": plain_prompt(prompt), "completion": f" {answer}"}
+
+
+# --- what lies between ------------------------------------------------------------------------------------
+
+
+def alone() -> Ranks:
+    ranks = from_environment()
+    if ranks.world > 1:
+        raise UsageError(f"recipe rft runs on one device, not on {ranks.world} ranks: start it without torchrun")
+    return ranks
+
+
+def weights_of(name: str) -> str:
+    """What identifies the weights behind a name: a checkpoint of a run, a folder that was sealed, or the name."""
+    if Run.is_at(name):
+        return chosen_checkpoint(Run.open(name))[0].checksum
+    return seal_of(Path(name)) or name
+
+
+def by_question(chunks: Sequence[Chunk]) -> dict[int, list[Kept]]:
+    kept: dict[int, list[Kept]] = {}
+    for one in (one for chunk in chunks for one in chunk.kept):
+        kept.setdefault(one.question, []).append(one)
+    return kept
+
+
+def total(chunks: Sequence[Chunk]) -> Counts:
+    return sum((chunk.counts for chunk in chunks), Counts())
+
+
+def nothing_trained(*, stopped_by: str = "end") -> Outcome:
+    return Outcome(steps=0, tokens=0, hours=0.0, speed=Speed(steps=0), saved_step=0, stopped_by=stopped_by)
