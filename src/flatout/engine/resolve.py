@@ -6,7 +6,6 @@ import importlib.util
 import os
 import shutil
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 
 import torch
@@ -157,24 +156,19 @@ def _kernels(plan: Plan, dtype: torch.dtype, device: torch.device) -> tuple[dict
         general = "they take no adapter dropout and no 4-bit weights"
     if wish.recompute == "selective":
         general = "selective recomputation keeps what they would overwrite"
-    with ThreadPoolExecutor(len(wished)) as pool:  # each compiles kernels of its own
-        wanted_names = [name for name, wanted in wished.items() if wanted and not general]
-        tried = dict(
-            zip(
-                wanted_names,
-                pool.map(lambda name: _try_kernel(name, plan.job.shape, dtype, device), wanted_names),
-                strict=True,
-            )
-        )
+    no_fp8 = None
+    if wish.fp8:
+        no_fp8 = why_no_fp8(device, dtype) if adapters is None else "adapters learn beside 16-bit matmuls"
+    eight = bool(wish.fp8) and no_fp8 is None and device.type == "cuda"
     for name, wanted in wished.items():
-        problem = general or tried.get(name)
+        problem = general
+        if wanted and not general:
+            problem = try_kernel(name, plan=plan, dtype=dtype, device=device, eight=eight)
         granted[name] = bool(wanted) and problem is None
         words[f"{name} kernel"] = "fused" if granted[name] else f"plain: {problem}" if wanted else "plain"
-    fp8 = bool(wish.fp8) and any(granted.values())
+    fp8 = bool(wish.fp8) and any(granted.values()) and no_fp8 is None
     if wish.fp8:
-        problem = _no_fp8(device, dtype) if adapters is None else "adapters learn beside 16-bit matmuls"
-        fp8 = fp8 and problem is None
-        words["fp8"] = "on: 8-bit matmuls in the fused segments" if fp8 else f"off: {problem or 'no fused segment'}"
+        words["fp8"] = "on: 8-bit matmuls in the fused segments" if fp8 else f"off: {no_fp8 or 'no fused segment'}"
     return {f"fused_{name}": on for name, on in granted.items()} | {"fp8": fp8}, words
 
 
@@ -188,7 +182,7 @@ def _no_triton(device: torch.device) -> str | None:
     return None
 
 
-def _no_fp8(device: torch.device, dtype: torch.dtype) -> str | None:
+def why_no_fp8(device: torch.device, dtype: torch.dtype) -> str | None:
     """Why 8-bit matmuls cannot be had here; None if they can, and the kernels around them write what they should."""
     if device.type != "cuda":
         return None
@@ -212,10 +206,14 @@ def _no_fp8(device: torch.device, dtype: torch.dtype) -> str | None:
     return None
 
 
-def _try_kernel(name: str, shape: ModelShape, dtype: torch.dtype, device: torch.device) -> str | None:
-    """Why a fused segment cannot be trained with here; None if it took a forward and a backward pass."""
-    from flatout.kernels import rows, segments
+def try_kernel(name: str, *, plan: Plan, dtype: torch.dtype, device: torch.device, eight: bool) -> str | None:
+    """Why a fused segment cannot be trained with here; None if it took a forward and a backward pass.
 
+    With `eight` it is tried in 8 bits, as the run uses it, so that no kernel is compiled in vain.
+    """
+    from flatout.kernels import fp8, rows, segments
+
+    shape = plan.job.shape
     if name == "qkv" and shape.qk_norm and shape.head_dim & (shape.head_dim - 1):
         return f"query and key norms need heads of a power of two, not {shape.head_dim}"
     tokens = 16
@@ -226,19 +224,38 @@ def _try_kernel(name: str, shape: ModelShape, dtype: torch.dtype, device: torch.
     def stream() -> torch.Tensor:
         return zeros(tokens, shape.hidden, kind=dtype)
 
+    def scale(kind: torch.dtype) -> fp8.Scale:
+        return fp8.Scales([kind], device)[0]
+
+    def copies(*weights: torch.Tensor) -> list[fp8.Weight]:
+        made = [fp8.Weight(weight) for weight in weights]
+        fp8.Weight.refresh(list(weights), made)
+        return made
+
+    up, down = fp8.FORWARD, fp8.BACKWARD
     try:
         if name == "qkv":
             weight, angles = zeros(shape.q_width + 2 * shape.kv_width, shape.hidden), (tokens, 1, shape.head_dim // 2)
             cos = torch.ones(angles, device=device)
+            eight_qkv = None
+            if eight and not shape.qkv_bias:
+                eight_qkv = segments.Qkv8(x=scale(up), d_qkv=scale(down), weight=copies(weight)[0])
             q_norm, k_norm = (zeros(shape.head_dim) if shape.qk_norm else None for _ in range(2))
             _, q, k, v = segments.norm_qkv_rope(
                 stream(), stream(), zeros(shape.hidden), weight, None, q_norm, k_norm, cos, cos, eps=1e-5,
-                heads=shape.heads, groups=shape.kv_heads,
+                heads=shape.heads, groups=shape.kv_heads, scales=eight_qkv,
             )  # fmt: skip
             (q.sum() + k.sum() + v.sum()).backward()
         elif name == "mlp":
             wide, narrow = zeros(2 * shape.intermediate, shape.hidden), zeros(shape.hidden, shape.intermediate)
-            segments.norm_mlp(stream(), stream(), zeros(shape.hidden), wide, narrow, eps=1e-5)[1].sum().backward()
+            eight_mlp = None
+            if eight:
+                gate_up, narrowed = copies(wide, narrow)
+                kinds = {"x": scale(up), "h": scale(up), "d_out": scale(down), "d_gate_up": scale(down)}
+                eight_mlp = segments.Mlp8(**kinds, gate_up=gate_up, down=narrowed)
+            normed = zeros(shape.hidden)
+            out = segments.norm_mlp(stream(), stream(), normed, wide, narrow, eps=1e-5, scales=eight_mlp)[1]
+            out.sum().backward()
         else:
             logits = torch.zeros(tokens, 512, device=device, dtype=dtype)
             rows.cross_entropy_(logits, torch.zeros(tokens, dtype=torch.long, device=device))

@@ -71,19 +71,15 @@ def set_up(
 ) -> Iterator[Training]:
     check_tasks(settings)
     with ExitStack() as stack:
-        # The machine.
+        # The machine. Kernels compile while the data is opened.
         hardware = detect()
+        compiling = stack.enter_context(ahead.compiling(plan_to_compile(settings, hardware=hardware)))
         check_build(hardware)
         ranks = stack.enter_context(joined(from_environment(), num_gpus=hardware.num_gpus))
         folder = Path(ranks.agree(str(folder)))
         resume = begun(folder, ranks, resume=resume)
 
-        # The data, and how long to train on it; kernels compile meanwhile.
-        expected = plan_or_none(settings, hardware=hardware, ranks=ranks)
-        deterministic = settings.train.deterministic
-        compiling = stack.enter_context(
-            ahead.compiling(expected, local_rank=ranks.local_rank, deterministic=deterministic)
-        )
+        # The data, and how long to train on it.
         material = stack.enter_context(open_material(settings))
         facts = material.facts
         total_steps = steps_of(settings, material.source.steps_per_epoch)
@@ -109,10 +105,10 @@ def set_up(
             session.run.replan(plan.to_json())
 
         # The engine, with the micro-batch that runs fastest.
-        if compiling is not None:
-            compiling.join()
+        for process in compiling:
+            process.join()
         stack.enter_context(explained(plan.predicted.memory_gib))
-        active = resolve(plan, local_rank=ranks.local_rank, deterministic=deterministic)
+        active = resolve(plan, local_rank=ranks.local_rank, deterministic=settings.train.deterministic)
         engine = build_engine(
             settings, plan, active, ranks=ranks, material=material, total_steps=total_steps, session=session
         )
@@ -211,14 +207,17 @@ def plan_for(
     return decide(job if begun is None else replace(job, pins=kept_pins(job, Run.open(begun).plan)))
 
 
-def plan_or_none(settings: Settings, *, hardware: Hardware, ranks: Ranks) -> Plan | None:
-    """The plan as far as it is known before the data is; None on a CPU, and where it needs the data."""
-    if hardware.gpu is None:
+def plan_to_compile(settings: Settings, *, hardware: Hardware) -> Plan | None:
+    """The plan as far as it is known before the data is; None where nothing is compiled, or was compiled before."""
+    ranks = from_environment()
+    if hardware.gpu is None or ranks.world > 1:
         return None
     try:
-        return plan_for(settings, hardware=hardware, ranks=ranks)
-    except FlatoutError:
+        plan = plan_for(settings, hardware=hardware, ranks=ranks)
+    except FlatoutError:  # it needs the data; what is wrong is said by the plan that has it
         return None
+    known = search.remembered(cache_folder(settings.data) / "micro-batch", search.key_of(plan))
+    return None if known else plan
 
 
 def kept_pins(job: Job, begun: Mapping[str, Any]) -> PlanSettings:
