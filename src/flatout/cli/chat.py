@@ -9,13 +9,47 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Annotated
 
-from flatout.data.tokenizer import Tokenizer
-from flatout.insight.clean import clean
-from flatout.sample import Sampler, Sampling, pieces
-from flatout.tasks import Message
+import typer
+
+from flatout.cli.shared import BackendName, Dtype, MaxTokens, ModelName, Seed, TopP, Trust, require_torch, warn
+
+if TYPE_CHECKING:
+    from flatout.data.tokenizer import Tokenizer
+    from flatout.sample import Sampler, Sampling
+    from flatout.tasks import Message
 
 HELP = "/reset begins anew, /quit ends; Ctrl-C stops an answer, Ctrl-D ends"
+
+
+def chat(
+    model: ModelName,
+    system: Annotated[str | None, typer.Option(help="what the model is told first")] = None,
+    temperature: Annotated[float, typer.Option(help="0 takes the likeliest token")] = 0.7,
+    top_p: TopP = 0.95,
+    max_tokens: MaxTokens = 512,
+    seed: Seed = 0,
+    dtype: Dtype = None,
+    backend: BackendName = "auto",
+    trust: Trust = None,
+) -> None:
+    """Talk to a model: in the terminal, or one question a line from a pipe."""
+    require_torch()
+    from flatout.engine.opening import open_model
+    from flatout.sample import Sampling, backend_of, sampler_of
+
+    sampling = Sampling(max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed)
+    chosen = backend_of(backend)
+    opened = open_model(model, dtype=dtype, backend=chosen, trust=trust)
+    warn(opened.notices)
+    talk = Talk(
+        sampler_of(opened, backend=chosen, rows=1),
+        opened.tokenizer,
+        sampling=replace(sampling, stop_ids=opened.stop_ids),
+        system=system,
+    )
+    run(talk, Lines.standard())
 
 
 class Talk:
@@ -33,6 +67,8 @@ class Talk:
 
     def ask(self, question: str) -> Iterator[str]:
         """The answer, piece by piece; what was said so far is remembered, also when it is stopped halfway."""
+        from flatout.sample import pieces
+
         prompt = self._prompt(question)
         said: list[str] = []
         try:
@@ -135,6 +171,8 @@ def run(talk: Talk, lines: Lines) -> None:
 
 
 def _answer(talk: Talk, question: str, lines: Lines) -> None:
+    from flatout.insight.clean import clean
+
     forgotten = talk.forgotten
     answer = talk.ask(question)
     try:

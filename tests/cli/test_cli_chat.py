@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from flatout import chat
+from flatout.cli import chat
 from flatout.data.tokenizer import ByteTokenizer
 from flatout.sample import Completion, Sampling
 
