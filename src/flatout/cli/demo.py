@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from flatout.cli.shared import new_folder, out, require_torch
-from flatout.cli.train import leave
+from flatout.cli.train import exit_if_stopped
 from flatout.errors import INTERRUPTED_EXIT, RunFailed
 
 
@@ -25,6 +25,6 @@ def demo(
         outcome = story.run(folder, console=out, repeats=0 if quick else story.REPEATS)
     except KeyboardInterrupt:
         raise typer.Exit(INTERRUPTED_EXIT) from None
-    leave(outcome, folder)
+    exit_if_stopped(outcome, folder)
     if not outcome.val_losses[-1] < outcome.val_losses[0]:
         raise RunFailed("the demo did not learn: its validation loss did not fall")

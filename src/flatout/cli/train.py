@@ -52,7 +52,7 @@ def train(
         return
     recipes: dict[str, Callable[..., Outcome]] = {"pretrain": pretrain.run, "sft": sft.run, "rft": rft.run}
     recipe = recipes[settings.recipe]
-    leave(_carry_out(recipe, settings, folder=folder, resume=resume), folder, trust=trust)
+    exit_if_stopped(_carry_out(recipe, settings, folder=folder, resume=resume), folder, trust=trust)
 
 
 def sample(
@@ -74,10 +74,10 @@ def sample(
     from flatout.record import Run
 
     outcome = _carry_out(partial(rft.run, train=False), settings, folder=folder, resume=resume)
-    leave(outcome, folder, verb="sample", trust=trust)
+    exit_if_stopped(outcome, folder, verb="sample", trust=trust)
     hint = json.dumps({"source": "jsonl", "path": str(Run.open(folder).samples_dir / "round-1.jsonl")})
     out.print(f"train on it by recipe sft with data: {hint}, or on all of it by\n  ", end="", highlight=False)
-    print_plain(_resuming("train", folder, trust=trust))
+    print_plain(_resume_command("train", folder, trust=trust))
 
 
 def _run_folder(settings: Settings, run: Path | None, *, config: Path, resume: bool) -> Path:
@@ -112,8 +112,8 @@ def _carry_out(recipe: Callable[..., Outcome], settings: Settings, *, folder: Pa
         raise typer.Exit(INTERRUPTED_EXIT) from None
 
 
-def leave(outcome: Outcome, folder: Path, *, verb: str = "train", trust: str | None = None) -> None:
-    """How a run that was asked to stop ends: whether its state is safe, how to go on, and the exit code."""
+def exit_if_stopped(outcome: Outcome, folder: Path, *, verb: str = "train", trust: str | None = None) -> None:
+    """If the run was asked to stop: say whether its state is safe and how to go on, and exit with its code."""
     if not outcome.stopped_by.startswith("SIG"):
         return
     from flatout.engine.ranks import from_environment
@@ -126,11 +126,11 @@ def leave(outcome: Outcome, folder: Path, *, verb: str = "train", trust: str | N
             command = f"{begin} train {shlex.quote(f'{folder}/config.yaml')} {shlex.quote(f'run={folder}')} --resume"
             command += f" --trust-remote-code {shlex.quote(trust)}" if trust else ""
         else:
-            command = _resuming(verb, folder, trust=trust)
+            command = _resume_command(verb, folder, trust=trust)
         err.print(f"{outcome.stopped_by}: {safe}. Resume with\n  {escaped(command)}", highlight=False, soft_wrap=True)
     raise typer.Exit(INTERRUPTED_EXIT if outcome.stopped_by == "SIGINT" else PREEMPTED_EXIT)
 
 
-def _resuming(verb: str, folder: Path, *, trust: str | None) -> str:
+def _resume_command(verb: str, folder: Path, *, trust: str | None) -> str:
     trusting = f" --trust-remote-code {shlex.quote(trust)}" if trust else ""
     return f"flatout {verb} {shlex.quote(f'{folder}/config.yaml')} --run {shlex.quote(str(folder))} --resume{trusting}"

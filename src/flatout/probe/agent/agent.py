@@ -47,7 +47,7 @@ class Agent:
         self.totals: Counter[str] = Counter()
         self.profile_until, self.num_profiled = 0, PROFILED_STEPS
         self.compile_seen = 0.0
-        self.probing = False  # inside our own replay: nothing is booked
+        self.probing = False  # inside our own replay: nothing is counted
         self.ended = False
         self.timeline, self.patches = Timeline(), Patches()
         self.hooks, self.switches = TorchHooks(self), Switches(self)
@@ -77,7 +77,7 @@ class Agent:
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Book the time of a block, unless it is inside a phase that has it all: an evaluation reads data too."""
+        """Count the time of a block, unless it is inside a phase that has it all: an evaluation reads data too."""
         if not self.is_training_thread() or self.timeline.phase in WHOLE:
             yield
             return
@@ -108,7 +108,7 @@ class Agent:
             self.facts["framework"] = framework_of_stack()
             self.facts["step_site"] = user_site()
             self.forwards.discover(optimizer)
-            self._take_device(optimizer)
+            self._note_device(optimizer)
             self.stage = "warm"
         if str(id(optimizer)) not in self.facts["optimizers"]:
             self.facts["optimizers"][str(id(optimizer))] = optimizer_facts(optimizer)
@@ -125,7 +125,7 @@ class Agent:
                 self.ended = True
                 self.finish(optimizer)
 
-    def _take_device(self, optimizer: Any) -> None:
+    def _note_device(self, optimizer: Any) -> None:
         torch = self.torch
         devices = Counter(p.device.type for group in optimizer.param_groups for p in group["params"])
         self.facts["device"] = devices.most_common(1)[0][0] if devices else None
@@ -133,19 +133,19 @@ class Agent:
         self.facts["cuda_used"] = used_cuda
         if used_cuda:
 
-            def stamp() -> Any:
+            def record_event() -> Any:
                 if torch.cuda.is_current_stream_capturing():
                     return None
                 event = torch.cuda.Event(enable_timing=True)
                 event.record()
                 return event
 
-            self.timeline.make_event = stamp
+            self.timeline.make_event = record_event
 
     def end_step(self, optimizer: Any) -> None:
-        """The optimizer has stepped: close the books of this step and decide what the next one is for."""
+        """The optimizer has stepped: write down this step and decide what the next one is for."""
         now = time.perf_counter()
-        host, spans = self.timeline.cut()
+        host, spans = self.timeline.take()
         compiled = compile_seconds()
         micro = self.forwards.take()
         line = {
@@ -172,7 +172,7 @@ class Agent:
         self.num_steps += 1
         self._next_stage(now)
         self.step_began, self.cpu_began = time.perf_counter(), time.process_time()
-        self.timeline.cut()  # what we did ourselves just now belongs to no step
+        self.timeline.take()  # what we did ourselves just now belongs to no step
 
     def _next_stage(self, now: float) -> None:
         asked = self.settings

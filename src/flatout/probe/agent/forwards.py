@@ -27,7 +27,7 @@ class Model:
 
 
 class Forwards:
-    """Hears of every forward pass of the models there are, and counts the micro-batches of a step."""
+    """Follows every forward pass of the models there are, and counts the micro-batches of a step."""
 
     def __init__(self, agent: Agent) -> None:
         self.agent = agent
@@ -45,7 +45,7 @@ class Forwards:
         return taken
 
     def discover(self, optimizer: Any) -> None:
-        """Find the modules whose parameters are stepped, and hear of their forwards from now on."""
+        """Find the modules whose parameters are stepped, and follow their forward passes from now on."""
         module_type = self.agent.torch.nn.Module
         # `type(o)`, because some objects answer for their class with an import or an error.
         modules = [o for o in gc.get_objects() if issubclass(type(o), module_type)]

@@ -59,7 +59,7 @@ class Replays:
 
     # -- the machinery
 
-    def once(self, module: Any = None, times: int = 1) -> None:
+    def replay(self, module: Any = None, times: int = 1) -> None:
         torch = self.torch
         rows = next((t.shape[0] for _, t in tensors_of([self.args, self.kwargs]) if t.dim() > 0), None)
 
@@ -75,7 +75,7 @@ class Replays:
         if loss is not None:
             loss.backward()
 
-    def clock(self, call: Callable[[], None]) -> float:
+    def timed(self, call: Callable[[], None]) -> float:
         cuda = self.device == "cuda"
         if cuda:
             self.torch.cuda.synchronize()
@@ -85,13 +85,13 @@ class Replays:
             self.torch.cuda.synchronize()
         return time.perf_counter() - began
 
-    def against(self, plain_call: Callable[[], None], changed: Callable[[], None]) -> tuple[float, float] | None:
+    def compare(self, plain_call: Callable[[], None], changed: Callable[[], None]) -> tuple[float, float] | None:
         """Best seconds of either, taken in turns so that a busy machine slows both."""
         best = [float("inf"), float("inf")]
         began = time.perf_counter()
         for turn in range(10):
             for which, call in enumerate((plain_call, changed)):
-                seconds = self.clock(call)
+                seconds = self.timed(call)
                 if turn > 0:  # the first turn warms up
                     best[which] = min(best[which], seconds)
             spent = time.perf_counter() - began
@@ -99,17 +99,17 @@ class Replays:
                 break
         return None if float("inf") in best else (best[0], best[1])
 
-    def ask(self, name: str, change: Callable[[], Any], times: int = 1) -> None:
+    def measure(self, name: str, change: Callable[[], Any], times: int = 1) -> None:
         """Compare a plain replay with one inside `change()`."""
         if time.perf_counter() > self.deadline:
             return
 
         def changed() -> None:
             with self.state(anomaly=self.anomaly), change():
-                self.once(times=times)
+                self.replay(times=times)
 
         try:
-            taken = self.against(self.as_it_was, changed)
+            taken = self.compare(self.replay_unchanged, changed)
         except self.torch.cuda.OutOfMemoryError:
             self.found[name] = "out of memory"
             self.torch.cuda.empty_cache()
@@ -117,9 +117,9 @@ class Replays:
         if taken:
             self.found[name] = [taken[0], taken[1] / times]
 
-    def as_it_was(self) -> None:
+    def replay_unchanged(self) -> None:
         with self.state(anomaly=self.anomaly):
-            self.once()
+            self.replay()
 
     @contextlib.contextmanager
     def state(self, anomaly: bool) -> Iterator[None]:
@@ -136,27 +136,27 @@ class Replays:
         if self.synced is self.module or self.agent.facts["accumulation"] < 2:
             return
         # Fixed counts: every rank must take part in the same collectives.
-        timed: dict[bool, float] = {True: float("inf"), False: float("inf")}
+        best: dict[bool, float] = {True: float("inf"), False: float("inf")}
         for _ in range(6):
             for sync in (True, False):
                 with contextlib.nullcontext() if sync else self.synced.no_sync():
-                    timed[sync] = min(timed[sync], self.clock(lambda: self.once(self.synced)))
-        self.found["no-sync"] = [timed[True], timed[False]]
+                    best[sync] = min(best[sync], self.timed(lambda: self.replay(self.synced)))
+        self.found["no-sync"] = [best[True], best[False]]
 
     def switches(self) -> None:
         torch, facts = self.torch, self.agent.facts
         if facts.get("anomaly"):
-            self.ask("anomaly", lambda: self.state(anomaly=False))
+            self.measure("anomaly", lambda: self.state(anomaly=False))
         if facts.get("recomputing"):
-            self.ask("recompute", self.without_recompute)
+            self.measure("recompute", self.without_recompute)
         if self.device == "cpu" and torch.get_num_threads() < facts["default_threads"]:
-            self.ask("threads", self.all_threads)
+            self.measure("threads", self.all_threads)
         if torch.are_deterministic_algorithms_enabled():
-            self.ask("deterministic", self.nondeterministic)
+            self.measure("deterministic", self.nondeterministic)
         if self.device == "cuda" and not (
             torch.backends.cuda.flash_sdp_enabled() and torch.backends.cuda.mem_efficient_sdp_enabled()
         ):
-            self.ask("attention-backends", self.all_backends)
+            self.measure("attention-backends", self.all_backends)
 
     def precision(self) -> None:
         torch, facts = self.torch, self.agent.facts
@@ -164,8 +164,8 @@ class Replays:
             return
         if facts.get("compute_dtype", "float32") == "float32":
             if matmul_precision(torch) == "highest":
-                self.ask("tf32", self.tf32)
-            self.ask("bf16", self.in_bf16)
+                self.measure("tf32", self.tf32)
+            self.measure("bf16", self.in_bf16)
 
     def larger_batch(self) -> None:
         ids = Batch(self.torch, self.args, self.kwargs).ids
@@ -173,17 +173,17 @@ class Replays:
             return
         self.anomaly = False  # what a stack for every operation costs is not the batch's fault
         for times in (2, 4):
-            self.ask(f"batch-{times}", contextlib.nullcontext, times=times)
+            self.measure(f"batch-{times}", contextlib.nullcontext, times=times)
 
     def single(self) -> None:
         """float64 to float32; last, because the module stays that way."""
         torch = self.torch
-        plain_s = self.against(self.as_it_was, self.as_it_was)
+        plain_s = self.compare(self.replay_unchanged, self.replay_unchanged)
         torch.set_default_dtype(torch.float32)
         self.module.float()
         self.args = mapped(list(self.args), lambda t: t.float() if t.is_floating_point() else t)
         self.kwargs = mapped(dict(self.kwargs), lambda t: t.float() if t.is_floating_point() else t)
-        single_s = self.against(self.as_it_was, self.as_it_was)
+        single_s = self.compare(self.replay_unchanged, self.replay_unchanged)
         if plain_s and single_s:
             self.found["single"] = [min(plain_s), min(single_s)]
 
@@ -246,11 +246,11 @@ class Replays:
         torch = self.torch
         side = 4096 if self.device == "cuda" else 1024
         a, b = (torch.randn(side, side, device=self.device, dtype=torch.float32) for _ in range(2))
-        best = min(self.clock(lambda: torch.mm(a, b)) for _ in range(4))
+        best = min(self.timed(lambda: torch.mm(a, b)) for _ in range(4))
         return float(2 * side**3 / best)
 
     def optimizers(self) -> None:
-        """A sample of the parameters stepped by a twin of the optimizer, and by the fused one."""
+        """A sample of the parameters copied and stepped by such an optimizer, and by the fused one."""
         torch = self.torch
         parameters = [p for g in self.optimizer.param_groups for p in g["params"]]
         group = self.optimizer.param_groups[0]
@@ -259,7 +259,7 @@ class Replays:
             return
         sample: list[Any] = []
         room = 30_000_000
-        if self.device == "cuda":  # all of them, where there is room for two twins: small tensors cost launches
+        if self.device == "cuda":  # all of them, where there is room for two copies: small tensors cost launches
             room = min(500_000_000, self.torch.cuda.mem_get_info()[0] // 64)
         for parameter in parameters[:512]:
             room -= parameter.numel()
@@ -267,7 +267,7 @@ class Replays:
                 break
             sample.append(parameter)
 
-        def twin(kind: Any, **how: Any) -> Any:
+        def optimizer_of(kind: Any, **how: Any) -> Any:
             clones = [torch.nn.Parameter(p.detach().clone()) for p in sample]
             for clone in clones:
                 clone.grad = torch.zeros_like(clone)
@@ -276,11 +276,11 @@ class Replays:
         kind = type(self.optimizer)
         known = kind.__module__.startswith("torch.optim")
         try:
-            plain_one = twin(kind, foreach=group.get("foreach")) if known else twin(kind)
-            fused_one = twin(torch.optim.AdamW, fused=True)
+            plain_one = optimizer_of(kind, foreach=group.get("foreach")) if known else optimizer_of(kind)
+            fused_one = optimizer_of(torch.optim.AdamW, fused=True)
         except (TypeError, RuntimeError):
             return
-        taken = self.against(lambda: plain_one.step(), lambda: fused_one.step())
+        taken = self.compare(lambda: plain_one.step(), lambda: fused_one.step())
         if taken:
             self.found["fused"] = list(taken)
 
@@ -314,7 +314,7 @@ class Replays:
             torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True).sum().backward()
 
         with torch.autocast(self.device, dtype=mixed, enabled=on):  # where it is on, a softmax is in float32
-            taken = self.against(written_out, fused)
+            taken = self.compare(written_out, fused)
         if taken:
             self.found["attention"] = [taken[0], taken[1], count, list(shape)]
 

@@ -40,8 +40,8 @@ class Timeline:
         self.phase = phase
         return before
 
-    def cut(self) -> tuple[dict[str, float], list[tuple[str, Any, Any]]]:
-        """Everything since the last cut."""
+    def take(self) -> tuple[dict[str, float], list[tuple[str, Any, Any]]]:
+        """Everything since the last call."""
         self.enter(self.phase)
         if self.make_event is not None:
             event = self.make_event()

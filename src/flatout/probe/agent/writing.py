@@ -28,7 +28,7 @@ class Writer:
     def write_ready(self, wait: bool = False) -> None:
         """Write the steps whose events the device has passed; on a CPU that is all of them.
 
-        The first waits for the second: its forwards were not heard of yet, which tell what its losses are.
+        The first waits for the second: its forward passes were not followed yet, and they tell what its losses are.
         """
         while self.waiting and (wait or self.agent.num_steps > 0):
             line = self.waiting[0]
