@@ -38,7 +38,7 @@ LORA = Adapters(rank=2, alpha=4.0)
 RUNNER = """
 import gc, json, os, resource, runpy, signal, sys
 import transformers.models.gpt2.modeling_gpt2, transformers.generation.utils
-import flatout.cli, flatout.chat, flatout.judge, flatout.recipes.pretrain, flatout.recipes.sft
+import flatout.cli, flatout.engine.opening, flatout.evaluate, flatout.recipes.pretrain, flatout.recipes.sft
 import flatout.config, flatout.insight.clean, typer.main
 typer.main.get_command(flatout.cli.app)
 flatout.config.schema()

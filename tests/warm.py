@@ -23,7 +23,7 @@ _CONTEXT.set_forkserver_preload(
     [
         *("torch", "torch._dynamo", "torch.distributed", "transformers.models.auto.modeling_auto"),
         *("transformers.models.llama.modeling_llama", "transformers.models.gpt2.modeling_gpt2"),
-        *("flatout.cli", "flatout.recipes.pretrain", "flatout.recipes.sft", "flatout.recipes.rft", "flatout.judge"),
+        *("flatout.cli", "flatout.recipes.pretrain", "flatout.recipes.sft", "flatout.recipes.rft", "flatout.evaluate"),
     ]
 )
 

@@ -71,6 +71,7 @@ def every_core() -> Iterator[None]:
 
 
 def diagnosis_of(tmp_path: Path, *command: str, steps: int = 11, seconds: float = 5.0) -> dict[str, Any]:
+    tmp_path.mkdir(exist_ok=True)
     found = tmp_path / "diagnosis.json"
     done = doctor(
         *("--steps", str(steps), "--window", str(seconds)),

@@ -48,7 +48,7 @@ def test_the_name_of_the_file_says_the_format(flatout: Flatout, h200: Run, name:
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (("-o", "x.pdf"), "'pdf' is none of html, md, json"),
+        (("-o", "x.pdf"), "'pdf' must be one of html, md, json"),
         (("-o", "nowhere/x.html"), "there is no folder nowhere"),
         (("no-such-run",), "no-such-run is not a run folder"),
         (("h200",), "say where the report goes with -o FILE"),

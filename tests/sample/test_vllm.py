@@ -163,5 +163,5 @@ def test_without_vllm_the_way_out_is_told(decoder: Decoder, monkeypatch: pytest.
         sampler_of(Asked(decoder, Path("folder")), backend="vllm")
     with pytest.raises(EnvironmentLacks, match="vLLM, which is not installed"):
         backend_of("vllm")
-    with pytest.raises(UsageError, match="'vlm' is none of auto, flatout, hf, vllm"):
+    with pytest.raises(UsageError, match="'vlm' must be one of auto, flatout, hf, vllm"):
         backend_of("vlm")

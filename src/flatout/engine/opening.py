@@ -58,7 +58,7 @@ def open_model(
     """
     place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if dtype is not None and dtype not in DTYPES:
-        raise UsageError(f"--dtype {dtype!r} is none of {', '.join(DTYPES)}")
+        raise UsageError(f"--dtype {dtype!r} must be one of {', '.join(DTYPES)}")
     chosen = DTYPES[dtype or _natural(place)]
     place = torch.device("cpu") if backend == "vllm" else place
     if Run.is_at(name):

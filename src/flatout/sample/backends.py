@@ -46,7 +46,7 @@ def backend_of(name: str) -> Backend:
             if known == "vllm":
                 imported()
             return known
-    raise UsageError(f"--backend {name!r} is none of {', '.join(BACKENDS)}")
+    raise UsageError(f"--backend {name!r} must be one of {', '.join(BACKENDS)}")
 
 
 def sampler_of(opened: Askable, *, backend: Backend = "auto", rows: int | None = None) -> Sampler:

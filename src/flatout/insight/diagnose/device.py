@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from flatout.insight.diagnose import fixes
 from flatout.insight.diagnose.host import WORTH, _finding, waits
 from flatout.insight.diagnose.observed import Observed, short
-from flatout.probe.agent import ENOUGH_TOKENS
+from flatout.probe.agent.replays import ENOUGH_TOKENS
 from flatout.record import Finding
 
 _DEBUG_VARIABLES: Mapping[str, tuple[str, ...]] = {

@@ -22,7 +22,7 @@ sys.path[:] = [entry for entry in sys.path if os.path.abspath(entry) != _HERE]
 
 try:
     if os.environ.get("FLATOUT_AGENT"):
-        _run("_flatout_agent", os.path.join(os.path.dirname(_HERE), "agent.py"))
+        _run("_flatout_agent", os.path.join(os.path.dirname(_HERE), "agent", "__init__.py"))
 except Exception as error:  # a script must run, watched or not
     sys.stderr.write(f"flatout: the agent could not start, so nothing is measured: {error}\n")
 

@@ -14,6 +14,7 @@ import yaml
 from tests.waiting import HANG_S
 
 from flatout import __version__, cli, gallery
+from flatout.cli import shared
 from flatout.config import keys
 from flatout.hardware import names
 
@@ -294,7 +295,7 @@ def test_a_dry_run_plans_and_leaves_nothing(flatout: Flatout, tmp_path: Path) ->
         (["train", DEMO, "--resume"], "--resume needs --run FOLDER"),
         (["train", DEMO, "train.steps=none"], "train.steps"),
         (["export", "nowhere", "--to", "model"], "nowhere is not a run folder"),
-        (["export", "nowhere", "--to", "model", "--dtype", "int4"], "--dtype 'int4' is none of"),
+        (["export", "nowhere", "--to", "model", "--dtype", "int4"], "--dtype 'int4' must be one of"),
         (["export", "nowhere", "--to", DEMO], "is no empty folder, and nothing is overwritten"),
         (["export", "nowhere", "--to", str(gallery.folder())], "is no empty folder, and nothing is overwritten"),
     ],
@@ -306,9 +307,9 @@ def test_a_run_that_cannot_be_is_refused(flatout: Flatout, tmp_path: Path, argum
 
 def test_runs_of_the_same_second_have_folders_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(cli.time, "strftime", lambda _: "20260131-094500")
+    monkeypatch.setattr(shared.time, "strftime", lambda _: "20260131-094500")
     found = []
     for _ in range(3):
-        found.append(cli._new_folder("tiny"))
+        found.append(shared.new_folder("tiny"))
         found[-1].mkdir(parents=True)
     assert [folder.name for folder in found] == [f"tiny-20260131-094500{end}" for end in ("", "-2", "-3")]

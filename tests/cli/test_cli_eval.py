@@ -70,10 +70,10 @@ def test_scores_as_a_table_and_beside_another_model(folder: Path) -> None:
     ("arguments", "says"),
     [
         (["--tasks", "unit"], "did you mean units?"),
-        (["--tasks", ","], "--tasks names none"),
+        (["--tasks", ","], "--tasks is empty"),
         (["--tasks", "units", "--samples", "3", "--temperature", "0"], "would all be the same"),
         (["--tasks", "units:endless"], "never ends"),
-        (["--tasks", "units", "--dtype", "fp99"], "none of"),
+        (["--tasks", "units", "--dtype", "fp99"], "must be one of"),
     ],
 )
 def test_mistakes(folder: Path, arguments: list[str], says: str) -> None:

@@ -1,6 +1,6 @@
 """`flatout chat`: questions in, answers streamed as they are written.
 
-In a terminal or a pipe alike: one question a line, `/reset` begins anew, `/quit` or the end of the input ends. What a
+In a terminal or a pipe alike: one question a line, `/reset` starts again, `/quit` or the end of the input ends. What a
 model writes is shown without the control characters that could command a terminal.
 """
 
@@ -9,16 +9,50 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Annotated
 
-from flatout.data.tokenizer import Tokenizer
-from flatout.insight.clean import clean
-from flatout.sample import Sampler, Sampling, pieces
-from flatout.tasks import Message
+import typer
 
-HELP = "/reset begins anew, /quit ends; Ctrl-C stops an answer, Ctrl-D ends"
+from flatout.cli.shared import BackendName, Dtype, MaxTokens, ModelName, Seed, TopP, Trust, require_torch, warn
+
+if TYPE_CHECKING:
+    from flatout.data.tokenizer import Tokenizer
+    from flatout.sample import Sampler, Sampling
+    from flatout.tasks import Message
+
+HELP = "/reset starts again, /quit ends; Ctrl-C stops an answer, Ctrl-D ends"
 
 
-class Talk:
+def chat(
+    model: ModelName,
+    system: Annotated[str | None, typer.Option(help="what the model is told first")] = None,
+    temperature: Annotated[float, typer.Option(help="0 takes the likeliest token")] = 0.7,
+    top_p: TopP = 0.95,
+    max_tokens: MaxTokens = 512,
+    seed: Seed = 0,
+    dtype: Dtype = None,
+    backend: BackendName = "auto",
+    trust: Trust = None,
+) -> None:
+    """Talk to a model: in the terminal, or one question a line from a pipe."""
+    require_torch()
+    from flatout.engine.opening import open_model
+    from flatout.sample import Sampling, backend_of, sampler_of
+
+    sampling = Sampling(max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed)
+    chosen = backend_of(backend)
+    opened = open_model(model, dtype=dtype, backend=chosen, trust=trust)
+    warn(opened.notices)
+    conversation = Conversation(
+        sampler_of(opened, backend=chosen, rows=1),
+        opened.tokenizer,
+        sampling=replace(sampling, stop_ids=opened.stop_ids),
+        system=system,
+    )
+    run(conversation, Lines.standard())
+
+
+class Conversation:
     """A conversation with a model, or with one that has no chat template, one text continued after another."""
 
     def __init__(self, sampler: Sampler, tokenizer: Tokenizer, *, sampling: Sampling, system: str | None) -> None:
@@ -33,6 +67,8 @@ class Talk:
 
     def ask(self, question: str) -> Iterator[str]:
         """The answer, piece by piece; what was said so far is remembered, also when it is stopped halfway."""
+        from flatout.sample import pieces
+
         prompt = self._prompt(question)
         said: list[str] = []
         try:
@@ -42,7 +78,7 @@ class Talk:
         finally:
             if self.tokenizer.has_template:
                 self.messages.append({"role": "assistant", "content": "".join(said)})
-            # Another draw for the same question, and the same talk for the same seed.
+            # Another draw for the same question, and the same conversation for the same seed.
             self.sampling = replace(self.sampling, seed=self.sampling.seed + 1)
 
     def _tokens(self, prompt: list[int]) -> Iterator[int]:
@@ -53,12 +89,12 @@ class Talk:
     def _prompt(self, question: str) -> list[int]:
         if not self.tokenizer.has_template:
             ids = [*self.tokenizer.begin_ids, *self.tokenizer.encode_batch([question])[0]]
-            return ids[: self._room()]
+            return ids[: self._longest_prompt()]
         self.messages.append({"role": "user", "content": question})
         while True:
             ids = self.tokenizer.render_ids(self.messages, add_generation_prompt=True)
             first = 1 if self.system else 0
-            if len(ids) <= self._room():
+            if len(ids) <= self._longest_prompt():
                 return ids
             if len(self.messages) - first < 3:
                 self.messages.pop()
@@ -66,13 +102,13 @@ class Talk:
             del self.messages[first : first + 2]
             self.forgotten += 1
 
-    def _room(self) -> int:
+    def _longest_prompt(self) -> int:
         """Tokens that leave place for an answer, if only a short one."""
         return self.sampler.window - min(self.sampling.max_tokens, self.sampler.window // 2)
 
 
 class TooLong(Exception):
-    """A question that no window holds; the talk goes on."""
+    """A question that no window holds; the conversation goes on."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,9 +145,9 @@ class Lines:
         return cls(ask=ask, say=say, note=note)
 
 
-def run(talk: Talk, lines: Lines) -> None:
-    if not talk.tokenizer.has_template:
-        without = " --system has no place in that." if talk.system else ""
+def run(conversation: Conversation, lines: Lines) -> None:
+    if not conversation.tokenizer.has_template:
+        without = " --system has no place in that." if conversation.system else ""
         lines.note(f"This tokenizer has no chat template: each line is continued as plain text.{without}")
     lines.note(HELP)
     while True:
@@ -128,15 +164,17 @@ def run(talk: Talk, lines: Lines) -> None:
             case "/quit":
                 return
             case "/reset":
-                talk.reset()
-                lines.note("begun anew")
+                conversation.reset()
+                lines.note("started again")
             case _:
-                _answer(talk, question, lines)
+                _answer(conversation, question, lines)
 
 
-def _answer(talk: Talk, question: str, lines: Lines) -> None:
-    forgotten = talk.forgotten
-    answer = talk.ask(question)
+def _answer(conversation: Conversation, question: str, lines: Lines) -> None:
+    from flatout.insight.clean import clean
+
+    forgotten = conversation.forgotten
+    answer = conversation.ask(question)
     try:
         for piece in answer:
             lines.say(clean(piece))
@@ -148,5 +186,5 @@ def _answer(talk: Talk, question: str, lines: Lines) -> None:
         lines.note(str(error))
     finally:
         answer.close()  # type: ignore[attr-defined]
-    if talk.forgotten > forgotten:
-        lines.note(f"the window is full: the first {talk.forgotten} turns are forgotten")
+    if conversation.forgotten > forgotten:
+        lines.note(f"the window is full: the first {conversation.forgotten} turns are forgotten")

@@ -1,4 +1,4 @@
-"""A talk: remembered, begun anew, stopped halfway, longer than the window; never a control character."""
+"""A conversation: remembered, started again, stopped halfway, longer than the window; never a control character."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from flatout import chat
+from flatout.cli import chat
 from flatout.data.tokenizer import ByteTokenizer
 from flatout.sample import Completion, Sampling
 
@@ -67,7 +67,7 @@ def talk(
         return line
 
     sampling = Sampling(max_tokens=50, stop_ids=frozenset({256}), seed=7)
-    made = chat.Talk(echo, tokenizer or Chatty(), sampling=sampling, system=system)
+    made = chat.Conversation(echo, tokenizer or Chatty(), sampling=sampling, system=system)
     chat.run(made, chat.Lines(ask=ask, say=said.append, note=noted.append))
     return "".join(said), noted, echo
 
@@ -81,7 +81,7 @@ def test_a_conversation_is_remembered() -> None:
 
 def test_the_system_message_stays_through_a_reset() -> None:
     _, noted, echo = talk("one", "/reset", "two", system="Be kind.")
-    assert "begun anew" in noted
+    assert "started again" in noted
     assert echo.prompts == ["[system]Be kind.[user]one[assistant]", "[system]Be kind.[user]two[assistant]"]
 
 

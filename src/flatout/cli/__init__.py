@@ -1,0 +1,90 @@
+"""The `flatout` command: one module per verb. Each imports what it needs when it is called, so that all start at once.
+
+`shared` has the options and the output that several verbs use.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from typing import Annotated
+
+import typer
+
+from flatout import __version__
+from flatout.cli import (
+    chat,
+    config,
+    data,
+    demo,
+    doctor,
+    evaluate,
+    examples,
+    export,
+    hardware,
+    plan,
+    report,
+    shared,
+    train,
+    watch,
+)
+from flatout.errors import EnvironmentLacks, FlatoutError
+
+__all__ = ["app", "main"]
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        shared.out.print(f"flatout {__version__}", highlight=False)
+        raise typer.Exit
+
+
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="print the version")
+    ] = False,
+) -> None:
+    pass
+
+
+app = typer.Typer(
+    name="flatout",
+    help="LLM training at the limit of the hardware, with the proof.",
+    callback=_options,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+# In the order of the help page.
+app.command()(demo.demo)
+app.command()(examples.examples)
+app.command()(hardware.hardware)
+app.command()(plan.plan)
+app.command()(train.train)
+app.command()(train.sample)
+app.command()(export.export)
+app.command(context_settings={"allow_interspersed_args": False})(doctor.doctor)
+app.command("eval")(evaluate.evaluate)
+app.command()(chat.chat)
+app.command()(report.report)
+app.command()(watch.watch)
+app.add_typer(data.app, name="data")
+app.add_typer(config.app, name="config")
+
+
+def main() -> None:
+    """Runs the command; every error meant for the user becomes one message and an exit code."""
+    try:
+        app()
+    except FlatoutError as error:
+        if os.environ.get("RANK", "0") != "0":
+            sys.exit(error.exit_code)  # rank 0 prints the message
+        shared.fail(str(error), exit_code=error.exit_code)
+    except (PermissionError, IsADirectoryError, NotADirectoryError) as error:
+        shared.fail(f"{error.filename}: {error.strerror}", exit_code=EnvironmentLacks.exit_code)
+    except Exception:  # a mistake of ours
+        from flatout.record import redact
+
+        sys.stderr.write(redact(traceback.format_exc()))
+        sys.exit(FlatoutError.exit_code)

@@ -1,0 +1,70 @@
+"""`flatout data prepare`: documents to verified shards."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from flatout.cli.shared import AsJson, out, print_json, print_plain, require_torch
+from flatout.errors import FlatoutError, UsageError
+
+app = typer.Typer(help="Prepare training data.", no_args_is_help=True)
+
+
+@app.command()
+def prepare(
+    source: Annotated[str, typer.Argument(help="file, folder or glob; `embedded`; or hf:NAME")],
+    to: Annotated[Path, typer.Option(help="folder to write the shards to")],
+    tokenizer: Annotated[str, typer.Option(help="byte, bpe:SIZE, a folder, a tokenizer.json or a hub name")] = "byte",
+    field: Annotated[str, typer.Option(help="field that holds the text, in jsonl and parquet")] = "text",
+    separator: Annotated[str, typer.Option(help="what stands between documents, in text")] = "<|endoftext|>",
+    valid_share: Annotated[float, typer.Option(help="share of the documents held out")] = 0.01,
+    valid_path: Annotated[str | None, typer.Option(help="validation files of their own, of the same kind")] = None,
+    on_bad_row: Annotated[str, typer.Option(help="a row that cannot be read: skip and count it, or stop")] = "skip",
+    max_bad_share: Annotated[float, typer.Option(help="stop when more than this share of rows is bad")] = 0.01,
+    seed: Annotated[int, typer.Option(help="seed of the split")] = 0,
+    as_json: AsJson = False,
+) -> None:
+    """Tokenize documents once, into verified shards with a manifest of hashes and counts."""
+    require_torch()
+    from flatout.data.corpus import as_options, settings_for
+    from flatout.data.prepare import describe, left_out
+    from flatout.data.prepare import prepare as write_shards
+
+    if not 0 < valid_share < 0.5:
+        raise UsageError(f"--valid-share {valid_share:g} must be above 0 and below 0.5")
+    if not 0 <= max_bad_share <= 1:
+        raise UsageError(f"--max-bad-share {max_bad_share:g} must be from 0 to 1")
+    if on_bad_row not in ("skip", "stop"):
+        raise UsageError(f"--on-bad-row {on_bad_row!r} must be skip or stop")
+    if not separator:
+        raise UsageError("--separator must not be empty")
+    try:
+        settings = settings_for(
+            source,
+            tokenizer=tokenizer,
+            field=field,
+            separator=separator,
+            valid_share=valid_share,
+            valid_path=valid_path,
+            on_bad_row=on_bad_row,
+            max_bad_share=max_bad_share,
+        )
+        write_shards(settings, seed=seed, to=to)
+        facts = describe(to)
+    except FlatoutError as error:
+        error.args = (as_options(str(error)),)
+        raise
+    if as_json:
+        print_json(facts)
+        return
+    for part, counts in facts.items():
+        out.print(
+            f"{part}: {counts['tokens']:,} tokens in {counts['documents']:,} documents, {counts['shards']} shards"
+        )
+    if skipped := left_out(to):
+        print_plain(f"not learnt from: {skipped}")
+    print_plain(f"train on it: data: {json.dumps({'source': 'tokens', 'path': str(to)})}")

@@ -1,0 +1,50 @@
+"""`flatout doctor`: why a training is slow."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from flatout.cli.shared import err, new_folder, out
+from flatout.errors import INTERRUPTED_EXIT
+
+
+def doctor(
+    what: Annotated[list[str] | None, typer.Argument(help="a run folder, or -- and the command of any script")] = None,
+    steps: Annotated[int, typer.Option(help="optimizer steps to watch, warm-up included")] = 20,
+    seconds: Annotated[
+        float, typer.Option(help="end the watch this long after the script's start, whatever it has done by then")
+    ] = 600.0,
+    window: Annotated[
+        float, typer.Option(help="time steps for at most this long after warm-up; replays take up to a third more")
+    ] = 60.0,
+    then: Annotated[str, typer.Option(help="stop: end the script after that; continue: let it run on")] = "stop",
+    run: Annotated[Path | None, typer.Option(help="run folder to write (default: runs/doctor-TIME)")] = None,
+    json_to: Annotated[str | None, typer.Option("--json", help="file for the diagnosis, or - for stdout")] = None,
+    proving: Annotated[bool, typer.Option("--prove", help="measure each fix that is a switch, on the script")] = False,
+    repeats: Annotated[int, typer.Option(help="with --prove: how often each is measured", min=1)] = 3,
+    log: Annotated[Path | None, typer.Option(help="diagnose the log of a training elsewhere")] = None,
+    on: Annotated[str | None, typer.Option("--on", help="with --log: the machine it ran on, such as H100x8")] = None,
+    params: Annotated[str | None, typer.Option(help="with --log: size of the model, such as 124M")] = None,
+) -> None:
+    """Say why training is slow: of any PyTorch script, unchanged; of a run folder; of a log."""
+    from flatout.insight import doctor as verb
+
+    try:
+        exit_code = verb.main(
+            what or [],
+            asked=verb.asked_for(steps=steps, seconds=seconds, window=window, then=then, json_to=json_to),
+            folder=run or new_folder("doctor"),
+            consoles=(out, err),
+            json_to=json_to,
+            proving=proving,
+            repeats=repeats,
+            log=log,
+            on=on,
+            params=params,
+        )
+    except KeyboardInterrupt:
+        exit_code = INTERRUPTED_EXIT
+    raise typer.Exit(exit_code)

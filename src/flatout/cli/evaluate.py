@@ -1,0 +1,214 @@
+"""`flatout eval`: measures models on tasks. The scores go to a table or to JSON, and into the run's record."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from flatout.cli.shared import (
+    AsJson,
+    BackendName,
+    Dtype,
+    MaxTokens,
+    ModelName,
+    Seed,
+    TopP,
+    Trust,
+    err,
+    escaped,
+    out,
+    print_json,
+    require_torch,
+    warn,
+)
+from flatout.errors import FlatoutError, UsageError
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from flatout.engine.opening import Opened
+    from flatout.evaluate import Difference, Score
+    from flatout.sample import Backend, Sampling
+
+
+def evaluate(
+    model: ModelName,
+    tasks: Annotated[
+        list[str],
+        typer.Option(
+            help="units[:train], sums[:train], gsm8k:FILE, mmlu-stem:FOLDER, arc-challenge:FOLDER, choice:FILE, "
+            "jsonl:FILE, perplexity:FILE; several by commas"
+        ),
+    ],
+    limit: Annotated[int | None, typer.Option(help="measure at most this many questions of each task", min=1)] = None,
+    samples: Annotated[int, typer.Option(help="answers to each question", min=1)] = 1,
+    temperature: Annotated[
+        float | None, typer.Option(help="0 takes the likeliest token (default: 0, or 0.7 with several samples)")
+    ] = None,
+    top_p: TopP = 1.0,
+    max_tokens: MaxTokens = 256,
+    seed: Seed = 0,
+    against: Annotated[str | None, typer.Option(help="another RUN|MODEL on the same questions")] = None,
+    dtype: Dtype = None,
+    rows: Annotated[int | None, typer.Option(help="answers written at once (default: by the device)", min=1)] = None,
+    backend: BackendName = "auto",
+    trust: Trust = None,
+    as_json: AsJson = False,
+) -> None:
+    """Measure a model on tasks: accuracy, likelihood of choices, perplexity, each with a 95 % interval."""
+    require_torch()
+    from flatout.sample import Sampling, backend_of
+    from flatout.tasks import open_task
+
+    specs = [spec for several in tasks for spec in several.split(",") if spec]
+    if not specs:
+        raise UsageError("--tasks is empty: name at least one task, such as --tasks units")
+    for spec in specs:
+        open_task(spec)  # mistakes are told before a model is loaded
+    warmth = temperature if temperature is not None else (0.7 if samples > 1 else 0.0)
+    if samples > 1 and warmth == 0:
+        raise UsageError("--samples above 1 at temperature 0 would all be the same: give a --temperature")
+    sampling = Sampling(max_tokens=max_tokens, temperature=warmth, top_p=top_p, seed=seed)
+    asked = Asked(specs=specs, sampling=sampling, samples=samples, limit=limit, rows=rows, backend=backend_of(backend))
+    from flatout.engine.opening import open_model
+    from flatout.evaluate import compare
+
+    found: list[list[Score]] = []
+    documents = []
+    for name in [model, *([against] if against else [])]:
+        opened = open_model(name, dtype=dtype, backend=asked.backend, trust=trust)
+        warn(opened.notices)
+        scores = _measured(opened, asked, quiet=as_json)
+        document = _document(opened, scores, asked)
+        _record(opened, document | {"tasks": [score.brief() for score in scores]})
+        found.append(scores)
+        documents.append(document)
+        if not as_json:
+            out.print(_scores_table(opened, scores))
+        del opened
+    differences = [compare(a, b) for a, b in zip(*found, strict=True)] if against else None
+    if as_json:
+        compared = [None if d is None else asdict(d) for d in differences] if differences is not None else None
+        print_json(documents[0] if compared is None else {"models": documents, "differences": compared})
+    elif differences is not None:
+        out.print("", _differences_table(found[0], differences))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """The tasks, and how answers to them are drawn."""
+
+    specs: Sequence[str]
+    sampling: Sampling
+    samples: int
+    limit: int | None
+    rows: int | None
+    backend: Backend
+
+
+def _measured(opened: Opened, asked: Asked, *, quiet: bool) -> list[Score]:
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    from flatout.evaluate import evaluate
+    from flatout.sample import sampler_of
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=err, transient=True, disable=quiet or not err.is_terminal) as bars:
+        bar = bars.add_task(escaped(opened.name), total=None)
+        scores = evaluate(
+            asked.specs,
+            sampler=sampler_of(opened, backend=asked.backend, rows=asked.rows),
+            tokenizer=opened.tokenizer,
+            sampling=replace(asked.sampling, stop_ids=opened.stop_ids),
+            samples=asked.samples,
+            limit=asked.limit,
+            progress=lambda done, of: bars.update(bar, completed=done, total=of),
+        )
+        return list(scores)
+
+
+def _differences_table(scores: Sequence[Score], differences: Sequence[Difference | None]) -> Table:
+    from flatout.terminal import number, table
+
+    drawn = table("Second minus first", "task", "difference", "95 % interval", "n", "McNemar p")
+    for score, difference in zip(scores, differences, strict=True):
+        cells = ["n/a"] * 4
+        if difference is not None:
+            span = f"{100 * difference.low:+.1f} to {100 * difference.high:+.1f}"
+            cells = [f"{100 * difference.value:+.1f} points", span, str(difference.n), number(difference.p)]
+        drawn.add_row(escaped(score.task), *cells)
+    return drawn
+
+
+def _scores_table(opened: Opened, scores: Sequence[Score]) -> Table:
+    from flatout.terminal import interval_text, score_text, table
+
+    at = "" if opened.step is None else f", step {opened.step}"
+    rows = table(
+        f"{escaped(opened.name)}{at} ({opened.where})", "task", "metric", "value", "95 % interval", "n", "notes"
+    )
+    for score in scores:
+        rows.add_row(
+            escaped(score.task),
+            score.metric + (f", mean of {score.samples}" if score.samples > 1 else ""),
+            f"[bold]{score_text(score.metric, score.value)}[/]",
+            interval_text(score.metric, score.low, score.high),
+            f"{score.n:,}" + (f" of {score.of:,}" if score.of is not None and score.of > score.n else ""),
+            escaped(", ".join(_notes(score))),
+        )
+    return rows
+
+
+def _notes(score: Score) -> list[str]:
+    """What a reader of the figure should know besides."""
+    from flatout.terminal import duration, number, percent
+
+    facts = score.details
+    said = []
+    if score.metric == "perplexity":
+        said += [f"loss {facts['loss']:.4f}", f"{number(facts['bits_per_byte'])} bits per byte"]
+    if "answered" in facts:
+        said.append(f"{percent(facts['answered'])} in the form asked for")
+    if once := facts.get("solved_once"):
+        said.append(f"{percent(once['value'])} solved at least once in {score.samples}")
+    for key, words in (
+        ("cut_short", "cut short"),
+        ("too_long", "longer than the window"),
+        ("killed", "graders killed"),
+    ):
+        if facts.get(key):
+            said.append(f"{facts[key]} {words}")
+    if facts.get("tokens"):
+        said.append(f"{facts['tokens'] / score.seconds:,.0f} tokens/s")
+    return [*said, duration(score.seconds)]
+
+
+def _document(opened: Opened, scores: Sequence[Score], asked: Asked) -> dict[str, Any]:
+    sampling = asked.sampling
+    return {
+        "model": opened.name,
+        "step": opened.step,
+        "notices": list(opened.notices),
+        "on": opened.where,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "max_tokens": sampling.max_tokens,
+        "seed": sampling.seed,
+        "samples": asked.samples,
+        "limit": asked.limit,
+        "template": opened.tokenizer.has_template,
+        "tasks": [score.to_json() for score in scores],
+    }
+
+
+def _record(opened: Opened, document: dict[str, Any]) -> None:
+    """Into the run's events."""
+    if opened.run is None:
+        return
+    try:
+        opened.run.note("tasks", **document)
+    except FlatoutError as error:  # it is being trained, or its disk is full: what was measured is still shown
+        err.print(f"not recorded in the run: {escaped(str(error))}", style="yellow", highlight=False, soft_wrap=True)

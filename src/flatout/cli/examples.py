@@ -1,0 +1,36 @@
+"""`flatout examples`: the configurations that ship with the package."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from flatout.cli.shared import escaped, out, print_plain
+from flatout.errors import UsageError
+
+
+def examples(
+    name: Annotated[str | None, typer.Argument(help="example to print or copy")] = None,
+    to: Annotated[Path | None, typer.Option(help="file to write it to")] = None,
+) -> None:
+    """List the shipped configurations, print one, or copy it to a file."""
+    from flatout import gallery
+
+    if name is None:
+        for example in gallery.examples():
+            out.print(f"[bold]{example.name}[/]  {escaped(example.title)}", highlight=False)
+        out.print("\nPrint one: flatout examples NAME; copy it: flatout examples NAME --to FILE", style="dim")
+        return
+    text = gallery.find(name).text
+    if to is None:
+        sys.stdout.write(text)
+    elif to.exists():
+        raise UsageError(f"{to} exists and is not overwritten: choose another file")
+    elif not to.parent.is_dir():
+        raise UsageError(f"{to} cannot be written: there is no folder {to.parent}")
+    else:
+        to.write_text(text)
+        print_plain(f"wrote {to}")

@@ -1,0 +1,34 @@
+"""`flatout plan`: what a run would do on a machine, without torch and without the machine."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from flatout.cli.shared import AsJson, Config, Overrides, Trust, escaped, load_settings, out, print_json
+
+
+def plan(
+    config: Config,
+    overrides: Overrides = None,
+    on: Annotated[str | None, typer.Option("--on", help="a machine from the table, such as A100-80GBx8")] = None,
+    trust: Trust = None,
+    as_json: AsJson = False,
+) -> None:
+    """Decide how a run would use a machine, here or named, with reasons and predictions. Needs no torch."""
+    from flatout import hardware
+    from flatout.plan import decide, job_of
+    from flatout.record import redacted
+    from flatout.terminal import plan_tables
+
+    settings = load_settings(config, overrides, trust=trust)
+    machine = hardware.detect() if on is None else hardware.parse(on)
+    num_ranks = max(1, machine.num_gpus)
+    made = decide(job_of(settings, hardware=machine, num_ranks=num_ranks))
+    if as_json:
+        print_json(made.to_json())
+        return
+    where = machine.name or machine.gpu or "CPU"
+    out.print(f"[bold]{escaped(str(config))}[/] on {num_ranks} x {where}\n", highlight=False)
+    out.print(*plan_tables(redacted(made.to_json())), sep="\n\n")

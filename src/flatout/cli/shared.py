@@ -1,0 +1,105 @@
+"""Options, output and small helpers that several verbs use."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import sys
+import time
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+
+import typer
+from rich.console import Console
+
+from flatout.errors import EnvironmentLacks
+
+if TYPE_CHECKING:
+    from flatout.config.settings import Settings
+
+Config = Annotated[Path, typer.Argument(help="YAML file of the run")]
+Overrides = Annotated[list[str] | None, typer.Argument(help="dotted overrides, such as train.lr=3e-4")]
+RunFolder = Annotated[Path | None, typer.Option("--run", help="run folder (default: runs/CONFIG-TIME)")]
+ModelName = Annotated[str, typer.Argument(help="run folder, model folder or hub name", metavar="RUN|MODEL")]
+AsJson = Annotated[bool, typer.Option("--json", help="machine-readable output")]
+Trust = Annotated[
+    str | None,
+    typer.Option(
+        "--trust-remote-code",
+        metavar="PIN",
+        help="run the code that comes with the model: its commit on the hub, or the hash that the refusal prints",
+    ),
+]
+BackendName = Annotated[
+    str, typer.Option(help="what samples: flatout, hf, vllm, or auto: flatout where it can, else hf")
+]
+Dtype = Annotated[str | None, typer.Option(help="bf16, fp16 or fp32 (default: by the device)")]
+TopP = Annotated[float, typer.Option(help="draw from the likeliest tokens that reach this share")]
+MaxTokens = Annotated[int, typer.Option(help="length of an answer", min=1)]
+Seed = Annotated[int, typer.Option(help="seed of the draws")]
+
+out = Console(emoji=False)
+err = Console(stderr=True, emoji=False)
+
+
+def fail(message: str, *, exit_code: int) -> NoReturn:
+    """The message may quote a setting, an address or a command line: secrets in it are masked."""
+    from flatout.record import redact
+
+    err.print(f"[bold red]error:[/] {escaped(redact(message))}", highlight=False, soft_wrap=True)
+    sys.exit(exit_code)
+
+
+def warn(notices: Iterable[str]) -> None:
+    for text in notices:
+        err.print(f"[yellow]warning:[/] {escaped(text)}", highlight=False, soft_wrap=True)
+
+
+def print_plain(text: str) -> None:
+    """On one line however long, and without colours or markup: it may be a path or a command to copy."""
+    out.print(text, highlight=False, markup=False, soft_wrap=True)
+
+
+def print_json(value: Any) -> None:
+    from flatout.record import redacted
+
+    sys.stdout.write(json.dumps(redacted(value), indent=2) + "\n")
+
+
+def escaped(text: str) -> str:
+    from rich.markup import escape
+
+    from flatout.insight.clean import clean
+
+    return escape(clean(text))
+
+
+def require_torch() -> None:
+    import importlib.util
+
+    if importlib.util.find_spec("torch") is None:
+        raise EnvironmentLacks("training needs torch: pip install 'flatout[train]', or install torch your own way")
+
+
+def new_folder(stem: str) -> Path:
+    """A folder that no run has, also where several runs begin in the same second."""
+    name = Path("runs") / f"{stem}-{time.strftime('%Y%m%d-%H%M%S')}"
+    others = (name.with_name(f"{name.name}-{number}") for number in itertools.count(2))
+    return next(folder for folder in itertools.chain([name], others) if not folder.exists())
+
+
+def load_settings(config: Path, overrides: list[str] | None, *, trust: str | None) -> Settings:
+    """The settings with the user's pin; of a name on the hub, the commit it stands for is recorded as its revision."""
+    from flatout.config import load
+
+    settings = load(config, overrides=overrides or []).settings
+    if trust is None:
+        return settings
+    from flatout import hub
+
+    model = replace(settings.model, trust=trust)
+    if model.name is not None and settings.recipe != "rft":  # there it is the generator that may have code
+        model = replace(model, revision=hub.pinned(model.name, revision=model.revision, trust=trust))
+    return replace(settings, model=model)

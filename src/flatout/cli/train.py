@@ -1,0 +1,121 @@
+"""`flatout train` and `flatout sample`: a configuration file to a run folder, and how such a run ends."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from flatout import recipes
+from flatout.cli.shared import (
+    Config,
+    Overrides,
+    RunFolder,
+    Trust,
+    err,
+    escaped,
+    load_settings,
+    new_folder,
+    out,
+    print_plain,
+    require_torch,
+)
+from flatout.errors import INTERRUPTED_EXIT, PREEMPTED_EXIT, UsageError
+
+if TYPE_CHECKING:
+    from flatout.config.settings import Settings
+    from flatout.recipes.verdict import Outcome
+
+
+def train(
+    config: Config,
+    overrides: Overrides = None,
+    run: RunFolder = None,
+    resume: Annotated[bool, typer.Option("--resume", help="go on from the newest whole checkpoint in --run")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="plan and check, then stop")] = False,
+    trust: Trust = None,
+) -> None:
+    """Train. One configuration file to a measured, resumable run."""
+    require_torch()
+    settings = load_settings(config, overrides, trust=trust)
+    folder = _run_folder(settings, run, config=config, resume=resume)
+    if dry_run:
+        # Only now: torch takes seconds to import, and the user's mistakes are reported before.
+        from flatout.recipes.setup import dry_run as checked_plan
+        from flatout.record import redacted
+        from flatout.terminal import plan_tables
+
+        out.print(*plan_tables(redacted(checked_plan(settings).to_json())), sep="\n\n")
+        return
+    outcome = _carry_out(recipes.run, settings, folder=folder, resume=resume)
+    exit_if_stopped(outcome, folder, trust=trust)
+
+
+def sample(
+    config: Config,
+    overrides: Overrides = None,
+    run: RunFolder = None,
+    resume: Annotated[bool, typer.Option("--resume", help="go on with the first unfinished chunk in --run")] = False,
+    trust: Trust = None,
+) -> None:
+    """Sample a task's questions and keep the right answers: the first half of recipe rft, without the training."""
+    require_torch()
+    settings = load_settings(config, overrides, trust=trust)
+    if settings.recipe != "rft":
+        raise UsageError(f"{config} is of recipe {settings.recipe}, which samples nothing: give one of rft")
+    folder = _run_folder(settings, run, config=config, resume=resume)
+    from flatout.record import Run
+
+    outcome = _carry_out(recipes.sample, settings, folder=folder, resume=resume)
+    exit_if_stopped(outcome, folder, verb="sample", trust=trust)
+    hint = json.dumps({"source": "jsonl", "path": str(Run.open(folder).samples_dir / "round-1.jsonl")})
+    out.print(f"train on it by recipe sft with data: {hint}, or on all of it by\n  ", end="", highlight=False)
+    print_plain(_resume_command("train", folder, trust=trust))
+
+
+def _run_folder(settings: Settings, run: Path | None, *, config: Path, resume: bool) -> Path:
+    run = run or (Path(settings.run) if settings.run else None)
+    if run == Path():
+        raise UsageError("--run is empty or the current folder: a run needs a folder of its own")
+    if resume and run is None:
+        raise UsageError("--resume needs --run FOLDER: the folder of the run to go on with")
+    return run or new_folder(config.stem)
+
+
+def _carry_out(recipe: Callable[..., Outcome], settings: Settings, *, folder: Path, resume: bool) -> Outcome:
+    from flatout.engine.ranks import from_environment
+    from flatout.terminal import View
+
+    sinks = [View(out, every=settings.log.every)] if from_environment().first else []
+    try:
+        return recipe(settings, folder=folder, resume=resume, sinks=sinks)
+    except KeyboardInterrupt:
+        raise typer.Exit(INTERRUPTED_EXIT) from None
+
+
+def exit_if_stopped(outcome: Outcome, folder: Path, *, verb: str = "train", trust: str | None = None) -> None:
+    """If the run was asked to stop: say whether its state is safe and how to go on, and exit with its code."""
+    if not outcome.stopped_by.startswith("SIG"):
+        return
+    from flatout.engine.ranks import from_environment
+
+    ranks = from_environment()
+    if ranks.first:
+        safe = f"saved at step {outcome.steps}" if outcome.saved_step == outcome.steps else "nothing to save yet"
+        if ranks.world > 1:
+            begin = f"torchrun --nproc-per-node {ranks.world} -m flatout"
+            command = f"{begin} train {shlex.quote(f'{folder}/config.yaml')} {shlex.quote(f'run={folder}')} --resume"
+            command += f" --trust-remote-code {shlex.quote(trust)}" if trust else ""
+        else:
+            command = _resume_command(verb, folder, trust=trust)
+        err.print(f"{outcome.stopped_by}: {safe}. Resume with\n  {escaped(command)}", highlight=False, soft_wrap=True)
+    raise typer.Exit(INTERRUPTED_EXIT if outcome.stopped_by == "SIGINT" else PREEMPTED_EXIT)
+
+
+def _resume_command(verb: str, folder: Path, *, trust: str | None) -> str:
+    trusting = f" --trust-remote-code {shlex.quote(trust)}" if trust else ""
+    return f"flatout {verb} {shlex.quote(f'{folder}/config.yaml')} --run {shlex.quote(str(folder))} --resume{trusting}"

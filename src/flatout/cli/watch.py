@@ -1,0 +1,50 @@
+"""`flatout watch`: runs, or this machine, in the terminal or as a live page."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from flatout.cli.shared import AsJson, out, print_json
+
+if TYPE_CHECKING:
+    from flatout.record import Run
+
+
+def watch(
+    runs: Annotated[list[Path] | None, typer.Argument(help="run folders", metavar="[RUN...]")] = None,
+    web: Annotated[bool, typer.Option("--web", help="a live page on 127.0.0.1 instead of the terminal")] = False,
+    once: Annotated[bool, typer.Option("--once", help="one look, then leave")] = False,
+    interval: Annotated[float, typer.Option(help="seconds between two looks", min=0.25)] = 2.0,
+    port: Annotated[int, typer.Option(help="port of the live page (default: any free one)", min=0, max=65535)] = 0,
+    as_json: AsJson = False,
+) -> None:
+    """Watch runs as they go, or with no run this machine."""
+    from flatout.insight import watch as verb
+    from flatout.record import Run
+
+    opened = [Run.open(run) for run in runs or []]
+    if as_json:
+        print_json(verb.snapshot(opened))
+    elif web:
+        _serve(opened, port=port)
+    else:
+        verb.watch(opened, console=out, once=once, interval_s=interval)
+
+
+def _serve(runs: list[Run], *, port: int) -> None:
+    from flatout.insight.machine import looking
+    from flatout.insight.web import Server, Site
+
+    with looking(disk=runs[0].path if runs else Path(), interval_s=1.0) as eyes:
+        server = Server(Site(runs, eyes), port=port)
+        told = "The page opens only on this machine and only with this whole address. Ctrl-C ends it."
+        out.print(f"{server.url}\n{told}", highlight=False, soft_wrap=True)
+        try:
+            server.serve_forever()
+        except KeyboardInterrupt:
+            pass
+        finally:
+            server.server_close()

@@ -1,0 +1,305 @@
+"""The agent itself: the stages from the first optimizer step to the end of the watch."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import faulthandler
+import os
+import sys
+import threading
+import time
+import traceback
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+from .facts import compile_seconds, gpu_facts, optimizer_facts, own_cores, plain_lr
+from .forwards import Forwards
+from .hooks import ImportHook, Patches, quietly
+from .losses import Losses
+from .profiler import Profiler
+from .replays import Replays
+from .settings import Settings
+from .stacks import Sampler, framework_of_stack, user_site
+from .switches import Switches
+from .timeline import WHOLE, Timeline
+from .torch_hooks import TorchHooks
+from .writing import Writer
+
+PROFILED_STEPS = 2
+FEWEST_TIMED = 3  # however long they take
+
+
+class Agent:
+    """Everything that is seen of one process."""
+
+    def __init__(self, settings: Settings, imports: ImportHook) -> None:
+        self.settings, self.imports = settings, imports
+        self.pid, self.thread = os.getpid(), threading.main_thread().ident or 0
+        self.torch: Any = None
+        self.on_step: Any = None
+        self.stage = "waiting"  # warm, timed, profiled, done
+        self.primary: int | None = None  # the optimizer whose steps are counted
+        self.num_steps, self.began, self.step_began, self.cpu_began = 0, 0.0, 0.0, 0.0
+        self.facts: dict[str, Any] = {"framework": "torch", "loaders": [], "optimizers": {}}
+        self.counts: Counter[str] = Counter()  # of this step
+        self.totals: Counter[str] = Counter()
+        self.profile_until, self.num_profiled = 0, PROFILED_STEPS
+        self.compile_seen = 0.0
+        self.probing = False  # inside our own replay: nothing is counted
+        self.ended = False
+        self.timeline, self.patches = Timeline(), Patches()
+        self.hooks, self.switches = TorchHooks(self), Switches(self)
+        self.forwards, self.losses = Forwards(self), Losses(self)
+        self.sampler, self.profiler, self.writer = Sampler(self), Profiler(self), Writer(self)
+
+    # -- installation
+
+    def on_torch(self, torch: Any) -> None:
+        """torch has just been imported: take the official hook points."""
+        self.torch = torch
+        from torch.optim import optimizer
+
+        self.on_step = optimizer.register_optimizer_step_post_hook
+        self.patches.add(optimizer.register_optimizer_step_pre_hook(self.before_optimizer).remove)
+        self.patches.add(optimizer.register_optimizer_step_post_hook(self.after_optimizer).remove)
+        self.facts["default_threads"] = max(
+            torch.get_num_threads(), own_cores() if "OMP_NUM_THREADS" in os.environ else 1
+        )
+        self.hooks.install(torch)
+        self.switches.install(torch)
+
+    # -- phases
+
+    def is_training_thread(self) -> bool:
+        return threading.get_ident() == self.thread and not self.probing and os.getpid() == self.pid
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Count the time of a block, unless it is inside a phase that has it all: an evaluation reads data too."""
+        if not self.is_training_thread() or self.timeline.phase in WHOLE:
+            yield
+            return
+        before = self.timeline.enter(name)
+        try:
+            yield
+        finally:
+            self.timeline.enter(before)
+
+    def end_evaluation(self) -> None:
+        if self.timeline.phase == "eval" and self.is_training_thread():
+            self.timeline.enter("other")
+
+    # -- steps
+
+    def before_optimizer(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        if self.is_training_thread_or_first() and not self.ended:
+            quietly(self._before_optimizer)(optimizer)
+
+    def is_training_thread_or_first(self) -> bool:
+        if self.primary is None and not self.probing and os.getpid() == self.pid:
+            self.thread = threading.get_ident()
+        return self.is_training_thread()
+
+    def _before_optimizer(self, optimizer: Any) -> None:
+        if self.primary is None:
+            self.primary = id(optimizer)
+            self.facts["framework"] = framework_of_stack()
+            self.facts["step_site"] = user_site()
+            self.forwards.discover(optimizer)
+            self._note_device(optimizer)
+            self.stage = "warm"
+        if str(id(optimizer)) not in self.facts["optimizers"]:
+            self.facts["optimizers"][str(id(optimizer))] = optimizer_facts(optimizer)
+        self.end_evaluation()
+        self.timeline.enter("optimizer")
+
+    def after_optimizer(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        if not self.is_training_thread() or self.ended:
+            return
+        quietly(self.timeline.enter)("other")
+        if id(optimizer) == self.primary:
+            quietly(self.end_step)(optimizer)
+            if self.stage == "done" and not self.ended:
+                self.ended = True
+                self.finish(optimizer)
+
+    def _note_device(self, optimizer: Any) -> None:
+        torch = self.torch
+        devices = Counter(p.device.type for group in optimizer.param_groups for p in group["params"])
+        self.facts["device"] = devices.most_common(1)[0][0] if devices else None
+        used_cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
+        self.facts["cuda_used"] = used_cuda
+        if used_cuda:
+
+            def record_event() -> Any:
+                if torch.cuda.is_current_stream_capturing():
+                    return None
+                event = torch.cuda.Event(enable_timing=True)
+                event.record()
+                return event
+
+            self.timeline.make_event = record_event
+
+    def end_step(self, optimizer: Any) -> None:
+        """The optimizer has stepped: write down this step and decide what the next one is for."""
+        now = time.perf_counter()
+        host, spans = self.timeline.take()
+        compiled = compile_seconds()
+        micro = self.forwards.take()
+        line = {
+            "step": self.num_steps,
+            "stage": self.stage,
+            "time": time.time(),
+            "seconds": now - self.step_began if self.step_began else None,
+            "host": host,
+            "spans": spans,
+            "micro": micro,
+            "loss": self.losses.take(),
+            "memory": self.memory(),
+            "compile_s": compiled - self.compile_seen,
+            "counts": dict(self.counts),
+            "lr": plain_lr(optimizer),
+            "cpu_s": time.process_time() - self.cpu_began,
+        }
+        self.compile_seen = compiled
+        self.totals.update(self.counts)
+        self.facts["accumulation"] = max(1, len(micro))
+        self.counts = Counter()
+        self.writer.waiting.append(line)
+        self.writer.write_ready()
+        self.num_steps += 1
+        self._next_stage(now)
+        self.step_began, self.cpu_began = time.perf_counter(), time.process_time()
+        self.timeline.take()  # what we did ourselves just now belongs to no step
+
+    def _next_stage(self, now: float) -> None:
+        asked = self.settings
+        if self.stage == "warm" and self.facts["accumulation"] > 8:
+            self.num_profiled = 1  # reading a profile takes a tenth of a millisecond an event
+        profiled = self.num_profiled if asked.look else 0
+        if self.stage == "warm" and self.num_steps >= asked.warm:
+            self.stage, self.began = "timed", now
+            asked.fit()
+            if asked.look:
+                self.sampler.start()
+        elif self.stage == "timed":
+            over = now - self.began > asked.seconds * (0.7 if asked.look else 1.0)
+            over = self.agreed(over and self.num_steps >= asked.warm + FEWEST_TIMED)
+            if self.num_steps >= asked.steps - profiled or over:
+                self.sampler.stop()
+                self.stage = "profiled" if profiled else "done"
+                self.profile_until = self.num_steps + profiled
+                if profiled:
+                    self.profiler.begin()
+        elif self.stage == "profiled" and self.num_steps >= self.profile_until:
+            self.profiler.end(self.num_profiled)
+            self.stage = "done"
+
+    def agreed(self, over: bool) -> bool:
+        """Ranks leave the window at the same step, or one would wait for ever: rank 0 says which, two steps ahead."""
+        if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+            return over
+        path = os.path.join(self.settings.out, "until")
+        told = os.path.exists(path)
+        if over and not told and self.rank() == 0:
+            with open(path + ".tmp", "w") as file:
+                file.write(str(self.num_steps + 2))
+            os.replace(path + ".tmp", path)
+        if not told:
+            return False
+        with open(path) as file:
+            return self.num_steps >= int(file.read())
+
+    def rank(self) -> int:
+        distributed = sys.modules.get("torch.distributed")
+        if distributed is not None and distributed.is_available() and distributed.is_initialized():
+            return int(distributed.get_rank())
+        return int(os.environ.get("RANK", "0"))
+
+    def memory(self) -> dict[str, float]:
+        # Asking takes a tenth of a millisecond, which is not nothing in a short step.
+        if not self.facts.get("cuda_used") or self.num_steps % 10:
+            return {}
+        stats, gib = self.torch.cuda.memory_stats(), 2**30
+        return {
+            "allocated_gib": stats.get("allocated_bytes.all.current", 0) / gib,
+            "reserved_gib": stats.get("reserved_bytes.all.current", 0) / gib,
+            "peak_gib": stats.get("allocated_bytes.all.peak", 0) / gib,
+        }
+
+    # -- the end
+
+    def finish(self, optimizer: Any) -> None:
+        """The window is over: write down what was seen, then end the script or let it go on as if never watched."""
+        asked = self.settings
+        self.sampler.stop()
+        self.facts["anomaly"], self.facts["recomputing"] = self.totals["anomaly"] > 0, self.totals["recompute"] > 0
+        if self.facts.get("cuda_used"):
+            self.facts["gpu"] = quietly(gpu_facts)(self.torch)  # before replays with larger batches
+        if asked.stop and asked.look:
+            self.probing = True
+            quietly(Replays(self, optimizer).run)()
+        quietly(self.writer.write_ready)(wait=asked.stop)
+        quietly(self.writer.write_facts)("stopped" if asked.stop else "watched")
+        self.imports.wanted.clear()
+        self.patches.undo()
+        if not asked.stop:
+            return
+        if threading.current_thread() is not threading.main_thread():
+            finish_process()
+        # A loop that swallows SystemExit is ended at its next step.
+        self.on_step(lambda *_: finish_process())
+        raise SystemExit(0)
+
+    def at_exit(self) -> None:
+        """The script ended before the window did."""
+        if os.getpid() != self.pid or self.ended or self.torch is None or self.primary is None:
+            return
+        self.ended = True
+        self.sampler.stop()
+        quietly(self.profiler.end)(self.num_profiled)
+        quietly(self.writer.write_ready)(wait=True)
+        quietly(self.writer.write_facts)("ended")
+
+    def on_crash(self, kind: Any, error: Any, trace: Any) -> None:
+        if os.getpid() == self.pid and not issubclass(kind, KeyboardInterrupt):
+            text = "".join(traceback.format_exception(kind, error, trace))
+            path = os.path.join(self.settings.out, f"crash-{os.environ.get('RANK', '0')}-{self.pid}.txt")
+            with contextlib.suppress(OSError), open(path, "w") as file:
+                file.write(text[-20000:])
+
+
+def finish_process() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):
+            stream.flush()
+    os._exit(0)
+
+
+def write_stack_on_signal(settings: Settings) -> None:
+    """On a signal the main thread's stack goes to a file, whatever it is at: no thread of ours has to run for that."""
+    if settings.stack_signal is not None:
+        path = os.path.join(settings.out, f"stack-{os.environ.get('RANK', '')}-{os.getpid()}.txt")
+        # Kept open for the life of the process, as the handler needs it.
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        faulthandler.register(settings.stack_signal, file=descriptor, all_threads=False)
+
+
+def start() -> Agent:
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch's profiler would tell the script's stderr of itself
+    imports = ImportHook()
+    agent = Agent(Settings(os.environ["FLATOUT_AGENT"]), imports)
+    quietly(write_stack_on_signal)(agent.settings)
+    sys.meta_path.insert(0, imports)
+    imports.when("torch", agent.on_torch)
+    atexit.register(agent.at_exit)
+    before = sys.excepthook
+
+    def excepthook(kind: Any, error: Any, trace: Any) -> None:
+        quietly(agent.on_crash)(kind, error, trace)
+        before(kind, error, trace)
+
+    sys.excepthook = excepthook
+    return agent
