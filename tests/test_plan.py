@@ -15,23 +15,14 @@ from hypothesis import strategies as st
 
 from flatout import gallery
 from flatout.config import load
-from flatout.config.settings import DataSettings, Decisions, ModelSettings, PlanSettings, Settings, TrainSettings
+from flatout.config.settings import DataSettings, ModelSettings, PlanSettings, Settings, TrainSettings
 from flatout.cost import Adapters, ModelShape
 from flatout.errors import UsageError
 from flatout.hardware import Hardware, named, names
-from flatout.plan import (
-    ADAPTED,
-    COMPILE_S,
-    FULL_TOKENS,
-    MEMORY_BUDGET,
-    Job,
-    Plan,
-    compile_break_even,
-    decide,
-    job_of,
-    shape_of,
-    tokenizer_size,
-)
+from flatout.plan import Decisions, Job, Plan, compile_break_even, decide, job_of, shape_of, tokenizer_size
+from flatout.plan.batch import MEMORY_BUDGET
+from flatout.plan.kernels import FOREIGN
+from flatout.plan.predict import COMPILE_S, FULL_TOKENS
 
 EXAMPLE = gallery.find("pretrain-124m")
 SMALL = ModelShape(
@@ -116,8 +107,6 @@ def test_every_machine_gets_a_plan_for_the_example(name: str) -> None:
     plan = decide(job_of(load(EXAMPLE.path, environ={}).settings, hardware=machine, num_ranks=1))
     decisions, predicted = plan.decisions, plan.predicted
     assert plan.job.shape == SMALL
-    assert decisions.micro_batch is not None
-    assert decisions.accumulation is not None
     assert decisions.micro_batch * decisions.accumulation * 1024 == 524288
 
     if machine.sm is None:
@@ -211,11 +200,8 @@ def test_the_effective_batch_is_exact(share: int, num_ranks: int, length: int, n
     asked = job(hardware=name, sequences=share * num_ranks, num_ranks=num_ranks, length=length, pins={"preset": preset})
     plan = decide(asked)
     micro_batch, accumulation = plan.decisions.micro_batch, plan.decisions.accumulation
-    assert micro_batch is not None
-    assert accumulation is not None
     assert micro_batch * accumulation * num_ranks * length == asked.batch_tokens
     assert micro_batch * length <= FULL_TOKENS[asked.device]
-    assert plan.decisions.loss_chunk is not None
     chunks = -(-micro_batch * length // plan.decisions.loss_chunk)
     assert plan.decisions.loss_chunk * (chunks - 1) >= micro_batch * length * (chunks - 1) // chunks, "evenly cut"
 
@@ -254,7 +240,7 @@ def test_a_pin_is_taken_as_it_is(pins: dict[str, Any]) -> None:
     for name, value in pins.items():
         assert getattr(plan.decisions, name) == value
     assert {name for name, reason in plan.reasons.items() if reason.startswith("pinned")} == set(pins)
-    assert (plan.decisions.micro_batch or 0) * (plan.decisions.accumulation or 0) == 512
+    assert plan.decisions.micro_batch * plan.decisions.accumulation == 512
 
 
 @pytest.mark.parametrize(
@@ -317,7 +303,7 @@ def test_a_thin_micro_batch_is_widened_by_recomputation() -> None:
     plan = decide(replace(asked, hardware=card))
     assert plan.but(recompute="none").decisions.micro_batch == 4
     assert plan.decisions.recompute == "full", "fused kernels overwrite what selective recomputation would keep"
-    assert (plan.decisions.micro_batch or 0) >= 8
+    assert plan.decisions.micro_batch >= 8
 
 
 def test_where_every_micro_batch_is_thin_the_widest_is_taken() -> None:
@@ -335,14 +321,14 @@ def test_presets_differ_in_what_they_risk() -> None:
     asked = job(hardware="A10", sequences=2520, pins={"recompute": "none", **plain})
     plans = {preset: decide(asked).but(preset=preset) for preset in ("safe", "balanced", "max")}
     compiled = [plan.but(compile="default") for plan in plans.values()]
-    sizes = [plan.decisions.micro_batch or 0 for plan in compiled]
+    sizes = [plan.decisions.micro_batch for plan in compiled]
     assert sizes == sorted(set(sizes))
     for plan, share in zip(compiled, (0.75, 0.85, 0.92), strict=True):
         assert 0.9 * share < plan.predicted.peak_gib / 22.1 <= share
     assert [plan.decisions.compile for plan in plans.values()] == ["none", "default", "default"]
     assert [plan.decisions.tf32 for plan in plans.values()] == [False, True, True]
     assert [plan.decisions.prefetch for plan in plans.values()] == [2, 2, 4]
-    fractions = [plan.decisions.memory_fraction or 0 for plan in plans.values()]
+    fractions = [plan.decisions.memory_fraction for plan in plans.values()]
     assert fractions == sorted(set(fractions))
 
 
@@ -394,6 +380,7 @@ def test_recomputing_costs_hfu_and_time_not_mfu_flops() -> None:
 def test_every_decision_is_made_and_has_a_reason(machine: str) -> None:
     plan = decide(job(hardware=machine))
     declared = [f.name for f in fields(Decisions)]
+    assert declared == [f.name for f in fields(PlanSettings) if f.name != "preset"]
     for name in declared:
         assert getattr(plan.decisions, name) is not None, name
         assert len(plan.reasons[name]) > 10, name
@@ -616,7 +603,7 @@ def test_selective_recomputation_is_for_the_plain_path() -> None:
 
 
 def test_a_foreign_model_has_no_fast_paths_and_no_figures_nobody_counted() -> None:
-    plan = decide(job(shape=replace(SMALL, adapter="model_type 'gpt2' is not ours"), pins={"preset": "max"}))
+    plan = decide(job(shape=replace(SMALL, foreign="model_type 'gpt2' is not ours"), pins={"preset": "max"}))
     chosen = plan.decisions
     assert (chosen.fused_qkv, chosen.fused_mlp, chosen.fp8, chosen.compile) == (False, False, False, "none")
     assert chosen.fused_loss, "the loss is ours whatever the model is"
@@ -626,18 +613,20 @@ def test_a_foreign_model_has_no_fast_paths_and_no_figures_nobody_counted() -> No
 
 
 def test_what_a_foreign_model_cannot_have_is_refused_all_at_once() -> None:
-    shape = replace(SMALL, adapter="model_type 'gpt2' is not ours")
+    shape = replace(SMALL, foreign="model_type 'gpt2' is not ours")
     text = refusal(job(shape=shape, packing="documents", pins={"fp8": True, "fused_mlp": True, "compile": "default"}))
-    assert text.startswith("data.packing documents, plan.fused_mlp, plan.fp8, plan.compile default cannot be had: ")
+    assert text.startswith(
+        "this model does not run with data.packing documents, plan.fused_mlp, plan.fp8, plan.compile default: "
+    )
     assert "model_type 'gpt2' is not ours" in text
 
 
-def test_a_window_shorter_than_the_sequences_goes_to_the_adapter(tmp_path: Path) -> None:
+def test_a_model_whose_window_is_shorter_than_the_sequences_is_foreign(tmp_path: Path) -> None:
     folder = model_folder(tmp_path / "model", model_type="mistral", sliding_window=256, max_position_embeddings=1024)
     model = {"name": str(folder)}
     fits = shape(model=model, sequence_length=256)
-    assert (fits.adapter, fits.positions, fits.max_positions) == ("", 256, 1024)
-    assert "sliding window of 256 is shorter than sequences of 512" in shape(model=model, sequence_length=512).adapter
+    assert (fits.foreign, fits.positions, fits.max_positions) == ("", 256, 1024)
+    assert "sliding window of 256 is shorter than sequences of 512" in shape(model=model, sequence_length=512).foreign
 
 
 @pytest.mark.parametrize(
@@ -749,7 +738,7 @@ def test_passes_are_recorded_where_the_device_might_wait_and_memory_is_left() ->
         assert plan.decisions.graphs is False, changes
         assert word in plan.reasons["graphs"], changes
     assert of(adapters=adapters, pins={"graphs": False}).decisions.graphs is False
-    assert of(shape=replace(SMALL, adapter="a model of another kind")).reasons["graphs"] == ADAPTED
+    assert of(shape=replace(SMALL, foreign="a model of another kind")).reasons["graphs"] == FOREIGN
     unknown = replace(named("H200"), peak_flops={})
     assert "not known" in of(hardware=unknown).reasons["graphs"]
     # One peak in all that is said of a plan, gradients that stay included; and it fits.

@@ -18,9 +18,9 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from flatout.config.settings import Decisions
 from flatout.cost import Rates
 from flatout.hardware import Hardware, Measured
+from flatout.plan import Decisions
 from flatout.record import Event, StepRecord
 
 # Steps the shown speed is averaged over.

@@ -164,8 +164,8 @@ class RftSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Decisions:
-    """What a plan decides. In a configuration every field may be pinned; in a `Plan` every field is filled."""
+class PlanSettings:
+    """What may be pinned of a plan's decisions; None leaves it to the plan."""
 
     precision: Precision | None = setting(None, "arithmetic of the forward and backward pass")
     micro_batch: int | None = setting(None, "sequences in one forward pass on one rank", gt=0)
@@ -188,10 +188,6 @@ class Decisions:
     memory_fraction: float | None = setting(None, "allocator: largest share of the device's memory", gt=0, le=1)
     manual_gc: bool | None = setting(None, "collect Python garbage at chosen steps only")
     threads: int | None = setting(None, "CPU threads for one rank's arithmetic", gt=0)
-
-
-@dataclass(frozen=True, kw_only=True)
-class PlanSettings(Decisions):
     preset: Preset = setting("balanced", "how much is risked for speed")
 
 

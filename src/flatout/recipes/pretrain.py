@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from flatout import hub
-from flatout.config.settings import Decisions, PlanSettings, Settings
+from flatout.config.settings import PlanSettings, Settings
 from flatout.cost import checkpoint_bytes
 from flatout.data.corpus import Corpus, open_corpus
 from flatout.data.prepare import cache_folder
@@ -32,7 +32,7 @@ from flatout.errors import RunFailed, UsageError
 from flatout.hardware import Hardware, bf16_ratio, detect
 from flatout.model import Model, load_adapted, load_model, peft
 from flatout.optim import adamw, schedule
-from flatout.plan import Job, Plan, decide, job_of
+from flatout.plan import Decisions, Job, Plan, decide, job_of
 from flatout.probe import Phases
 from flatout.recipes.batches import Batches
 from flatout.recipes.material import Facts, Material, OpenData
@@ -318,8 +318,8 @@ def build_engine(
     head_loss, eight = prepare(
         model,
         active=active,
-        recompute=plan.decisions.recompute or "none",
-        loss_chunk=plan.decisions.loss_chunk or 1024,
+        recompute=plan.decisions.recompute,
+        loss_chunk=plan.decisions.loss_chunk,
     )
     return Engine(
         model=model,
@@ -348,8 +348,8 @@ def build_model(settings: Settings, plan: Plan, active: Active, *, note: Callabl
             seed=settings.seed,
             note=note,
         )
-    if plan.job.shape.adapter:
-        raise UsageError(f"lora goes with our own decoder only: {plan.job.shape.adapter}")
+    if plan.job.shape.foreign:
+        raise UsageError(f"lora goes with our own decoder only: {plan.job.shape.foreign}")
     folder = None
     if chosen.name is not None and chosen.weights == "load":
         folder = hub.folder(chosen.name, weights=True, revision=chosen.revision)

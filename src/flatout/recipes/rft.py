@@ -116,8 +116,7 @@ def run(
     hardware = detect()
     check_build(hardware)
     plan = pretrain.plan_for(settings, hardware=hardware, ranks=ranks)
-    if plan.decisions.threads:  # also for what is sampled and measured, before any training
-        torch.set_num_threads(plan.decisions.threads)
+    torch.set_num_threads(plan.decisions.threads)  # also for what is sampled and measured, before any training
     with open_session(
         settings,
         config_text=config_text,
