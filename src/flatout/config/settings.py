@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from dataclasses import Field, dataclass, field, fields
 from typing import Any, Literal
 
+from flatout.config.recipes import RecipeName
+
 Precision = Literal["fp32", "bf16", "fp16"]
 Recompute = Literal["none", "selective", "full"]
 Compile = Literal["none", "default", "max-autotune"]
@@ -247,7 +249,7 @@ class ProfileSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    recipe: Literal["pretrain", "sft", "rft"] = setting("pretrain", "what kind of training")
+    recipe: RecipeName = setting("pretrain", "what kind of training")
     run: str | None = setting(None, "run folder, as --run (default: runs/CONFIG-TIME)")
     seed: int = setting(0, "seed of weights, data order and everything random", ge=0)
     model: ModelSettings = section(ModelSettings, "the decoder")

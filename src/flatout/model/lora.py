@@ -1,7 +1,8 @@
 """LoRA: frozen weights, and beside each projection a pair of small matrices that learn (`lora:` in a configuration).
 
 An adapter sits on one of our fused projections and keeps one pair per sub-projection, so that PEFT's files, which
-know only q, k, v, go in and out. The A matrices of one input are stacked: one matmul serves them all. The result equals W x + scale B (A x), see `kernels.lowrank`.
+know only q, k, v, go in and out. The A matrices of one input are stacked: one matmul serves them all. The result
+equals W x + scale B (A x), see `kernels.lowrank`.
 
 Legend: N tokens, K inputs, M outputs, P sub-projections with an adapter, R = P x rank.
 """

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from flatout import hub
+from flatout.config.recipes import RECIPES
 from flatout.config.settings import DataSettings, LoraSettings, ModelSettings, PlanSettings, Settings, settable
 from flatout.cost import TARGETS, Adapters, Flops, ModelShape, flops_per_token
 from flatout.errors import UsageError
@@ -104,8 +105,8 @@ def job_of(
     train = settings.train
     if total_steps is None:
         total_steps = train.steps or (math.ceil(train.tokens / train.batch_tokens) if train.tokens else None)
-    generator = None
-    if settings.recipe == "rft":
+    generator, recipe = None, RECIPES[settings.recipe]
+    if recipe.samples:
         settings = _of_runs(settings)
         name = settings.rft.generator
         asked = ModelSettings(name=name, trust=settings.model.trust)
@@ -117,8 +118,7 @@ def job_of(
         batch_tokens=train.batch_tokens,
         num_ranks=num_ranks,
         steps=total_steps,
-        # Rows of recipes sft and rft are packed by document, whatever the setting for running text says.
-        packing="documents" if settings.recipe in ("sft", "rft") else settings.data.packing,
+        packing="documents" if recipe.packs_documents else settings.data.packing,
         mean_context=mean_context,
         longest=longest,
         trained_share=trained_share,

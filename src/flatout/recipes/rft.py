@@ -19,7 +19,6 @@ from safetensors import SafetensorError
 
 from flatout import files, hub
 from flatout.config import dump, to_mapping
-from flatout.config.rules import held_out
 from flatout.config.settings import (
     CriteriaSettings,
     EvalSettings,
@@ -30,6 +29,7 @@ from flatout.config.settings import (
     Settings,
     TargetSettings,
 )
+from flatout.config.tasks import held_out
 from flatout.data.tokenizer import Tokenizer, load_tokenizer
 from flatout.engine.checkpoint import as_os_error
 from flatout.engine.opening import Opened, open_model
