@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from flatout import gallery
 from flatout.config import load
 from flatout.config.settings import DataSettings, ModelSettings, PlanSettings, Settings, TrainSettings
-from flatout.cost import Adapters, ModelShape
+from flatout.cost import BUCKET_BYTES, Adapters, ModelShape
 from flatout.errors import UsageError
 from flatout.hardware import Hardware, named, names
 from flatout.plan import Decisions, Job, Plan, compile_break_even, decide, job_of, shape_of, tokenizer_size
@@ -57,13 +57,17 @@ def job(
     length = length or shape.positions
     return Job(
         shape=shape,
-        hardware=named(hardware) if isinstance(hardware, str) else hardware,
+        hardware=machine(hardware, num_ranks) if isinstance(hardware, str) else hardware,
         sequence_length=length,
         batch_tokens=sequences * length,
         num_ranks=num_ranks,
         pins=PlanSettings(**pins or {}),
         **others,
     )
+
+
+def machine(name: str, num_ranks: int) -> Hardware:
+    return named(name, num_gpus=1 if name == "CPU" else num_ranks)
 
 
 def differences(before: Plan, after: Plan) -> set[str]:
@@ -404,6 +408,25 @@ def test_more_ranks_share_the_work() -> None:
     assert eight.predicted.step_s is not None
     assert one.predicted.step_s / 8.5 < eight.predicted.step_s < one.predicted.step_s / 7
     assert eight.predicted.mfu == pytest.approx(one.predicted.mfu, rel=0.1)
+
+
+def test_more_ranks_take_one_bucket_of_memory_and_the_time_of_their_link() -> None:
+    def of(num_ranks: int, name: str = "A100-80GB", **changes: Any) -> Plan:
+        return decide(job(hardware=replace(machine(name, num_ranks), **changes), sequences=64, num_ranks=num_ranks))
+
+    def alone(plan: Plan) -> Plan:
+        """The same share of the batch without the others."""
+        job = replace(plan.job, batch_tokens=plan.job.batch_tokens // plan.job.num_ranks, num_ranks=1)
+        return decide(replace(job, hardware=replace(job.hardware, num_gpus=1)))
+
+    eight = of(8)
+    assert eight.predicted.peak_gib - alone(eight).predicted.peak_gib == pytest.approx(BUCKET_BYTES / 2**30)
+    ring_s = 2 * 7 / 8 * 4 * SMALL.num_parameters / 300e9  # 600 GB/s, both directions summed
+    assert eight.predicted.step_s - alone(eight).predicted.step_s == pytest.approx(ring_s)
+    assert of(8, "A100-PCIe-80GB").predicted.step_s > eight.predicted.step_s
+    unknown = of(8, link_bandwidth=None).predicted
+    assert (unknown.step_s, unknown.tokens_per_s, unknown.mfu) == (None, None, None)
+    assert of(8, num_gpus=4).predicted.step_s is None, "nobody knows the link between two machines"
 
 
 @pytest.mark.parametrize(

@@ -53,7 +53,8 @@ class Prediction:
 def predict(job: Job, decisions: Decisions) -> Prediction:
     passes = decided(job, decisions)
     memory, time = memory_of(job, passes), time_of(job, passes)
-    seconds = None if time is None else time.seconds
+    linked = job.num_ranks == 1 or _link_bandwidth(job) is not None
+    seconds = time.seconds if time is not None and linked else None
     shares = rates_of(job, passes).shares(tokens=job.batch_tokens, seconds=seconds or 0.0)
     return Prediction(
         peak_gib=memory.gib,
@@ -178,7 +179,14 @@ def time_of(job: Job, passes: Passes) -> StepTime | None:
         adapters=job.adapters,
         graphs=passes.graphs,
         documents=passes.documents,
+        num_ranks=job.num_ranks,
+        link_bandwidth=_link_bandwidth(job),
     )
+
+
+def _link_bandwidth(job: Job) -> float | None:
+    """Between the ranks; None where it is unknown, as it is between machines, and where there is one rank."""
+    return job.hardware.link_bandwidth if 1 < job.num_ranks <= job.hardware.num_gpus else None
 
 
 def full_tokens(job: Job) -> int:
