@@ -23,6 +23,7 @@ from flatout.plan import Decisions, Job, Plan, compile_break_even, decide, job_o
 from flatout.plan.batch import MEMORY_BUDGET
 from flatout.plan.kernels import FOREIGN
 from flatout.plan.predict import COMPILE_S, FULL_TOKENS
+from flatout.recipes.sft import tokenizer_of
 
 EXAMPLE = gallery.find("pretrain-124m")
 SMALL = ModelShape(
@@ -467,6 +468,13 @@ def test_sequences_longer_than_the_positions_are_refused() -> None:
         shape(model={"layers": 2, "hidden": 64, "heads": 2, "positions": 1024}, sequence_length=2048)
 
 
+@pytest.mark.parametrize("size", [{"heads": 0}, {"layers": -3}, {"hidden": 0}, {"rope_theta": float("nan")}], ids=str)
+def test_sizes_that_no_model_has_are_refused_whoever_wrote_them(size: dict[str, Any]) -> None:
+    (name,) = size
+    with pytest.raises(UsageError, match=f"the model's {name} is .* must be"):
+        shape(model={"layers": 2, "hidden": 64, "heads": 2} | size)
+
+
 def model_folder(path: Path, **changes: Any) -> Path:
     config = {
         "model_type": "qwen3",
@@ -547,6 +555,16 @@ def test_a_file_that_is_no_tokenizer_is_named(tmp_path: Path, content: str) -> N
     file.write_text(content)
     with pytest.raises(UsageError, match=r"tokenizer\.json"):
         tokenizer_size(str(file))
+
+
+def test_what_does_not_exist_is_named_by_its_own_key() -> None:
+    with pytest.raises(UsageError, match=r"^data\.tokenizer: /nowhere does not exist"):
+        tokenizer_size("/nowhere")
+    with pytest.raises(UsageError, match="^model: the folder '/nowhere' does not exist"):
+        shape(model={"name": "/nowhere"})
+    rows = Settings(recipe="sft", model=ModelSettings(name="/nowhere"))
+    with pytest.raises(UsageError, match="^model: the folder '/nowhere' does not exist"):
+        tokenizer_of(rows)
 
 
 def test_a_folder_without_a_tokenizer_is_named(tmp_path: Path) -> None:
@@ -642,6 +660,18 @@ def test_what_a_foreign_model_cannot_have_is_refused_all_at_once() -> None:
         "this model does not run with data.packing documents, plan.fused_mlp, plan.fp8, plan.compile default: "
     )
     assert "model_type 'gpt2' is not ours" in text
+
+
+def test_why_a_model_is_foreign_is_recorded_under_its_first_name() -> None:
+    """Checkpoints of older versions are identified by this JSON."""
+    foreign = replace(SMALL, foreign="model_type 'gpt2' is not ours")
+    recorded = json.loads(json.dumps(foreign.to_json()))
+    assert recorded["adapter"] == foreign.foreign
+    assert "foreign" not in recorded
+    assert ModelShape.from_json(recorded, source="plan.json") == foreign
+    assert "adapter" not in SMALL.to_json()
+    with pytest.raises(UsageError, match=r"^plan\.json is not what flatout writes there"):
+        ModelShape.from_json(recorded | {"adapter": 1}, source="plan.json")
 
 
 def test_a_model_whose_window_is_shorter_than_the_sequences_is_foreign(tmp_path: Path) -> None:

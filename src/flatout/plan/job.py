@@ -157,7 +157,7 @@ def _own_shape(settings: Settings) -> ModelShape:
         hidden=model.hidden,
         heads=model.heads,
         kv_heads=model.kv_heads or model.heads,
-        head_dim=model.head_dim or model.hidden // model.heads,
+        head_dim=model.head_dim or model.hidden // max(1, model.heads),  # a damaged run folder may say 0
         intermediate=model.intermediate or rounded_up(model.hidden * 8 // 3, 128),
         vocab=model.vocab or rounded_up(vocabulary(settings.data), 64),
         positions=model.positions or settings.data.sequence_length,
@@ -245,6 +245,8 @@ def tokenizer_size(spec: str) -> int:
     if match := re.fullmatch(r"bpe:(\d{1,9})", spec):
         return int(match[1])
     path = Path(os.path.expanduser(spec))
+    if spec.startswith((".", "/", "~")) and not os.path.exists(path):
+        raise UsageError(f"data.tokenizer: {spec} does not exist; give a folder with tokenizer.json, or such a file")
     file = path if os.path.isfile(path) else hub.folder(spec, weights=False) / "tokenizer.json"
     content = hub.read_json(file, limit=TEXT_BYTES)
     try:

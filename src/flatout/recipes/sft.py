@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from flatout import hub
 from flatout.config.settings import DataSettings, Settings
 from flatout.data.examples import open_conversations
 from flatout.data.packed import Packed
@@ -63,5 +64,6 @@ def conversations(settings: Settings) -> Iterator[Material]:
 
 def tokenizer_of(settings: Settings) -> str:
     if settings.model.name is not None and settings.data.tokenizer == DataSettings().tokenizer:
+        hub.check_name(settings.model.name)
         return settings.model.name
     return settings.data.tokenizer
