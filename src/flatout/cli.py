@@ -194,12 +194,13 @@ def plan(
     """Decide how a run would use a machine, here or named, with reasons and predictions. Needs no torch."""
     from flatout import hardware as facts
     from flatout.config import load
+    from flatout.files import cache_folder
     from flatout.plan import decide, job_of
     from flatout.record import redacted
     from flatout.terminal import plan_tables
 
     settings = _trusting(load(config, overrides=overrides or []).settings, trust)
-    machine = facts.detect() if on is None else facts.parse(on)
+    machine = facts.with_cpu_facts(facts.detect(), cache=cache_folder()) if on is None else facts.parse(on)
     num_ranks = max(1, machine.num_gpus)
     made = decide(job_of(settings, hardware=machine, num_ranks=num_ranks))
     if as_json:

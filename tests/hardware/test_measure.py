@@ -9,7 +9,7 @@ import pytest
 
 from flatout.errors import EnvironmentLacks
 from flatout.hardware import detect, measure, named
-from flatout.hardware.measure import _COPY_BYTES, _SMALLEST, _dtypes, _median_s, _side
+from flatout.hardware.measure import _COPY_BYTES, _SMALLEST, _burst_s, _dtypes, _side
 
 torch = pytest.importorskip("torch")
 
@@ -52,7 +52,7 @@ def test_the_size_suits_the_device(flops: float, side: int) -> None:
 
 def test_the_median_ignores_a_hiccup() -> None:
     bursts_s = iter([0.001, 0.01, 5.0, 0.01])  # the first only sizes the bursts: ten calls
-    assert _median_s(lambda: None, clock=lambda call, num_calls: next(bursts_s), budget_s=0.0) == 0.001
+    assert _burst_s(lambda: None, clock=lambda call, num_calls: next(bursts_s), budget_s=0.0) == 0.001
 
 
 def test_dtypes_without_units_are_left_out() -> None:

@@ -106,6 +106,7 @@ def test_adapters_on_four_bits_learn(flatout: Call, sft: Path, tmp_path: Path) -
         ("lora.adapter=nowhere", "adapter_config.json is missing"),
         ("data.source=embedded", "recipe sft takes jsonl, parquet or hf"),
         ("data.tokenizer=byte2", "data.tokenizer"),
+        ("model=/nowhere", "error: model: the folder '/nowhere' does not exist"),
         ("recipe=pretrain", "goes with recipe sft"),
     ],
 )

@@ -114,6 +114,16 @@ class Rates:
     flops: Flops
     peak_flops: float | None
     num_devices: int = 1
+    precision: str | None = None  # that the peak is of
+    peak_source: str | None = None  # "datasheet" or "measured"
+
+    @property
+    def peak_words(self) -> str:
+        """The peak as people read it: 989 TFLOPS bf16 (datasheet)."""
+        if not self.peak_flops:
+            return "a peak that is not known"
+        words = f"{self.peak_flops / 1e12:.3g} TFLOPS {self.precision or ''}".rstrip()
+        return f"{words} ({self.peak_source})" if self.peak_source else words
 
     def shares(self, *, tokens: float, seconds: float) -> Shares:
         if not self.peak_flops or seconds <= 0:
@@ -144,6 +154,7 @@ class Memory:
     activations: float
     temporary: float
     workspace: float
+    process: float = 0.0  # of a CPU: interpreter and libraries
 
     @property
     def total(self) -> float:
@@ -281,6 +292,7 @@ SHORT_DOCUMENT = 128
 # What an H200 reached with this decoder, as shares of the datasheet; see docs/predictions.md.
 MATMUL_SHARE: dict[BlockPath, float] = {"eager": 0.66, "compiled": 0.68, "fused": 0.70, "fp8": 0.67}
 FP32_ATTENTION_SHARE = 0.06
+CPU_SHARE = 0.5
 BANDWIDTH_SHARE = 0.67
 # Passes over the tensors of a block and over the logits: fused kernels read and write each few times, eager ones many.
 BLOCK_PASSES: dict[BlockPath, float] = {"eager": 20, "compiled": 3, "fused": 2.4, "fp8": 3.3}
@@ -400,6 +412,12 @@ def step_time(
         graphs=graphs,
         reduce=reduce_s(trained, num_ranks=num_ranks, link_bandwidth=link_bandwidth) if link_bandwidth else 0.0,
     )
+
+
+def cpu_step_time(*, micro_tokens: int, accumulation: int, flops: Flops, peak_flops: float) -> StepTime:
+    """On a CPU everything is at a share of the measured peak: nothing is launched, and caches hide the traffic."""
+    device = micro_tokens * flops.executed / (CPU_SHARE * peak_flops)
+    return StepTime(device=device, launches=0.0, left=0.0, update=0.0, accumulation=accumulation, graphs=False)
 
 
 def weight_bytes(shape: ModelShape, *, width: int, path: BlockPath, again: bool) -> int:

@@ -37,8 +37,6 @@ class Job:
     # Share of the tokens that the loss looks at, where only answers are learnt; None: all of them.
     trained_share: float | None = None
     weights_only: bool = False
-    # CPU only: measured speed of bf16 matmuls relative to fp32; None when nobody measured.
-    cpu_bf16_ratio: float | None = None
     pins: PlanSettings = field(default_factory=PlanSettings)
     # What is trained instead of the weights, and the model those come from.
     adapters: Adapters | None = None
@@ -99,7 +97,6 @@ def job_of(
     mean_context: float | None = None,
     longest: int | None = None,
     trained_share: float | None = None,
-    cpu_bf16_ratio: float | None = None,
 ) -> Job:
     """The job a configuration describes, on this hardware."""
     train = settings.train
@@ -123,7 +120,6 @@ def job_of(
         longest=longest,
         trained_share=trained_share,
         weights_only=settings.save.weights_only,
-        cpu_bf16_ratio=cpu_bf16_ratio,
         pins=settings.plan,
         adapters=adapters_of(settings.lora),
         base=settings.model.name if settings.model.weights == "load" else None,

@@ -18,9 +18,10 @@ FP8_HIDDEN = 768
 def precision(job: Job) -> tuple[Precision, str]:
     sm = job.hardware.sm
     if job.device == "cpu":
-        ratio = job.cpu_bf16_ratio
-        if ratio is None:
+        peaks = job.hardware.peak_flops
+        if "bf16" not in peaks or "fp32" not in peaks:
             return "fp32", "a CPU, bf16 speed not measured"
+        ratio = peaks["bf16"] / peaks["fp32"]
         if ratio >= 1.5:
             return "bf16", f"bf16 matmuls measured {ratio:.1f} times as fast as fp32 on this CPU"
         return "fp32", f"a CPU without fast bf16 units: bf16 measured {ratio:.2g} times the speed of fp32"

@@ -8,7 +8,17 @@ from dataclasses import asdict, dataclass, replace
 from typing import Literal
 
 from flatout.config.settings import Precision, Recompute
-from flatout.cost import GIB, BlockPath, Memory, Rates, StepTime, checkpoint_bytes, step_time, training_memory
+from flatout.cost import (
+    GIB,
+    BlockPath,
+    Memory,
+    Rates,
+    StepTime,
+    checkpoint_bytes,
+    cpu_step_time,
+    step_time,
+    training_memory,
+)
 from flatout.plan.decisions import Decisions
 from flatout.plan.job import Job, rounded_up
 
@@ -48,13 +58,16 @@ class Prediction:
     mfu_common: float | None
     hours: float | None
     checkpoint_gib: float
+    # Why speed is not predicted, and what the memory leaves out; None: nothing is missing.
+    unknown: str | None = None
+    left_out: str | None = None
 
 
 def predict(job: Job, decisions: Decisions) -> Prediction:
     passes = decided(job, decisions)
     memory, time = memory_of(job, passes), time_of(job, passes)
-    linked = job.num_ranks == 1 or _link_bandwidth(job) is not None
-    seconds = time.seconds if time is not None and linked else None
+    unknown = _unknown(job, passes)
+    seconds = time.seconds if time is not None and unknown is None else None
     shares = rates_of(job, passes).shares(tokens=job.batch_tokens, seconds=seconds or 0.0)
     return Prediction(
         peak_gib=memory.gib,
@@ -65,7 +78,24 @@ def predict(job: Job, decisions: Decisions) -> Prediction:
         mfu_common=shares.mfu_common,
         hours=seconds * job.steps / 3600 if seconds and job.steps else None,
         checkpoint_gib=checkpoint_bytes(job.shape, weights_only=job.weights_only, adapters=job.adapters) / GIB,
+        unknown=unknown,
+        left_out="the process itself, interpreter and libraries"
+        if job.device == "cpu" and not memory.process
+        else None,
     )
+
+
+def _unknown(job: Job, passes: Passes) -> str | None:
+    """Why the speed cannot be predicted, or None."""
+    if job.shape.foreign:
+        return "nobody counted the operations of a model that transformers runs"
+    if not peak_of(job, passes) and job.device == "cpu":
+        return "the peak of this CPU was not measured: flatout measures the machine it runs on, with torch installed"
+    if not peak_of(job, passes):
+        return f"the {name_of_peak(passes)} peak of this GPU is not in the table of known ones"
+    if job.num_ranks > 1 and _link_bandwidth(job) is None:
+        return "how fast the ranks reach each other is not known"
+    return None
 
 
 def decided(job: Job, decisions: Decisions) -> Passes:
@@ -117,7 +147,7 @@ def documents_of(job: Job, attention: str) -> Literal["varlen", "short"] | None:
 def memory_of(job: Job, passes: Passes) -> Memory:
     """Predicted peak of one rank."""
     micro_tokens = passes.micro_tokens
-    return training_memory(
+    memory = training_memory(
         job.shape,
         micro_tokens=micro_tokens,
         precision=passes.precision,
@@ -131,6 +161,8 @@ def memory_of(job: Job, passes: Passes) -> Memory:
         adapters=job.adapters,
         graphs=passes.graphs,
     )
+    process_gib = job.hardware.process_gib if job.device == "cpu" else None
+    return memory if process_gib is None else replace(memory, process=process_gib * GIB)
 
 
 def loss_chunk(job: Job, micro_tokens: int) -> int:
@@ -149,22 +181,36 @@ def leaves_room(job: Job, passes: Passes) -> bool:
 
 
 def rates_of(job: Job, passes: Passes) -> Rates:
-    return Rates(flops=job.flops(passes.recompute), peak_flops=peak_of(job, passes), num_devices=job.num_ranks)
+    return Rates(
+        flops=job.flops(passes.recompute),
+        peak_flops=peak_of(job, passes),
+        num_devices=job.num_ranks,
+        precision=name_of_peak(passes),
+        peak_source=job.hardware.peak_source,
+    )
 
 
 def peak_of(job: Job, passes: Passes) -> float | None:
     """The device's peak in the arithmetic the matmuls really use; None for a model whose operations nobody counted."""
-    if job.shape.foreign:
-        return None
-    tf32 = passes.precision == "fp32" and passes.tf32
-    return job.hardware.peak_flops.get("tf32" if tf32 else passes.precision)
+    return None if job.shape.foreign else job.hardware.peak_flops.get(name_of_peak(passes))
+
+
+def name_of_peak(passes: Passes) -> str:
+    return "tf32" if passes.precision == "fp32" and passes.tf32 else passes.precision
 
 
 def time_of(job: Job, passes: Passes) -> StepTime | None:
-    """Predicted time of a step; None on a CPU, and where the device's peak is not known."""
+    """Predicted time of a step; None where the device's peak is not known."""
     peak = peak_of(job, passes)
-    if not peak or job.device == "cpu":
+    if not peak:
         return None
+    if job.device == "cpu":
+        return cpu_step_time(
+            micro_tokens=passes.micro_tokens,
+            accumulation=passes.accumulation,
+            flops=job.flops(passes.recompute),
+            peak_flops=peak,
+        )
     return step_time(
         job.shape,
         sequence_length=job.sequence_length,

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from flatout import hub
+from flatout import files, hub
 from flatout.config.settings import PlanSettings, Settings
 from flatout.cost import checkpoint_bytes
 from flatout.data.corpus import Corpus, open_corpus
@@ -29,7 +29,7 @@ from flatout.engine.ranks import Ranks, from_environment, joined
 from flatout.engine.resolve import Active, check_build, resolve
 from flatout.engine.step import Engine
 from flatout.errors import RunFailed, UsageError
-from flatout.hardware import Hardware, bf16_ratio, detect
+from flatout.hardware import Hardware, detect, with_cpu_facts
 from flatout.model import Model, load_adapted, load_model, peft
 from flatout.optim import adamw, schedule
 from flatout.plan import Decisions, Job, Plan, decide, job_of
@@ -272,10 +272,10 @@ def plan_for(
 
     A run that was begun in the folder `begun` keeps what it was begun with, as far as the machine is the same.
     """
-    ratio = ""
-    if hardware.gpu is None and settings.plan.precision is None and ranks.first:
-        ratio = f"{bf16_ratio():.3g}"
-    ratio = ranks.agree(ratio)
+    if hardware.gpu is None:
+        if ranks.first:  # alone: others at work would slow it down
+            hardware = with_cpu_facts(hardware, cache=files.cache_folder(), num_ranks=ranks.world)
+        hardware = Hardware.from_json(json.loads(ranks.agree(json.dumps(hardware.to_json()))))
     job = job_of(
         settings,
         hardware=hardware,
@@ -284,7 +284,6 @@ def plan_for(
         mean_context=mean_context,
         longest=longest,
         trained_share=trained_share,
-        cpu_bf16_ratio=float(ratio) if ratio else None,
     )
     return decide(job if begun is None else replace(job, pins=kept_pins(job, Run.open(begun).plan)))
 
