@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from flatout import gallery
 from flatout.config import load
 from flatout.config.settings import DataSettings, ModelSettings, PlanSettings, Settings, TrainSettings
-from flatout.cost import BUCKET_BYTES, Adapters, ModelShape
+from flatout.cost import BUCKET_BYTES, Adapters, ModelShape, cpu_share
 from flatout.errors import UsageError
 from flatout.hardware import Hardware, named, names
 from flatout.plan import Decisions, Job, Plan, compile_break_even, decide, job_of, shape_of, tokenizer_size
@@ -182,6 +182,28 @@ def test_a_cpu_gets_bf16_only_where_it_was_measured_faster(ratio: float | None, 
 )
 def test_attention_is_the_fastest_that_can_do_it(hardware: str, others: dict[str, Any], expected: str) -> None:
     assert decide(job(hardware=hardware, **others)).decisions.attention == expected
+
+
+def test_a_measured_cpu_has_figures_and_an_unmeasured_one_says_why_not() -> None:
+    measured = replace(named("CPU"), peak_flops={"fp32": 1e11, "bf16": 5e10}, peak_source="measured", process_gib=0.3)
+    plan = decide(job(hardware=measured, steps=10))
+    rates = plan.to_json()["rates"]
+    assert (rates["peak_flops"], rates["precision"], rates["peak_source"]) == (1e11, "fp32", "measured")
+    assert plan.rates.peak_words == "0.1 TFLOPS fp32 (measured)"
+    assert plan.predicted.mfu == pytest.approx(cpu_share(SMALL.hidden))
+    assert plan.predicted.step_s == pytest.approx(plan.flops.done * plan.job.batch_tokens / cpu_share(768) / 1e11)
+    assert plan.predicted.memory_gib["process"] == pytest.approx(0.3)
+    assert (plan.predicted.unknown, plan.predicted.left_out) == (None, None)
+
+    bare = decide(job(hardware="CPU")).predicted
+    assert bare.unknown is not None
+    assert "not measured" in bare.unknown
+    assert "the process itself" in (bare.left_out or "")
+    assert bare.peak_gib == pytest.approx(plan.predicted.peak_gib - 0.3)
+
+    sheet = decide(job())
+    assert sheet.rates.peak_words == "989 TFLOPS bf16 (datasheet)"
+    assert (sheet.predicted.unknown, sheet.predicted.left_out) == (None, None)
 
 
 def test_the_peak_is_of_the_arithmetic_really_used() -> None:

@@ -292,7 +292,6 @@ SHORT_DOCUMENT = 128
 # What an H200 reached with this decoder, as shares of the datasheet; see docs/predictions.md.
 MATMUL_SHARE: dict[BlockPath, float] = {"eager": 0.66, "compiled": 0.68, "fused": 0.70, "fp8": 0.67}
 FP32_ATTENTION_SHARE = 0.06
-CPU_SHARE = 0.5
 BANDWIDTH_SHARE = 0.67
 # Passes over the tensors of a block and over the logits: fused kernels read and write each few times, eager ones many.
 BLOCK_PASSES: dict[BlockPath, float] = {"eager": 20, "compiled": 3, "fused": 2.4, "fp8": 3.3}
@@ -414,9 +413,16 @@ def step_time(
     )
 
 
-def cpu_step_time(*, micro_tokens: int, accumulation: int, flops: Flops, peak_flops: float) -> StepTime:
-    """On a CPU everything is at a share of the measured peak: nothing is launched, and caches hide the traffic."""
-    device = micro_tokens * flops.executed / (CPU_SHARE * peak_flops)
+def cpu_share(hidden: int) -> float:
+    """A CPU's share of its measured peak: the narrower the layers, the more of the time is not spent in matmuls."""
+    return 0.95 * hidden / (hidden + 200)
+
+
+def cpu_step_time(
+    shape: ModelShape, *, micro_tokens: int, accumulation: int, flops: Flops, peak_flops: float
+) -> StepTime:
+    """On a CPU one lane: operations at a share of the peak. Nothing is launched."""
+    device = micro_tokens * flops.executed / (cpu_share(shape.hidden) * peak_flops)
     return StepTime(device=device, launches=0.0, left=0.0, update=0.0, accumulation=accumulation, graphs=False)
 
 

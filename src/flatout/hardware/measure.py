@@ -116,7 +116,7 @@ def with_cpu_facts(hardware: Hardware, *, cache: Path, num_ranks: int = 1) -> Ha
     )
 
 
-def _cpu_facts(cpu: str | None, *, threads: int, seconds: float = 0.1) -> CpuFacts:
+def _cpu_facts(cpu: str | None, *, threads: int, seconds: float = 0.2) -> CpuFacts:
     import torch
 
     before, flops = torch.get_num_threads(), {}

@@ -79,9 +79,7 @@ def predict(job: Job, decisions: Decisions) -> Prediction:
         hours=seconds * job.steps / 3600 if seconds and job.steps else None,
         checkpoint_gib=checkpoint_bytes(job.shape, weights_only=job.weights_only, adapters=job.adapters) / GIB,
         unknown=unknown,
-        left_out="the process itself, interpreter and libraries"
-        if job.device == "cpu" and not memory.process
-        else None,
+        left_out=None if job.device == "gpu" or memory.process else "the process itself, interpreter and libraries",
     )
 
 
@@ -206,6 +204,7 @@ def time_of(job: Job, passes: Passes) -> StepTime | None:
         return None
     if job.device == "cpu":
         return cpu_step_time(
+            job.shape,
             micro_tokens=passes.micro_tokens,
             accumulation=passes.accumulation,
             flops=job.flops(passes.recompute),
