@@ -1,11 +1,11 @@
 from __future__ import annotations
 
-import importlib.util
 import json
 import math
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -119,7 +119,14 @@ def test_a_cpu_is_measured_once_and_remembered(tmp_path: Path, monkeypatch: pyte
 
 def test_nothing_is_measured_where_there_is_a_gpu_or_no_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert with_cpu_facts(named("H200"), cache=tmp_path) == named("H200")
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with monkeypatch.context() as patched:
+        patched.setitem(sys.modules, "torch", None)  # importing it now fails
+        assert with_cpu_facts(found_cpu(), cache=tmp_path) == found_cpu()
+
+    def missing(name: str) -> str:
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(metadata, "version", missing)
     assert with_cpu_facts(found_cpu(), cache=tmp_path) == found_cpu()
     assert not list(tmp_path.iterdir())
 

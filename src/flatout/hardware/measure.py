@@ -7,7 +7,6 @@ card falls to the clock its power limit allows, and that is where training runs.
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import json
 import statistics
 import sys
@@ -98,13 +97,16 @@ def with_cpu_facts(hardware: Hardware, *, cache: Path, num_ranks: int = 1) -> Ha
 
     Measured once, in less than a second, and kept in `cache`. Without torch, and with a GPU, nothing is measured.
     """
-    if hardware.gpu is not None or importlib.util.find_spec("torch") is None:
+    if hardware.gpu is not None:
         return hardware
     threads = max(1, (hardware.num_cpus or 1) // num_ranks)
-    facts = _remembered(cache, cpu=hardware.cpu, threads=threads)
-    if facts is None:
-        facts = _cpu_facts(hardware.cpu, threads=threads)
-        _remember(cache, facts)
+    try:
+        facts = _remembered(cache, cpu=hardware.cpu, threads=threads)
+        if facts is None:
+            facts = _cpu_facts(hardware.cpu, threads=threads)
+            _remember(cache, facts)
+    except (ImportError, OSError):  # torch is not installed, or cannot be loaded: the plan says that nothing is known
+        return hardware
     # A process that has torch knows best what it takes itself.
     process_gib = _process_gib() if "torch" in sys.modules else facts.process_gib
     return replace(
