@@ -15,23 +15,14 @@ from hypothesis import strategies as st
 
 from flatout import gallery
 from flatout.config import load
-from flatout.config.settings import DataSettings, Decisions, ModelSettings, PlanSettings, Settings, TrainSettings
-from flatout.cost import Adapters, ModelShape
+from flatout.config.settings import DataSettings, ModelSettings, PlanSettings, Settings, TrainSettings
+from flatout.cost import BUCKET_BYTES, Adapters, ModelShape, cpu_share
 from flatout.errors import UsageError
 from flatout.hardware import Hardware, named, names
-from flatout.plan import (
-    ADAPTED,
-    COMPILE_S,
-    FULL_TOKENS,
-    MEMORY_BUDGET,
-    Job,
-    Plan,
-    compile_break_even,
-    decide,
-    job_of,
-    shape_of,
-    tokenizer_size,
-)
+from flatout.plan import Decisions, Job, Plan, compile_break_even, decide, job_of, shape_of, tokenizer_size
+from flatout.plan.batch import MEMORY_BUDGET
+from flatout.plan.kernels import FOREIGN
+from flatout.plan.predict import COMPILE_S, FULL_TOKENS
 
 EXAMPLE = gallery.find("pretrain-124m")
 SMALL = ModelShape(
@@ -66,13 +57,17 @@ def job(
     length = length or shape.positions
     return Job(
         shape=shape,
-        hardware=named(hardware) if isinstance(hardware, str) else hardware,
+        hardware=machine(hardware, num_ranks) if isinstance(hardware, str) else hardware,
         sequence_length=length,
         batch_tokens=sequences * length,
         num_ranks=num_ranks,
         pins=PlanSettings(**pins or {}),
         **others,
     )
+
+
+def machine(name: str, num_ranks: int) -> Hardware:
+    return named(name, num_gpus=1 if name == "CPU" else num_ranks)
 
 
 def differences(before: Plan, after: Plan) -> set[str]:
@@ -116,8 +111,6 @@ def test_every_machine_gets_a_plan_for_the_example(name: str) -> None:
     plan = decide(job_of(load(EXAMPLE.path, environ={}).settings, hardware=machine, num_ranks=1))
     decisions, predicted = plan.decisions, plan.predicted
     assert plan.job.shape == SMALL
-    assert decisions.micro_batch is not None
-    assert decisions.accumulation is not None
     assert decisions.micro_batch * decisions.accumulation * 1024 == 524288
 
     if machine.sm is None:
@@ -174,7 +167,8 @@ def test_an_unknown_gpu_is_planned_for_by_what_is_known_of_it() -> None:
 
 @pytest.mark.parametrize(("ratio", "precision"), [(None, "fp32"), (0.4, "fp32"), (1.5, "bf16"), (6.0, "bf16")])
 def test_a_cpu_gets_bf16_only_where_it_was_measured_faster(ratio: float | None, precision: str) -> None:
-    assert decide(job(hardware="CPU", cpu_bf16_ratio=ratio)).decisions.precision == precision
+    peaks = {} if ratio is None else {"fp32": 1e11, "bf16": ratio * 1e11}
+    assert decide(job(hardware=replace(named("CPU"), peak_flops=peaks))).decisions.precision == precision
 
 
 @pytest.mark.parametrize(
@@ -188,6 +182,28 @@ def test_a_cpu_gets_bf16_only_where_it_was_measured_faster(ratio: float | None, 
 )
 def test_attention_is_the_fastest_that_can_do_it(hardware: str, others: dict[str, Any], expected: str) -> None:
     assert decide(job(hardware=hardware, **others)).decisions.attention == expected
+
+
+def test_a_measured_cpu_has_figures_and_an_unmeasured_one_says_why_not() -> None:
+    measured = replace(named("CPU"), peak_flops={"fp32": 1e11, "bf16": 5e10}, peak_source="measured", process_gib=0.3)
+    plan = decide(job(hardware=measured, steps=10))
+    rates = plan.to_json()["rates"]
+    assert (rates["peak_flops"], rates["precision"], rates["peak_source"]) == (1e11, "fp32", "measured")
+    assert plan.rates.peak_words == "0.1 TFLOPS fp32 (measured)"
+    assert plan.predicted.mfu == pytest.approx(cpu_share(SMALL.hidden))
+    assert plan.predicted.step_s == pytest.approx(plan.flops.done * plan.job.batch_tokens / cpu_share(768) / 1e11)
+    assert plan.predicted.memory_gib["process"] == pytest.approx(0.3)
+    assert (plan.predicted.unknown, plan.predicted.left_out) == (None, None)
+
+    bare = decide(job(hardware="CPU")).predicted
+    assert bare.unknown is not None
+    assert "not measured" in bare.unknown
+    assert "the process itself" in (bare.left_out or "")
+    assert bare.peak_gib == pytest.approx(plan.predicted.peak_gib - 0.3)
+
+    sheet = decide(job())
+    assert sheet.rates.peak_words == "989 TFLOPS bf16 (datasheet)"
+    assert (sheet.predicted.unknown, sheet.predicted.left_out) == (None, None)
 
 
 def test_the_peak_is_of_the_arithmetic_really_used() -> None:
@@ -211,11 +227,8 @@ def test_the_effective_batch_is_exact(share: int, num_ranks: int, length: int, n
     asked = job(hardware=name, sequences=share * num_ranks, num_ranks=num_ranks, length=length, pins={"preset": preset})
     plan = decide(asked)
     micro_batch, accumulation = plan.decisions.micro_batch, plan.decisions.accumulation
-    assert micro_batch is not None
-    assert accumulation is not None
     assert micro_batch * accumulation * num_ranks * length == asked.batch_tokens
     assert micro_batch * length <= FULL_TOKENS[asked.device]
-    assert plan.decisions.loss_chunk is not None
     chunks = -(-micro_batch * length // plan.decisions.loss_chunk)
     assert plan.decisions.loss_chunk * (chunks - 1) >= micro_batch * length * (chunks - 1) // chunks, "evenly cut"
 
@@ -254,7 +267,7 @@ def test_a_pin_is_taken_as_it_is(pins: dict[str, Any]) -> None:
     for name, value in pins.items():
         assert getattr(plan.decisions, name) == value
     assert {name for name, reason in plan.reasons.items() if reason.startswith("pinned")} == set(pins)
-    assert (plan.decisions.micro_batch or 0) * (plan.decisions.accumulation or 0) == 512
+    assert plan.decisions.micro_batch * plan.decisions.accumulation == 512
 
 
 @pytest.mark.parametrize(
@@ -317,7 +330,7 @@ def test_a_thin_micro_batch_is_widened_by_recomputation() -> None:
     plan = decide(replace(asked, hardware=card))
     assert plan.but(recompute="none").decisions.micro_batch == 4
     assert plan.decisions.recompute == "full", "fused kernels overwrite what selective recomputation would keep"
-    assert (plan.decisions.micro_batch or 0) >= 8
+    assert plan.decisions.micro_batch >= 8
 
 
 def test_where_every_micro_batch_is_thin_the_widest_is_taken() -> None:
@@ -335,14 +348,14 @@ def test_presets_differ_in_what_they_risk() -> None:
     asked = job(hardware="A10", sequences=2520, pins={"recompute": "none", **plain})
     plans = {preset: decide(asked).but(preset=preset) for preset in ("safe", "balanced", "max")}
     compiled = [plan.but(compile="default") for plan in plans.values()]
-    sizes = [plan.decisions.micro_batch or 0 for plan in compiled]
+    sizes = [plan.decisions.micro_batch for plan in compiled]
     assert sizes == sorted(set(sizes))
     for plan, share in zip(compiled, (0.75, 0.85, 0.92), strict=True):
         assert 0.9 * share < plan.predicted.peak_gib / 22.1 <= share
     assert [plan.decisions.compile for plan in plans.values()] == ["none", "default", "default"]
     assert [plan.decisions.tf32 for plan in plans.values()] == [False, True, True]
     assert [plan.decisions.prefetch for plan in plans.values()] == [2, 2, 4]
-    fractions = [plan.decisions.memory_fraction or 0 for plan in plans.values()]
+    fractions = [plan.decisions.memory_fraction for plan in plans.values()]
     assert fractions == sorted(set(fractions))
 
 
@@ -394,6 +407,7 @@ def test_recomputing_costs_hfu_and_time_not_mfu_flops() -> None:
 def test_every_decision_is_made_and_has_a_reason(machine: str) -> None:
     plan = decide(job(hardware=machine))
     declared = [f.name for f in fields(Decisions)]
+    assert declared == [f.name for f in fields(PlanSettings) if f.name != "preset"]
     for name in declared:
         assert getattr(plan.decisions, name) is not None, name
         assert len(plan.reasons[name]) > 10, name
@@ -417,6 +431,25 @@ def test_more_ranks_share_the_work() -> None:
     assert eight.predicted.step_s is not None
     assert one.predicted.step_s / 8.5 < eight.predicted.step_s < one.predicted.step_s / 7
     assert eight.predicted.mfu == pytest.approx(one.predicted.mfu, rel=0.1)
+
+
+def test_more_ranks_take_one_bucket_of_memory_and_the_time_of_their_link() -> None:
+    def of(num_ranks: int, name: str = "A100-80GB", **changes: Any) -> Plan:
+        return decide(job(hardware=replace(machine(name, num_ranks), **changes), sequences=64, num_ranks=num_ranks))
+
+    def alone(plan: Plan) -> Plan:
+        """The same share of the batch without the others."""
+        job = replace(plan.job, batch_tokens=plan.job.batch_tokens // plan.job.num_ranks, num_ranks=1)
+        return decide(replace(job, hardware=replace(job.hardware, num_gpus=1)))
+
+    eight = of(8)
+    assert eight.predicted.peak_gib - alone(eight).predicted.peak_gib == pytest.approx(BUCKET_BYTES / 2**30)
+    ring_s = 2 * 7 / 8 * 4 * SMALL.num_parameters / 300e9  # 600 GB/s, both directions summed
+    assert eight.predicted.step_s - alone(eight).predicted.step_s == pytest.approx(ring_s)
+    assert of(8, "A100-PCIe-80GB").predicted.step_s > eight.predicted.step_s
+    unknown = of(8, link_bandwidth=None).predicted
+    assert (unknown.step_s, unknown.tokens_per_s, unknown.mfu) == (None, None, None)
+    assert of(8, num_gpus=4).predicted.step_s is None, "nobody knows the link between two machines"
 
 
 @pytest.mark.parametrize(
@@ -455,6 +488,13 @@ def test_what_a_configuration_leaves_out_of_the_shape() -> None:
 def test_sequences_longer_than_the_positions_are_refused() -> None:
     with pytest.raises(UsageError, match="sequence_length 2048 is longer than the model's 1024 positions"):
         shape(model={"layers": 2, "hidden": 64, "heads": 2, "positions": 1024}, sequence_length=2048)
+
+
+@pytest.mark.parametrize("size", [{"heads": 0}, {"layers": -3}, {"hidden": 0}, {"rope_theta": float("nan")}], ids=str)
+def test_sizes_that_no_model_has_are_refused_whoever_wrote_them(size: dict[str, Any]) -> None:
+    (name,) = size
+    with pytest.raises(UsageError, match=f"the model's {name} is .* must be"):
+        shape(model={"layers": 2, "hidden": 64, "heads": 2} | size)
 
 
 def model_folder(path: Path, **changes: Any) -> Path:
@@ -539,6 +579,13 @@ def test_a_file_that_is_no_tokenizer_is_named(tmp_path: Path, content: str) -> N
         tokenizer_size(str(file))
 
 
+def test_what_does_not_exist_is_named_by_its_own_key() -> None:
+    with pytest.raises(UsageError, match=r"^data\.tokenizer: /nowhere does not exist"):
+        tokenizer_size("/nowhere")
+    with pytest.raises(UsageError, match="model: the folder '/nowhere' does not exist"):
+        shape(model={"name": "/nowhere"})
+
+
 def test_a_folder_without_a_tokenizer_is_named(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"tokenizer\.json is missing"):
         tokenizer_size(str(tmp_path))
@@ -616,7 +663,7 @@ def test_selective_recomputation_is_for_the_plain_path() -> None:
 
 
 def test_a_foreign_model_has_no_fast_paths_and_no_figures_nobody_counted() -> None:
-    plan = decide(job(shape=replace(SMALL, adapter="model_type 'gpt2' is not ours"), pins={"preset": "max"}))
+    plan = decide(job(shape=replace(SMALL, foreign="model_type 'gpt2' is not ours"), pins={"preset": "max"}))
     chosen = plan.decisions
     assert (chosen.fused_qkv, chosen.fused_mlp, chosen.fp8, chosen.compile) == (False, False, False, "none")
     assert chosen.fused_loss, "the loss is ours whatever the model is"
@@ -626,18 +673,32 @@ def test_a_foreign_model_has_no_fast_paths_and_no_figures_nobody_counted() -> No
 
 
 def test_what_a_foreign_model_cannot_have_is_refused_all_at_once() -> None:
-    shape = replace(SMALL, adapter="model_type 'gpt2' is not ours")
+    shape = replace(SMALL, foreign="model_type 'gpt2' is not ours")
     text = refusal(job(shape=shape, packing="documents", pins={"fp8": True, "fused_mlp": True, "compile": "default"}))
-    assert text.startswith("data.packing documents, plan.fused_mlp, plan.fp8, plan.compile default cannot be had: ")
+    assert text.startswith(
+        "this model does not run with data.packing documents, plan.fused_mlp, plan.fp8, plan.compile default: "
+    )
     assert "model_type 'gpt2' is not ours" in text
 
 
-def test_a_window_shorter_than_the_sequences_goes_to_the_adapter(tmp_path: Path) -> None:
+def test_why_a_model_is_foreign_is_recorded_under_its_first_name() -> None:
+    """Checkpoints of older versions are identified by this JSON."""
+    foreign = replace(SMALL, foreign="model_type 'gpt2' is not ours")
+    recorded = json.loads(json.dumps(foreign.to_json()))
+    assert recorded["adapter"] == foreign.foreign
+    assert "foreign" not in recorded
+    assert ModelShape.from_json(recorded, source="plan.json") == foreign
+    assert "adapter" not in SMALL.to_json()
+    with pytest.raises(UsageError, match=r"^plan\.json is not what flatout writes there"):
+        ModelShape.from_json(recorded | {"adapter": 1}, source="plan.json")
+
+
+def test_a_model_whose_window_is_shorter_than_the_sequences_is_foreign(tmp_path: Path) -> None:
     folder = model_folder(tmp_path / "model", model_type="mistral", sliding_window=256, max_position_embeddings=1024)
     model = {"name": str(folder)}
     fits = shape(model=model, sequence_length=256)
-    assert (fits.adapter, fits.positions, fits.max_positions) == ("", 256, 1024)
-    assert "sliding window of 256 is shorter than sequences of 512" in shape(model=model, sequence_length=512).adapter
+    assert (fits.foreign, fits.positions, fits.max_positions) == ("", 256, 1024)
+    assert "sliding window of 256 is shorter than sequences of 512" in shape(model=model, sequence_length=512).foreign
 
 
 @pytest.mark.parametrize(
@@ -749,7 +810,7 @@ def test_passes_are_recorded_where_the_device_might_wait_and_memory_is_left() ->
         assert plan.decisions.graphs is False, changes
         assert word in plan.reasons["graphs"], changes
     assert of(adapters=adapters, pins={"graphs": False}).decisions.graphs is False
-    assert of(shape=replace(SMALL, adapter="a model of another kind")).reasons["graphs"] == ADAPTED
+    assert of(shape=replace(SMALL, foreign="a model of another kind")).reasons["graphs"] == FOREIGN
     unknown = replace(named("H200"), peak_flops={})
     assert "not known" in of(hardware=unknown).reasons["graphs"]
     # One peak in all that is said of a plan, gradients that stay included; and it fits.

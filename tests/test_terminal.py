@@ -96,14 +96,17 @@ def test_the_plan_shows_every_decision_with_its_reason() -> None:
         assert row(page, f"{name} ") == f"{name} {shown} {reason}"
     assert row(page, "peak memory").startswith(f"peak memory {plan.predicted.peak_gib:.3g} GiB weights 0.60,")
     assert row(page, "tokens/s").startswith(f"tokens/s {plan.predicted.tokens_per_s:,.0f} estimated")
+    assert row(page, "MFU").endswith("by 6N + 12LHT; of 989 TFLOPS bf16 (datasheet)")
     assert row(page, "time").endswith(" 1000 steps")
     assert row(page, "checkpoint") == "checkpoint 1.81 GiB each, on disk"
 
 
 def test_a_plan_that_predicts_no_speed_says_so() -> None:
-    page = drawn(*plan_tables(plan_on("CPU").to_json()))
-    assert row(page, "tokens/s").startswith("tokens/s n/a ")
-    assert row(page, "MFU") == "MFU n/a as done; n/a by 6N + 12LHT"
+    plan = plan_on("CPU")
+    page = drawn(*plan_tables(plan.to_json()))
+    assert row(page, "tokens/s") == f"tokens/s n/a {plan.predicted.unknown}"
+    assert row(page, "MFU") == f"MFU n/a {plan.predicted.unknown}"
+    assert row(page, "peak memory").endswith("; without the process itself, interpreter and libraries")
     assert "\ntime" not in page
 
 

@@ -26,7 +26,7 @@ class UsageError(FlatoutError):
 
 
 class Unsupported(UsageError):
-    """A model that our decoder cannot run; the adapter may."""
+    """A model that our decoder cannot run; transformers may."""
 
 
 class EnvironmentLacks(FlatoutError):

@@ -417,6 +417,12 @@ def _alive(process: int) -> bool:
     return True
 
 
+def cache_folder() -> Path:
+    """Where flatout keeps what can be made again."""
+    chosen = os.environ.get("FLATOUT_CACHE")
+    return Path(chosen or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "flatout").expanduser()
+
+
 # -- Python processes of our own ---------------------------------------------------------------------------
 
 

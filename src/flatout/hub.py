@@ -35,8 +35,7 @@ def folder(name: str, *, weights: bool, revision: str | None = None, trust: str 
         if revision is not None:
             raise UsageError(f"model.revision {revision!r} beside the folder {name}, which has none: leave it out")
         return Path(os.path.expanduser(name))
-    if name.startswith((".", "/", "~")) or name.count("/") > 1 or not name:
-        raise UsageError(f"model {name!r:.200} is no folder here, and a name on the hub looks like OWNER/NAME")
+    check_name(name)
     revision = pinned(name, revision=revision, trust=trust)
     try:
         from huggingface_hub import snapshot_download
@@ -61,6 +60,15 @@ def folder(name: str, *, weights: bool, revision: str | None = None, trust: str 
 def is_here(name: str) -> bool:
     """Whether a model's name is a folder on this machine."""
     return bool(name) and os.path.isdir(os.path.expanduser(name))
+
+
+def check_name(name: str) -> None:
+    """Refuses a model's name that is neither a folder on this machine nor a name that the hub could have."""
+    if is_here(name):
+        return
+    if name.startswith((".", "/", "~")) or name.count("/") > 1 or not name:
+        found = "is not a folder" if os.path.exists(os.path.expanduser(name)) else "does not exist"
+        raise UsageError(f"model: the folder {name!r:.200} {found}; give a folder, or a name on the hub, OWNER/NAME")
 
 
 def root_of(path: Path) -> Path:

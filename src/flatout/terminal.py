@@ -18,9 +18,9 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from flatout.config.settings import Decisions
 from flatout.cost import Rates
 from flatout.hardware import Hardware, Measured
+from flatout.plan import Decisions
 from flatout.record import Event, StepRecord
 
 # Steps the shown speed is averaged over.
@@ -69,9 +69,14 @@ def plan_tables(plan: Mapping[str, Any]) -> list[Table]:
     parts = ", ".join(
         f"{name.replace('_', ' ')} {size:.2f}" for name, size in predicted["memory_gib"].items() if size > 0.005
     )
+    if predicted.get("left_out"):
+        parts += f"; without {predicted['left_out']}"
+    unknown, rates = predicted.get("unknown"), Rates.from_json(plan["rates"])
     forecast.add_row("peak memory", number(predicted["peak_gib"], unit=" GiB"), parts)
-    forecast.add_row("tokens/s", number(predicted["tokens_per_s"]), "estimated from peak, bandwidth and shape")
-    forecast.add_row("MFU", percent(predicted["mfu"]), f"as done; {percent(predicted['mfu_common'])} by 6N + 12LHT")
+    how = f"estimated from shape and {rates.peak_words}"
+    forecast.add_row("tokens/s", number(predicted["tokens_per_s"]), escape(unknown or how))
+    shares = f"as done; {percent(predicted['mfu_common'])} by 6N + 12LHT; of {rates.peak_words}"
+    forecast.add_row("MFU", percent(predicted["mfu"]), escape(unknown or shares))
     if predicted["hours"] is not None:
         forecast.add_row("time", duration(predicted["hours"] * 3600), f"{plan['job']['steps']} steps")
     forecast.add_row("checkpoint", number(predicted["checkpoint_gib"], unit=" GiB"), "each, on disk")

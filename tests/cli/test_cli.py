@@ -174,7 +174,7 @@ def test_the_environment_overrides_the_file(flatout: Flatout, monkeypatch: pytes
         (["--on", "T4", "plan.accumulation=1000"], "plan.accumulation 1000 does not divide the 512 sequences"),
         (["--on", "T4x3"], "3 ranks cannot share evenly"),
         (["--on", "T4", "model.hidden=8192", "model.heads=64", "model.layers=40"], "of 14.6 GiB"),
-        (["--on", "T4", "model=./nowhere"], "model './nowhere' is no folder here"),
+        (["--on", "T4", "model=./nowhere"], "model: the folder './nowhere' does not exist"),
         (["--on", "T4", "data.tokenizer=./nowhere", "model.vocab=null"], "./nowhere"),
     ],
 )

@@ -96,7 +96,7 @@ def test_a_talk_through_a_pipe(folder: Path) -> None:
 def test_what_is_no_model_is_said(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="neither a run folder nor a model folder"):
         open_model(str(tmp_path))
-    with pytest.raises(UsageError, match="no folder here"):
+    with pytest.raises(UsageError, match="does not exist"):
         open_model(str(tmp_path / "nothing"))
 
 

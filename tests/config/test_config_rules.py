@@ -201,7 +201,7 @@ def test_every_setting_of_the_guide_is_shown_with_its_source(tmp_path: Path, at:
         ({"data": {"source": "text", "path": "x"}}, "text has no rows; recipe sft takes jsonl, parquet or hf"),
         ({"data": {"source": "hf", "name": "x/y", "valid_path": "z"}}, "z is for files, not for data.source hf"),
         ({"save": {"best": True}}, "save.best: needs evaluations during the run; give eval.every"),
-        ({"recipe": "pretrain", "lora": {"rank": 4}}, "lora.rank: adapters go with recipe sft or rft, not pretrain"),
+        ({"recipe": "pretrain", "lora": {"rank": 4}}, "lora.rank: 4 goes with recipe sft or rft"),
         ({"recipe": "pretrain", "data": {"source": "jsonl", "path": "x", "as_chat": True}}, "goes with recipe sft"),
     ],
 )
@@ -238,6 +238,7 @@ def test_sampling_presets_are_the_guides_and_adapters_are_trained_unless_refused
     ("sections", "words"),
     [
         ({"rft": {}}, "rft.task: missing; name a task"),
+        ({"rft": {"task": "unitz:train"}}, "rft.task: task 'unitz' is unknown: did you mean units?"),
         ({"rft": {"task": "gsm8k:x"}}, "rft.valid: missing; gsm8k:x has no held-out split"),
         ({"data": {"source": "jsonl", "path": "x"}}, "data.path: x goes with other recipes"),
         ({"data": {"tokenizer": "bpe:300"}}, "bpe:300 beside model.name, which has its own"),

@@ -4,12 +4,16 @@ import json
 import math
 import sys
 from collections.abc import Callable
+from dataclasses import replace
+from importlib import metadata
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from flatout.errors import EnvironmentLacks
-from flatout.hardware import detect, measure, named
-from flatout.hardware.measure import _COPY_BYTES, _SMALLEST, _dtypes, _median_s, _side
+from flatout.hardware import Hardware, detect, measure, named, with_cpu_facts
+from flatout.hardware.measure import _COPY_BYTES, _SMALLEST, CpuFacts, _burst_s, _dtypes, _side
 
 torch = pytest.importorskip("torch")
 
@@ -52,7 +56,7 @@ def test_the_size_suits_the_device(flops: float, side: int) -> None:
 
 def test_the_median_ignores_a_hiccup() -> None:
     bursts_s = iter([0.001, 0.01, 5.0, 0.01])  # the first only sizes the bursts: ten calls
-    assert _median_s(lambda: None, clock=lambda call, num_calls: next(bursts_s), budget_s=0.0) == 0.001
+    assert _burst_s(lambda: None, clock=lambda call, num_calls: next(bursts_s), budget_s=0.0) == 0.001
 
 
 def test_dtypes_without_units_are_left_out() -> None:
@@ -80,3 +84,55 @@ def test_a_gpu_reaches_most_of_its_datasheet_and_no_more() -> None:
         assert 0.5 * hardware.bandwidth < measured.bandwidth < 1.05 * hardware.bandwidth
     total_gib = torch.cuda.get_device_properties(0).total_memory / 2**30
     assert hardware.memory_gib == pytest.approx(total_gib, rel=0.01)
+
+
+# The CPU's facts in the cache
+
+
+def found_cpu(**changes: Any) -> Hardware:
+    return replace(named("CPU"), cpu="a CPU", num_cpus=2, **changes)
+
+
+def test_a_cpu_is_measured_once_and_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    measured = []
+
+    def facts(cpu: str | None, *, threads: int) -> CpuFacts:
+        measured.append(threads)
+        flops = {"fp32": 2e11, "bf16": 1e11}
+        return CpuFacts(cpu=cpu, threads=threads, torch=torch.__version__, flops=flops, process_gib=0.3)
+
+    monkeypatch.setattr(sys.modules["flatout.hardware.measure"], "_cpu_facts", facts)
+    known = with_cpu_facts(found_cpu(), cache=tmp_path)
+    assert known == replace(with_cpu_facts(found_cpu(), cache=tmp_path), process_gib=known.process_gib)
+    assert measured == [2], "the second time it is read"
+    assert (known.peak_flops, known.peak_source) == ({"fp32": 2e11, "bf16": 1e11}, "measured")
+    assert known.process_gib is not None
+    assert known.process_gib > 0.05, "what this process itself takes"
+    with_cpu_facts(found_cpu(), cache=tmp_path, num_ranks=2)
+    assert measured == [2, 1], "another number of threads is another peak"
+    (file,) = [path for path in (tmp_path / "cpu").iterdir() if '"threads": 2' in path.read_text()]
+    for damage in ("{", "{}", file.read_text().replace("2e+11", "-1").replace("200000000000.0", "-1")):
+        file.write_text(damage)
+        assert with_cpu_facts(found_cpu(), cache=tmp_path).peak_flops["fp32"] == 2e11
+    assert measured == [2, 1, 2, 2, 2]
+
+
+def test_nothing_is_measured_where_there_is_a_gpu_or_no_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert with_cpu_facts(named("H200"), cache=tmp_path) == named("H200")
+    with monkeypatch.context() as patched:
+        patched.setitem(sys.modules, "torch", None)  # importing it now fails
+        assert with_cpu_facts(found_cpu(), cache=tmp_path) == found_cpu()
+
+    def missing(name: str) -> str:
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(metadata, "version", missing)
+    assert with_cpu_facts(found_cpu(), cache=tmp_path) == found_cpu()
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_cache_that_cannot_be_written_is_no_hindrance(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    known = with_cpu_facts(found_cpu(), cache=tmp_path / "file")
+    assert known.peak_flops["fp32"] > 0
+    assert known.peak_flops["bf16"] > 0

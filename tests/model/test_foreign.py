@@ -107,7 +107,7 @@ def logits(model: Foreign, tokens_BT: torch.Tensor) -> torch.Tensor:
 def test_logits_and_gradients_are_those_of_transformers(kind: str, tmp_path: Path) -> None:
     theirs = save(kind, tmp_path)
     ours = opened(tmp_path)
-    assert ours.shape.adapter, "our own decoder must not have taken it"
+    assert ours.shape.foreign, "our own decoder must not have taken it"
     targets = TOKENS.roll(-1, dims=1)
     targets[:, -1] = -100
     expected = theirs(TOKENS).logits
@@ -227,7 +227,7 @@ def test_packed_documents_are_refused(tmp_path: Path) -> None:
     save("gpt2", tmp_path)
     ends = torch.tensor([0, 24, 48], dtype=torch.int32)
     attend = Masked.of(ends, batch=2, length=24)
-    with pytest.raises(UsageError, match="Masked attention cannot be had: model_type 'gpt2'"):
+    with pytest.raises(UsageError, match="Masked attention is not available: model_type 'gpt2'"):
         opened(tmp_path).hidden(TOKENS.flatten(), positions(TOKENS), attend)
 
 

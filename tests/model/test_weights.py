@@ -187,9 +187,9 @@ def test_what_the_decoder_lacks_is_refused_by_name(change: dict[str, object], wo
 def test_a_window_is_full_attention_up_to_its_length() -> None:
     config = FAMILIES["mistral-window"].config.to_dict()
     shape = ModelShape.of_config(config, length=40)
-    assert (shape.adapter, shape.window, shape.positions, shape.max_positions) == ("", 40, 40, 64)
+    assert (shape.foreign, shape.window, shape.positions, shape.max_positions) == ("", 40, 40, 64)
     longer = ModelShape.of_config(config, length=41)
-    assert "sliding window of 40 is shorter than sequences of 41" in longer.adapter
+    assert "sliding window of 40 is shorter than sequences of 41" in longer.foreign
 
 
 # Folders that are not quite as their config.json says

@@ -106,7 +106,8 @@ def test_adapters_on_four_bits_learn(flatout: Call, sft: Path, tmp_path: Path) -
         ("lora.adapter=nowhere", "adapter_config.json is missing"),
         ("data.source=embedded", "recipe sft takes jsonl, parquet or hf"),
         ("data.tokenizer=byte2", "data.tokenizer"),
-        ("recipe=pretrain", "adapters go with recipe sft"),
+        ("model=/nowhere", "error: model: the folder '/nowhere' does not exist"),
+        ("recipe=pretrain", "goes with recipe sft"),
     ],
 )
 def test_bad_input_is_told_with_exit_code_2(

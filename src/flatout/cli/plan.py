@@ -18,12 +18,14 @@ def plan(
 ) -> None:
     """Decide how a run would use a machine, here or named, with reasons and predictions. Needs no torch."""
     from flatout import hardware
+    from flatout.files import cache_folder
     from flatout.plan import decide, job_of
     from flatout.record import redacted
     from flatout.terminal import plan_tables
 
     settings = load_settings(config, overrides, trust=trust)
-    machine = hardware.detect() if on is None else hardware.parse(on)
+    here = on is None
+    machine = hardware.with_cpu_facts(hardware.detect(), cache=cache_folder()) if here else hardware.parse(str(on))
     num_ranks = max(1, machine.num_gpus)
     made = decide(job_of(settings, hardware=machine, num_ranks=num_ranks))
     if as_json:

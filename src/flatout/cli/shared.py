@@ -98,8 +98,9 @@ def load_settings(config: Path, overrides: list[str] | None, *, trust: str | Non
     if trust is None:
         return settings
     from flatout import hub
+    from flatout.config.recipes import RECIPES
 
     model = replace(settings.model, trust=trust)
-    if model.name is not None and settings.recipe != "rft":  # there it is the generator that may have code
+    if model.name is not None and not RECIPES[settings.recipe].samples:  # there it is the generator that may have code
         model = replace(model, revision=hub.pinned(model.name, revision=model.revision, trust=trust))
     return replace(settings, model=model)

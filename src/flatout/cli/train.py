@@ -64,9 +64,12 @@ def sample(
 ) -> None:
     """Sample a task's questions and keep the right answers: the first half of recipe rft, without the training."""
     require_torch()
+    from flatout.config.recipes import RECIPES, recipes_that
+
     settings = load_settings(config, overrides, trust=trust)
-    if settings.recipe != "rft":
-        raise UsageError(f"{config} is of recipe {settings.recipe}, which samples nothing: give one of rft")
+    if not RECIPES[settings.recipe].samples:
+        able = recipes_that(lambda recipe: recipe.samples)
+        raise UsageError(f"{config} is of recipe {settings.recipe}, which samples nothing: give one of recipe {able}")
     folder = _run_folder(settings, run, config=config, resume=resume)
     from flatout.record import Run
 

@@ -1,4 +1,4 @@
-"""What a preset sets beside the plan's own decisions, when it is named in a configuration of recipe sft or rft.
+"""What a preset sets beside the plan's own decisions, when it is named in a configuration that fine-tunes.
 
 `safe` is the conservative configuration of the fine-tuning guide this recipe replaces, `max` its full one; docs/sft.md
 maps every setting of it. `sample.preset` names the three ways of generating of the guide that recipe rft replaces
@@ -9,6 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
+
+from flatout.config.recipes import RECIPES
+from flatout.config.settings import Settings
 
 # Few lines are printed, the update is one kernel, and the learning rate has a shape, in both.
 _BOTH: dict[str, Any] = {"log.every": 50, "plan.fused_optimizer": True, "train.schedule": "cosine", "train.clip": 1.0}
@@ -31,11 +34,13 @@ SAMPLE: dict[str, dict[str, Any]] = {
 
 def implied(given: Mapping[str, Any]) -> dict[str, Any]:
     """The settings a recipe and a named preset stand for, as far as nothing else was said of them."""
-    recipe = given.get("recipe")
+    recipe = RECIPES.get(given.get("recipe", Settings.recipe))
     values: dict[str, Any] = {}
-    if recipe in ("sft", "rft"):
+    if recipe is None:  # a misspelt one is refused elsewhere
+        return values
+    if recipe.takes_adapters:
         values |= SFT.get(given.get("plan.preset", ""), {})
-    if recipe == "rft":
+    if recipe.samples:
         values |= SAMPLE.get(given.get("sample.preset", ""), {})
         values |= {} if "lora.rank" in given else RFT
     values = {key: value for key, value in values.items() if key not in given}

@@ -5,15 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 
-from flatout.config.settings import (
-    DataSettings,
-    EvalSettings,
-    LoraSettings,
-    ModelSettings,
-    RftSettings,
-    SampleSettings,
-    Settings,
-)
+from flatout.config.recipes import OF_SOME, RECIPES, recipes_that
+from flatout.config.settings import DataSettings, EvalSettings, LoraSettings, ModelSettings, Settings
+from flatout.config.tasks import held_out, unknown_task
 
 # What may stand beside `model.name`; everything else of the section is a shape.
 OF_NAME = ("name", "weights", "revision", "trust")
@@ -35,7 +29,9 @@ def breaches(settings: Settings) -> Iterator[Breach]:
     yield from _sequences(settings)
     yield from _stops(settings)
     yield from _tasks(settings)
-    yield from _lora(settings)
+    for section in OF_SOME:
+        yield from _unused(settings, section)
+    yield from _lora(settings.lora)
     yield from _conversations(settings)
     yield from _sampled(settings)
 
@@ -162,6 +158,10 @@ def _stops(settings: Settings) -> Iterator[Breach]:
 
 def _tasks(settings: Settings) -> Iterator[Breach]:
     asked, default = settings.eval, EvalSettings()
+    named = {"rft.task": settings.rft.task, "rft.valid": settings.rft.valid, "rft.teach": settings.rft.teach}
+    for key, spec in [*named.items(), *(("eval.tasks", spec) for spec in asked.tasks)]:
+        if spec is not None and (problem := unknown_task(spec)):
+            yield Breach(keys=(key,), text=problem)
     if not asked.tasks:
         for name in ("tasks_every", "task_limit", "task_tokens", "criterion"):
             if getattr(asked, name) != getattr(default, name):
@@ -174,27 +174,31 @@ def _tasks(settings: Settings) -> Iterator[Breach]:
         )
 
 
-def _lora(settings: Settings) -> Iterator[Breach]:
-    lora, default = settings.lora, LoraSettings()
+def _unused(settings: Settings, name: str) -> Iterator[Breach]:
+    """What was set in a section that the recipe does not use."""
+    if name in RECIPES[settings.recipe].sections:
+        return
+    section, users = getattr(settings, name), recipes_that(lambda recipe: name in recipe.sections)
+    for field in fields(section):
+        if (value := getattr(section, field.name)) != field.default:
+            yield Breach(keys=(f"{name}.{field.name}", "recipe"), text=f"{value} goes with recipe {users}")
+
+
+def _lora(lora: LoraSettings) -> Iterator[Breach]:
     if lora.rank is None:
         for field in fields(lora):
-            if getattr(lora, field.name) != getattr(default, field.name):
-                yield Breach(
-                    keys=(f"lora.{field.name}", "lora.rank"),
-                    text=f"{getattr(lora, field.name)} without adapters; give lora.rank, such as 16",
-                )
-    elif settings.recipe == "pretrain":
-        yield Breach(keys=("lora.rank", "recipe"), text="adapters go with recipe sft or rft, not pretrain")
+            if (value := getattr(lora, field.name)) != field.default:
+                text = f"{value} without adapters; give lora.rank, such as 16"
+                yield Breach(keys=(f"lora.{field.name}", "lora.rank"), text=text)
 
 
 def _conversations(settings: Settings) -> Iterator[Breach]:
-    """Recipe sft reads rows, and packs them itself."""
+    """What goes with recipes that read rows."""
     data, default = settings.data, DataSettings()
-    if settings.recipe == "sft":
+    if RECIPES[settings.recipe].learns_from == "rows":
         if data.source not in ("jsonl", "parquet", "hf"):
-            yield Breach(
-                keys=("data.source", "recipe"), text=f"{data.source} has no rows; recipe sft takes jsonl, parquet or hf"
-            )
+            text = f"{data.source} has no rows; recipe {settings.recipe} takes jsonl, parquet or hf"
+            yield Breach(keys=("data.source", "recipe"), text=text)
         if data.source == "hf" and data.valid_path is not None:
             yield Breach(
                 keys=("data.valid_path", "data.source"),
@@ -203,21 +207,18 @@ def _conversations(settings: Settings) -> Iterator[Breach]:
         return
     for name in ("as_chat", "system", "train_on", "too_long", "prompt_field", "completion_field", "messages_field"):
         if getattr(data, name) != getattr(default, name):
-            yield Breach(keys=(f"data.{name}", "recipe"), text=f"{getattr(data, name)} goes with recipe sft")
+            users = recipes_that(lambda recipe: recipe.learns_from == "rows")
+            yield Breach(keys=(f"data.{name}", "recipe"), text=f"{getattr(data, name)} goes with recipe {users}")
 
 
 def _sampled(settings: Settings) -> Iterator[Breach]:
-    """Recipe rft writes its own data; no other recipe samples."""
+    """What goes with recipes that write their own data."""
     rft, sample, data = settings.rft, settings.sample, settings.data
-    if settings.recipe != "rft":
-        for name, section, default in (("rft", rft, RftSettings()), ("sample", sample, SampleSettings())):
-            for field in fields(section):
-                if (value := getattr(section, field.name)) != getattr(default, field.name):
-                    yield Breach(keys=(f"{name}.{field.name}", "recipe"), text=f"{value} goes with recipe rft")
+    if not RECIPES[settings.recipe].samples:
         return
     if rft.task is None:
         yield Breach(keys=("rft.task", "recipe"), text="missing; name a task, such as units:train or jsonl:FILE")
-    elif rft.valid is None and held_out(rft.task) is None:
+    elif rft.valid is None and held_out(rft.task) is None and unknown_task(rft.task) is None:
         text = (
             f"missing; {rft.task} has no held-out split of its own, as units:train and sums:train have: name the task "
             "that is measured"
@@ -225,7 +226,8 @@ def _sampled(settings: Settings) -> Iterator[Breach]:
         yield Breach(keys=("rft.valid", "rft.task"), text=text)
     for name in ("path", "name", "valid_path"):
         if getattr(data, name) is not None:
-            text = f"{getattr(data, name)} goes with other recipes; rft learns from what it samples (rft.task)"
+            value = getattr(data, name)
+            text = f"{value} goes with other recipes; {settings.recipe} learns from what it samples (rft.task)"
             yield Breach(keys=(f"data.{name}", "recipe"), text=text)
     if settings.model.name is not None and data.tokenizer != DataSettings().tokenizer:
         text = f"{data.tokenizer} beside model.name, which has its own; leave one out"
@@ -250,13 +252,6 @@ def _sampled(settings: Settings) -> Iterator[Breach]:
             keys=("sample.temperature", "rft.oversample"),
             text=f"at 0 all {rft.oversample} samples of a question are the same; raise it, or set rft.oversample: 1",
         )
-
-
-def held_out(task: str) -> str | None:
-    """The held-out questions that belong to a task of the package's own; None for files."""
-    name, _, rest = task.partition(":")
-    split, mark, options = rest.partition("?")
-    return f"{name}{mark}{options}" if name in ("units", "sums") and split == "train" else None
 
 
 def _multiples(value: int, *, of: int) -> str:

@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from dataclasses import Field, dataclass, field, fields
 from typing import Any, Literal
 
+from flatout.config.recipes import RecipeName
+
 Precision = Literal["fp32", "bf16", "fp16"]
 Recompute = Literal["none", "selective", "full"]
 Compile = Literal["none", "default", "max-autotune"]
@@ -164,8 +166,8 @@ class RftSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Decisions:
-    """What a plan decides. In a configuration every field may be pinned; in a `Plan` every field is filled."""
+class PlanSettings:
+    """What may be pinned of a plan's decisions; None leaves it to the plan."""
 
     precision: Precision | None = setting(None, "arithmetic of the forward and backward pass")
     micro_batch: int | None = setting(None, "sequences in one forward pass on one rank", gt=0)
@@ -188,10 +190,6 @@ class Decisions:
     memory_fraction: float | None = setting(None, "allocator: largest share of the device's memory", gt=0, le=1)
     manual_gc: bool | None = setting(None, "collect Python garbage at chosen steps only")
     threads: int | None = setting(None, "CPU threads for one rank's arithmetic", gt=0)
-
-
-@dataclass(frozen=True, kw_only=True)
-class PlanSettings(Decisions):
     preset: Preset = setting("balanced", "how much is risked for speed")
 
 
@@ -251,7 +249,7 @@ class ProfileSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    recipe: Literal["pretrain", "sft", "rft"] = setting("pretrain", "what kind of training")
+    recipe: RecipeName = setting("pretrain", "what kind of training")
     run: str | None = setting(None, "run folder, as --run (default: runs/CONFIG-TIME)")
     seed: int = setting(0, "seed of weights, data order and everything random", ge=0)
     model: ModelSettings = section(ModelSettings, "the decoder")

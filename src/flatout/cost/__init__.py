@@ -42,6 +42,8 @@ __all__ = [
 ]
 
 GIB = 2**30
+# Several ranks sum their gradients so much at a time.
+BUCKET_BYTES = 32 << 20
 
 # How a block runs: one operation at a time, compiled, by fused kernels, or by those with 8-bit matmuls.
 BlockPath = Literal["eager", "compiled", "fused", "fp8"]
@@ -112,6 +114,16 @@ class Rates:
     flops: Flops
     peak_flops: float | None
     num_devices: int = 1
+    precision: str | None = None  # that the peak is of
+    peak_source: str | None = None  # "datasheet" or "measured"
+
+    @property
+    def peak_words(self) -> str:
+        """The peak as people read it: 989 TFLOPS bf16 (datasheet)."""
+        if not self.peak_flops:
+            return "a peak that is not known"
+        words = f"{self.peak_flops / 1e12:.3g} TFLOPS {self.precision or ''}".rstrip()
+        return f"{words} ({self.peak_source})" if self.peak_source else words
 
     def shares(self, *, tokens: float, seconds: float) -> Shares:
         if not self.peak_flops or seconds <= 0:
@@ -142,6 +154,7 @@ class Memory:
     activations: float
     temporary: float
     workspace: float
+    process: float = 0.0  # of a CPU: interpreter and libraries
 
     @property
     def total(self) -> float:
@@ -229,7 +242,7 @@ def training_memory(
         return Memory(
             weights=adapters.base_bytes(shape, precision=precision) + 4 * trained,
             weight_copies=0 if width == 4 else 2 * width * trained,
-            gradients=4 * trained * (1 + (num_ranks > 1)),
+            gradients=4 * trained + bucket_bytes(trained, num_ranks=num_ranks),
             optimizer=8 * trained,
             activations=micro_tokens * (kept + outside),
             temporary=max(loss, backward + rebuilt),
@@ -239,13 +252,27 @@ def training_memory(
         weights=4 * shape.num_parameters,
         # Casts to the compute type are kept for the backward pass, except where that recomputes them.
         weight_copies=0 if width == 4 else width * (2 * head + (blocks if recompute == "none" else 0)),
-        # Several ranks lay their gradients end to end to sum them.
-        gradients=4 * shape.num_parameters * ((accumulation > 1 or graphs) + (num_ranks > 1)) + 4 * head,
+        gradients=4 * shape.num_parameters * (accumulation > 1 or graphs)
+        + 4 * head
+        + bucket_bytes(shape.num_parameters, num_ranks=num_ranks),
         optimizer=8 * shape.num_parameters,
         activations=micro_tokens * (kept + outside),
         temporary=max(loss, backward),
         workspace=64 * 2**20,
     )
+
+
+def bucket_bytes(trained: int, *, num_ranks: int) -> int:
+    """Where several ranks lay gradients end to end to sum them."""
+    return min(BUCKET_BYTES, 4 * trained) if num_ranks > 1 else 0
+
+
+def reduce_s(trained: int, *, num_ranks: int, link_bandwidth: float) -> float:
+    """Seconds in which a ring of ranks sums its fp32 gradients.
+
+    Each rank sends 2 (n - 1) / n of the bytes while it receives as many; the datasheet's figure is both directions.
+    """
+    return 2 * (num_ranks - 1) / num_ranks * 4 * trained / (link_bandwidth / 2)
 
 
 def kv_cache_bytes_per_token(shape: ModelShape, *, precision: str) -> int:
@@ -308,11 +335,12 @@ class StepTime:
     update: float
     accumulation: int
     graphs: bool
+    reduce: float = 0.0  # of summing gradients over ranks
 
     @property
     def seconds(self) -> float:
         passes = self.device + self.left if self.graphs else max(self.device, self.launches)
-        return self.accumulation * passes + self.update
+        return self.accumulation * passes + self.reduce + self.update
 
     @property
     def may_wait(self) -> bool:
@@ -335,13 +363,17 @@ def step_time(
     adapters: Adapters | None = None,
     graphs: bool = False,
     documents: Literal["varlen", "short"] | None = None,
+    num_ranks: int = 1,
+    link_bandwidth: float | None = None,
 ) -> StepTime:
     """What the device takes is four lanes that add up.
 
     Matmuls at a share of the peak, attention at a smaller one, element-wise traffic and what each micro-batch reads and
     writes of the weights at a share of the bandwidth. With `graphs` the host launches everything at once. `documents`
-    are packed ones, by the kernel that takes them.
+    are packed ones, by the kernel that takes them. Several ranks sum their gradients once, after the passes; an unknown
+    link counts nothing.
     """
+    trained = shape.num_parameters if adapters is None else adapters.num_parameters(shape)
     attention_flops = flops.attention
     matmul_flops = flops.executed - attention_flops
     matmul = matmul_flops / (MATMUL_SHARE[path] * peak_flops)
@@ -359,7 +391,6 @@ def step_time(
         block *= 1 + RECOMPUTED_SHARE * again
         logits = LOGIT_PASSES[path] * width * shape.vocab
         traffic = (shape.layers * block + logits) * per_byte
-        trained = shape.num_parameters if adapters is None else adapters.num_parameters(shape)
         update = (UPDATE_BYTES * trained + (EIGHT_BYTES * shape.matmul_weights if path == "fp8" else 0)) * per_byte
         weights = weight_bytes(shape, width=width, path=path, again=again) * per_byte if adapters is None else 0.0
         weights += (accumulation > 1 or graphs) * ADDED_BYTES * trained * per_byte
@@ -378,7 +409,21 @@ def step_time(
         update=update,
         accumulation=accumulation,
         graphs=graphs,
+        reduce=reduce_s(trained, num_ranks=num_ranks, link_bandwidth=link_bandwidth) if link_bandwidth else 0.0,
     )
+
+
+def cpu_share(hidden: int) -> float:
+    """A CPU's share of its measured peak: the narrower the layers, the more of the time is not spent in matmuls."""
+    return 0.95 * hidden / (hidden + 200)
+
+
+def cpu_step_time(
+    shape: ModelShape, *, micro_tokens: int, accumulation: int, flops: Flops, peak_flops: float
+) -> StepTime:
+    """On a CPU one lane: operations at a share of the peak. Nothing is launched."""
+    device = micro_tokens * flops.executed / (cpu_share(shape.hidden) * peak_flops)
+    return StepTime(device=device, launches=0.0, left=0.0, update=0.0, accumulation=accumulation, graphs=False)
 
 
 def weight_bytes(shape: ModelShape, *, width: int, path: BlockPath, again: bool) -> int:

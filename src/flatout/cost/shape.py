@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
+from pathlib import Path
 from reprlib import repr as shown
 from typing import Any, Literal
 
@@ -17,7 +18,9 @@ from flatout.files import typed
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 # Fields of `ModelShape` that came after the first release.
-_LATER = ("out_bias", "rope_scaling", "window", "max_positions", "adapter")
+_LATER = ("out_bias", "rope_scaling", "window", "max_positions", "foreign")
+# What run folders call `foreign`.
+_FOREIGN = "adapter"
 # Positions of a model whose config.json names no limit.
 UNLIMITED = 2**30
 # The largest sizes of a decoder that are believed, whoever wrote them down; the smallest is 1.
@@ -132,7 +135,7 @@ class ModelShape:
     window: int | None = None
     max_positions: int | None = None
     # Why our decoder cannot run the model, which then runs as transformers builds it; the numbers are its nearest.
-    adapter: str = ""
+    foreign: str = ""
 
     def __post_init__(self) -> None:
         """Sizes are checked here for all who name some: config.json, a run folder, a configuration."""
@@ -148,9 +151,9 @@ class ModelShape:
             _flag(getattr(self, name), f"the model's {name}")
         _real(self.rope_theta, "the model's rope_theta", least=1.0 if self.rope_scaling else 0.0)
         _real(self.norm_eps, "the model's norm_eps", most=1.0)
-        if not isinstance(self.adapter, str):
-            raise UsageError(f"the model's adapter is {shown(self.adapter)}, and must be text")
-        if not self.adapter and (self.heads % self.kv_heads or self.head_dim % 2):
+        if not isinstance(self.foreign, str):
+            raise UsageError(f"the model's foreign is {shown(self.foreign)}, and must be text")
+        if not self.foreign and (self.heads % self.kv_heads or self.head_dim % 2):
             raise UsageError(
                 f"a model of {self.heads} heads of width {self.head_dim} with {self.kv_heads} key and value heads "
                 "cannot be built: key and value heads divide the heads, and rotary positions need an even width"
@@ -187,11 +190,20 @@ class ModelShape:
     def to_json(self) -> dict[str, Any]:
         """What came later is left out where it says nothing, so that older runs keep their identity."""
         values = asdict(self) | {"rope_scaling": self.rope_scaling and self.rope_scaling.to_json()}
-        return {name: value for name, value in values.items() if value or name not in _LATER}
+        said = {name: value for name, value in values.items() if value or name not in _LATER}
+        # Under the name it has had in run folders from the start: checkpoints are identified by it.
+        return said | ({_FOREIGN: said.pop("foreign")} if "foreign" in said else {})
+
+    @classmethod
+    def from_json(cls, values: Any, *, source: Path | str) -> ModelShape:
+        """Read back `to_json`."""
+        if isinstance(values, Mapping) and _FOREIGN in values:
+            values = {"foreign" if name == _FOREIGN else name: value for name, value in values.items()}
+        return typed(cls, values, source=source)
 
     @classmethod
     def of_config(cls, config: Mapping[str, Any], *, length: int | None = None) -> ModelShape:
-        """The shape of any causal model for sequences of `length`: our decoder's, or the adapter's where it must be."""
+        """The shape of any causal model for sequences of `length`: our decoder's, or the nearest to a foreign model."""
         try:
             shape = cls.from_hf(config)
         except Unsupported as refusal:
@@ -275,7 +287,7 @@ class ModelShape:
             positions=_first(text, "positions", "max_position_embeddings", "n_positions", "n_ctx", "max_seq_len")
             or UNLIMITED,
             tied=_said(config, "tie_word_embeddings", True),
-            adapter=why,
+            foreign=why,
         )
 
 

@@ -26,6 +26,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from flatout import files
 from flatout.config.settings import DataSettings
 from flatout.data import embedded
 from flatout.data.manifest import FORMAT, MANIFEST, Manifest, Role, TokenizerFacts, read_manifest
@@ -182,10 +183,7 @@ def left_out_words(manifests: Iterable[Manifest]) -> str:
 
 
 def cache_folder(settings: DataSettings) -> Path:
-    chosen = settings.cache or os.environ.get("FLATOUT_CACHE")
-    if chosen:
-        return Path(chosen).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "flatout"
+    return Path(settings.cache).expanduser() if settings.cache else files.cache_folder()
 
 
 # -- what is to be done ------------------------------------------------------------------------------------

@@ -45,8 +45,8 @@ def _compile(name: str, plan: Plan) -> None:
     quiet = os.open(os.devnull, os.O_WRONLY)
     os.dup2(quiet, 1)
     os.dup2(quiet, 2)
-    device, dtype = torch.device("cuda", torch.cuda.current_device()), DTYPES[plan.decisions.precision or "fp32"]
-    eight = bool(plan.decisions.fp8)
+    device, dtype = torch.device("cuda", torch.cuda.current_device()), DTYPES[plan.decisions.precision]
+    eight = plan.decisions.fp8
     try_kernel(name, plan=plan, dtype=dtype, device=device, eight=eight)
     if eight and name == "loss":  # whose kernels take least
         why_no_fp8(device, dtype)

@@ -108,8 +108,8 @@ def _adapter(name: str, device: torch.device, dtype: torch.dtype) -> Opened:
     if not isinstance(base, str) or not base:
         raise UsageError(f"{folder / peft.CONFIG} names no base_model_name_or_path: put the folder of its base there")
     under, shape = hub.folder(base, weights=True), named_shape(ModelSettings(name=base))
-    if shape.adapter:
-        raise UsageError(f"{name} is an adapter on {base}, and adapters go with our own decoder only: {shape.adapter}")
+    if shape.foreign:
+        raise UsageError(f"{name} is an adapter on {base}, and adapters go with our own decoder only: {shape.foreign}")
     model = load_adapted(under, spec, shape=shape, device=device, compute_dtype=dtype)
     peft.load(model, folder, spec, base=peft.fingerprint(under))
     own = (folder / "tokenizer.json").is_file()

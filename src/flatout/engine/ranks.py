@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from flatout.cost import BUCKET_BYTES
 from flatout.errors import FlatoutError, UsageError
 
 VARIABLES = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
@@ -50,13 +51,17 @@ class Ranks:
         return tensor
 
     def sum_gradients_(self, gradients: list[Tensor]) -> None:
-        """One collective over all gradients: they are laid end to end, summed and copied back."""
+        """Large gradients where they lie; small ones laid end to end in buckets, summed and copied back."""
         if self.world == 1:
             return
-        flat = torch.cat([g.reshape(-1) for g in gradients])
-        dist.all_reduce(flat)
-        pieces = flat.split([g.numel() for g in gradients])
-        torch._foreach_copy_(gradients, [p.view_as(g) for p, g in zip(pieces, gradients, strict=True)])
+        for bucket in buckets(gradients):
+            if len(bucket) == 1 and bucket[0].is_contiguous():
+                dist.all_reduce(bucket[0])
+                continue
+            flat = torch.cat([g.reshape(-1) for g in bucket])
+            dist.all_reduce(flat)
+            pieces = flat.split([g.numel() for g in bucket])
+            torch._foreach_copy_(bucket, [p.view_as(g) for p, g in zip(pieces, bucket, strict=True)])
 
     def agree(self, text: str) -> str:
         """What the first rank says, on every rank."""
@@ -91,6 +96,20 @@ class Ranks:
     def barrier(self) -> None:
         if self.world > 1:
             dist.barrier(group=self.host_group)
+
+
+def buckets(gradients: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """Gradients in order, of one type and at most a bucket's bytes together; a larger one is alone."""
+    bucket: list[Tensor] = []
+    size = 0
+    for gradient in gradients:
+        if bucket and (bucket[0].dtype != gradient.dtype or size + gradient.nbytes > BUCKET_BYTES):
+            yield bucket
+            bucket, size = [], 0
+        bucket.append(gradient)
+        size += gradient.nbytes
+    if bucket:
+        yield bucket
 
 
 def from_environment() -> Ranks:

@@ -6,7 +6,7 @@ import importlib.util
 import os
 import shutil
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -61,10 +61,9 @@ def check_build(hardware: Hardware) -> None:
 def resolve(plan: Plan, *, local_rank: int, deterministic: bool) -> Active:
     """Applies the plan's process-wide settings and finds out what is available."""
     wish = plan.decisions
-    dtype = DTYPES[wish.precision or "fp32"]
+    dtype = DTYPES[wish.precision]
     facts: dict[str, str] = {}
-    if wish.threads:
-        torch.set_num_threads(wish.threads)
+    torch.set_num_threads(wish.threads)
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
@@ -76,8 +75,7 @@ def resolve(plan: Plan, *, local_rank: int, deterministic: bool) -> Active:
             # Read when the first byte is allocated, which has not happened yet.
             os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
         torch.cuda.set_device(device)
-        if wish.memory_fraction:
-            torch.cuda.set_per_process_memory_fraction(wish.memory_fraction, device)
+        torch.cuda.set_per_process_memory_fraction(wish.memory_fraction, device)
         torch.backends.cuda.matmul.fp32_precision = "tf32" if wish.tf32 else "ieee"
         facts["device"] = torch.cuda.get_device_name(device)
     else:
@@ -87,12 +85,12 @@ def resolve(plan: Plan, *, local_rank: int, deterministic: bool) -> Active:
         frozen = "4 bits" if adapters.base_bits == 4 else wish.precision
         held = f"frozen weights in {frozen}, adapters of rank {adapters.rank} and optimizer in fp32"
     facts["precision"] = f"{wish.precision}, {held}" + (", dynamic loss scaling" if dtype == torch.float16 else "")
-    if plan.job.shape.adapter:
-        facts["model"] = f"as transformers builds it: {plan.job.shape.adapter}"
+    if plan.job.shape.foreign:
+        facts["model"] = f"as transformers builds it: {plan.job.shape.foreign}"
         attention, repeat_kv, facts["attention"] = "transformers", False, "as transformers chooses it"
     else:
         # What is not packed, or too long, has the library's kernel beside the one for short documents.
-        backend = "flash" if wish.attention == "short" else wish.attention or "math"
+        backend = "flash" if wish.attention == "short" else wish.attention
         attention, repeat_kv, facts["attention"] = _attention(backend, plan.job.shape, dtype, device)
     varlen = False
     if plan.job.packing == "documents":
@@ -108,12 +106,12 @@ def resolve(plan: Plan, *, local_rank: int, deterministic: bool) -> Active:
             facts["attention"] += f", keys and values repeated for it: {problem}"
     if wish.attention == "short":
         if problem := _try_short(plan, dtype, device):
-            facts["attention"] += f"; short cannot be had: {problem}"
+            facts["attention"] += f"; short is not available: {problem}"
         else:
             attention, facts["attention"] = "short", f"our own for documents of at most {SHORT_DOCUMENT} tokens"
     kernels, words = _kernels(plan, dtype, device)
     facts |= words
-    compiler, facts["compile"] = _compiler(wish.compile or "none", on_gpu=on_gpu)
+    compiler, facts["compile"] = _compiler(wish.compile, on_gpu=on_gpu)
     problem = _no_graphs(plan, compiler, on_gpu=on_gpu)
     if wish.graphs:
         facts["graphs"] = f"off: {problem}" if problem else "forward and backward pass launched whole"
@@ -125,9 +123,9 @@ def resolve(plan: Plan, *, local_rank: int, deterministic: bool) -> Active:
         repeat_kv=repeat_kv,
         varlen=varlen,
         compile=compiler,
-        fused_optimizer=bool(wish.fused_optimizer),
+        fused_optimizer=wish.fused_optimizer,
         facts=facts,
-        graphs=bool(wish.graphs) and problem is None,
+        graphs=wish.graphs and problem is None,
         **kernels,
     )
 
@@ -137,7 +135,7 @@ def _no_graphs(plan: Plan, compiler: str, *, on_gpu: bool) -> str | None:
     adapters = plan.job.adapters
     if not on_gpu:
         return "nothing is launched on a CPU"
-    if plan.job.shape.adapter:
+    if plan.job.shape.foreign:
         return "the model runs as transformers builds it"
     if compiler != "none" or plan.decisions.recompute == "selective":
         return "not with compile or selective recomputation"
@@ -159,14 +157,14 @@ def _kernels(plan: Plan, dtype: torch.dtype, device: torch.device) -> tuple[dict
     no_fp8 = None
     if wish.fp8:
         no_fp8 = why_no_fp8(device, dtype) if adapters is None else "adapters learn beside 16-bit matmuls"
-    eight = bool(wish.fp8) and no_fp8 is None and device.type == "cuda"
+    eight = wish.fp8 and no_fp8 is None and device.type == "cuda"
     for name, wanted in wished.items():
         problem = general
         if wanted and not general:
             problem = try_kernel(name, plan=plan, dtype=dtype, device=device, eight=eight)
-        granted[name] = bool(wanted) and problem is None
+        granted[name] = wanted and problem is None
         words[f"{name} kernel"] = "fused" if granted[name] else f"plain: {problem}" if wanted else "plain"
-    fp8 = bool(wish.fp8) and any(granted.values()) and no_fp8 is None
+    fp8 = wish.fp8 and any(granted.values()) and no_fp8 is None
     if wish.fp8:
         words["fp8"] = "on: 8-bit matmuls in the fused segments" if fp8 else f"off: {no_fp8 or 'no fused segment'}"
     return {f"fused_{name}": on for name, on in granted.items()} | {"fp8": fp8}, words
@@ -183,7 +181,7 @@ def _no_triton(device: torch.device) -> str | None:
 
 
 def why_no_fp8(device: torch.device, dtype: torch.dtype) -> str | None:
-    """Why 8-bit matmuls cannot be had here; None if they can, and the kernels around them write what they should."""
+    """Why 8-bit matmuls do not run here; None if they can, and the kernels around them write what they should."""
     if device.type != "cuda":
         return None
     if torch.cuda.get_device_capability(device) < (8, 9):
@@ -307,9 +305,11 @@ def _try_varlen(shape: ModelShape, dtype: torch.dtype, device: torch.device) -> 
 
 
 def _try_short(plan: Plan, dtype: torch.dtype, device: torch.device) -> str | None:
-    """Why the kernel for short documents cannot be had; tried with the tile that this run's documents need."""
+    """Why the kernel for short documents does not run here; tried with the tile that this run's documents need."""
     longest = plan.job.longest or 0
-    if problem := no_short(plan.job, asdict(plan.decisions)) or _no_triton(device):
+    wish = plan.decisions
+    refused = no_short(plan.job, precision=wish.precision, compile=wish.compile, recompute=wish.recompute)
+    if problem := refused or _no_triton(device):
         return problem
     ends = _ends(longest, device)
     library = Varlen(cu_seqlens=ends, longest=longest, repeat_kv=True)

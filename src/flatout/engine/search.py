@@ -53,7 +53,7 @@ class Remembered:
 
 def candidates(plan: Plan) -> list[int]:
     """The predicted size, then its neighbours: twice as large where memory may allow it, and smaller ones."""
-    sequences, predicted = plan.job.rank_sequences, plan.decisions.micro_batch or 1
+    sequences, predicted = plan.job.rank_sequences, plan.decisions.micro_batch
     sizes = [n for n in range(1, sequences + 1) if sequences % n == 0]
     larger = [n for n in sizes if predicted < n <= 2 * predicted and _may_fit(plan, n)][-1:]
     if plan.decisions.graphs:
@@ -191,6 +191,6 @@ def _may_fit(plan: Plan, size: int) -> bool:
         return False
     pins: dict[str, Any] = {"micro_batch": size, "recompute": plan.decisions.recompute}
     try:
-        return plan.but(**pins).predicted.peak_gib <= (plan.decisions.memory_fraction or 1.0) * total
+        return plan.but(**pins).predicted.peak_gib <= plan.decisions.memory_fraction * total
     except UsageError:  # the plan itself says that it does not fit
         return False

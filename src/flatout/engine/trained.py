@@ -118,7 +118,7 @@ def _job(run: Run) -> tuple[ModelShape, Adapters | None, str | None]:
     job = job if isinstance(job, dict) else {}
     adapters, base = job.get("adapters"), job.get("base")
     return (
-        files.typed(ModelShape, job.get("shape"), source=source),
+        ModelShape.from_json(job.get("shape"), source=source),
         None if adapters is None else files.typed(Adapters, adapters, source=source),
         base if isinstance(base, str) else None,
     )

@@ -6,15 +6,21 @@ card falls to the clock its power limit allows, and that is where training runs.
 
 from __future__ import annotations
 
+import hashlib
+import json
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
+from importlib import metadata
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flatout.errors import EnvironmentLacks, UsageError
+from flatout.files import BadFile, read_json, typed, write_atomic
 from flatout.hardware.detect import unsupported_build
 from flatout.hardware.table import Hardware
 
@@ -61,10 +67,10 @@ def measure(hardware: Hardware, *, seconds: float = 1.0) -> Measured:
             with _fp32_precision("tf32" if dtype == "tf32" else "ieee"):
                 product_of = partial(_product, dtype, device=device)
                 side = _side(product_of, clock=clock)
-                product_s = _median_s(product_of(side), clock=clock, budget_s=seconds)
+                product_s = _burst_s(product_of(side), clock=clock, budget_s=seconds)
             flops[dtype] = 2 * side**3 / product_s
             notes.append(f"{dtype}: product of {side} x {side} matrices, median over {seconds:g} s")
-        copy_s = _median_s(_copy(device), clock=clock, budget_s=seconds)
+        copy_s = _burst_s(_copy(device), clock=clock, budget_s=seconds)
     except torch.OutOfMemoryError as error:
         raise EnvironmentLacks(
             f"too little free memory on {hardware.gpu} to measure it: end what else runs there. ({error})"
@@ -75,15 +81,89 @@ def measure(hardware: Hardware, *, seconds: float = 1.0) -> Measured:
     return Measured(flops=flops, bandwidth=2 * _COPY_BYTES / copy_s, notes=tuple(notes))
 
 
-def bf16_ratio(*, seconds: float = 0.05) -> float:
-    """How many times as fast as fp32 this CPU multiplies in bf16: below 1 without units for it."""
+@dataclass(frozen=True, kw_only=True)
+class CpuFacts:
+    """The file of one CPU in the cache; the first three say of what it holds."""
+
+    cpu: str | None
+    threads: int
+    torch: str
+    flops: Mapping[str, float]
+    process_gib: float
+
+
+def with_cpu_facts(hardware: Hardware, *, cache: Path, num_ranks: int = 1) -> Hardware:
+    """A CPU machine with its measured peak, for each of `num_ranks` processes, and what such a process takes.
+
+    Measured once, in less than a second, and kept in `cache`. Without torch, and with a GPU, nothing is measured.
+    """
+    if hardware.gpu is not None:
+        return hardware
+    threads = max(1, (hardware.num_cpus or 1) // num_ranks)
+    try:
+        facts = _remembered(cache, cpu=hardware.cpu, threads=threads)
+        if facts is None:
+            facts = _cpu_facts(hardware.cpu, threads=threads)
+            _remember(cache, facts)
+    except (ImportError, OSError):  # torch is not installed, or cannot be loaded: the plan says that nothing is known
+        return hardware
+    # A process that has torch knows best what it takes itself.
+    process_gib = _process_gib() if "torch" in sys.modules else facts.process_gib
+    return replace(
+        hardware,
+        peak_flops=facts.flops,
+        source=f"measured with {threads} threads",
+        peak_source="measured",
+        process_gib=process_gib,
+    )
+
+
+def _cpu_facts(cpu: str | None, *, threads: int, seconds: float = 0.2) -> CpuFacts:
     import torch
 
-    device, taken = torch.device("cpu"), {}
-    # One small size for both: on a CPU that emulates bf16 a larger product would take seconds.
-    for dtype in ("fp32", "bf16"):
-        taken[dtype] = _median_s(_product(dtype, 256, device=device), clock=_cpu_clock, budget_s=seconds)
-    return taken["fp32"] / taken["bf16"]
+    before, flops = torch.get_num_threads(), {}
+    torch.set_num_threads(threads)
+    try:
+        for dtype in ("fp32", "bf16"):
+            product_of = partial(_product, dtype, device=torch.device("cpu"))
+            side = _side(product_of, clock=_cpu_clock)
+            # The best of all: other processes only ever make it slower.
+            flops[dtype] = 2 * side**3 / _burst_s(product_of(side), clock=_cpu_clock, budget_s=seconds, of=min)
+    finally:
+        torch.set_num_threads(before)
+    return CpuFacts(cpu=cpu, threads=threads, torch=metadata.version("torch"), flops=flops, process_gib=_process_gib())
+
+
+def _process_gib() -> float:
+    import psutil
+
+    return float(psutil.Process().memory_info().rss) / 2**30
+
+
+def _remembered(cache: Path, *, cpu: str | None, threads: int) -> CpuFacts | None:
+    """What was measured before; None if nothing was, or its file is not what is written there."""
+    path = _cached(cache, cpu=cpu, threads=threads)
+    try:
+        found = typed(CpuFacts, read_json(path, limit=1 << 16), source=path)
+    except (OSError, BadFile):
+        return None
+    same = (found.cpu, found.threads, found.torch) == (cpu, threads, metadata.version("torch"))
+    possible = {"fp32", "bf16"} == set(found.flops) and all(0 < one < 1e18 for one in found.flops.values())
+    return found if same and possible and 0 < found.process_gib < 1e6 else None
+
+
+def _remember(cache: Path, facts: CpuFacts) -> None:
+    path = _cached(cache, cpu=facts.cpu, threads=facts.threads)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(path, json.dumps(asdict(facts)).encode())
+    except OSError:
+        return  # a cache that cannot be written is measured again
+
+
+def _cached(cache: Path, *, cpu: str | None, threads: int) -> Path:
+    name = f"{cpu} {threads} {metadata.version('torch')}"
+    return cache / "cpu" / f"{hashlib.sha256(name.encode()).hexdigest()[:32]}.json"
 
 
 def _require_here(gpu: str, *, sm: tuple[int, int] | None) -> None:
@@ -139,15 +219,17 @@ def _side(product_of: Callable[[int], Call], *, clock: Clock) -> int:
     return side
 
 
-def _median_s(call: Call, *, clock: Clock, budget_s: float) -> float:
-    """Median seconds of one call."""
+def _burst_s(
+    call: Call, *, clock: Clock, budget_s: float, of: Callable[[list[float]], float] = statistics.median
+) -> float:
+    """Seconds of one call, by the median of several bursts, or what else is taken `of` them."""
     call()
     burst = max(1, round(_SHORTEST_BURST_S / max(clock(call, 1), 1e-6)))
     bursts_s: list[float] = []
     deadline = time.perf_counter() + budget_s
     while len(bursts_s) < _FEWEST_BURSTS or time.perf_counter() < deadline:
         bursts_s.append(clock(call, burst))
-    return statistics.median(bursts_s) / burst
+    return of(bursts_s) / burst
 
 
 def _cpu_clock(call: Call, num_calls: int) -> float:

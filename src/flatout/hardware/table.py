@@ -11,7 +11,7 @@ import difflib
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
-from typing import Any
+from typing import Any, Literal
 
 from flatout.errors import UsageError
 
@@ -34,6 +34,8 @@ class Hardware:
     num_cpus: int | None = None  # this process may use
     ram_gib: float | None = None  # this process may use
     source: str | None = None  # of the peaks
+    peak_source: Literal["datasheet", "measured"] | None = None
+    process_gib: float | None = None  # CPU only: what a process with torch takes before it has a model; measured
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self) | {"sm": None if self.sm is None else list(self.sm)}
@@ -68,6 +70,7 @@ def _card(
         link=link,
         link_bandwidth=link_gb_per_s * 1e9,
         source=source,
+        peak_source="datasheet",
     )
 
 

@@ -40,7 +40,8 @@ def _speed_rows(story: Story) -> list[_Row]:
     counted = (
         f"steps.jsonl, {speed.steps:,} steps: the first {WARM_STEPS} of each attempt, eval, save and profile apart"
     )
-    peak = "plan.json, rates (operations per token, datasheet peak)"
+    source = (story.rates and story.rates.peak_source) or "datasheet"  # the only one there was before it was recorded
+    peak = f"plan.json, rates (operations per token, {source} peak)"
     padding = 1 - story.tokens / story.padded_tokens if story.padded_tokens else None
     return [
         ("tokens_per_s", "tokens/s", speed.tokens_per_s, number(speed.tokens_per_s), f"tokens ÷ seconds; {counted}"),

@@ -1,4 +1,4 @@
-"""The decoder and its weights, in and out of Hugging Face format; other models of transformers behind an adapter."""
+"""The decoder and its weights, in and out of Hugging Face format; foreign models as transformers builds them."""
 
 from flatout.model.attention import Attend, Masked, Padded, Rectangular, Short, Varlen
 from flatout.model.decoder import Block, Decoder

@@ -82,7 +82,7 @@ class Foreign(nn.Module):
     def hidden(self, tokens_N: Tensor, positions_N: Tensor, attend: Attend) -> Tensor:
         """The final hidden state of each token, for a head that is one matmul. Positions count from a row's start."""
         if not isinstance(attend, Rectangular):
-            raise UsageError(f"{type(attend).__name__} attention cannot be had: {self.shape.adapter}")
+            raise UsageError(f"{type(attend).__name__} attention is not available: {self.shape.foreign}")
         device, dtype = tokens_N.device.type, self.compute_dtype
         with torch.autocast(device, dtype=dtype, enabled=dtype != torch.float32):
             return self._body(tokens_N.view(attend.batch, -1)).flatten(0, 1).to(dtype)

@@ -1,7 +1,7 @@
 """One way to a model with its weights, for every recipe and command.
 
 Random by the configuration's own numbers; from a folder or the hub into our decoder; or, where that cannot run the
-architecture, as transformers builds it. What it is was decided with the plan: `shape.adapter` says why it is not ours.
+architecture, as transformers builds it. What it is was decided with the plan: `shape.foreign` says why it is not ours.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ def load_model(
     that is only asked (`trains` false) may have any head.
     """
     shape = shape or named_shape(model)
-    if model.name is None or (model.weights == "random" and not shape.adapter):
+    if model.name is None or (model.weights == "random" and not shape.foreign):
         return _random(shape, device=device, dtype=dtype, compute_dtype=compute_dtype, seed=seed)
     load = model.weights == "load"
     folder = hub.folder(model.name, weights=load, revision=model.revision, trust=model.trust)
-    if shape.adapter:
+    if shape.foreign:
         return foreign.load(
             folder,
             name=model.name,
@@ -88,7 +88,7 @@ def empty_model(
     dtype: torch.dtype = torch.float32,
 ) -> Model:
     """The model without its weights, to put a checkpoint's into."""
-    if not shape.adapter:
+    if not shape.foreign:
         with torch.device(device), weights.default_dtype(dtype):
             decoder = Decoder(shape, compute_dtype=dtype)
         decoder.frequencies.copy_(rope.frequencies(shape))

@@ -1,8 +1,8 @@
 """LoRA: frozen weights, and beside each projection a pair of small matrices that learn (`lora:` in a configuration).
 
 An adapter sits on one of our fused projections and keeps one pair per sub-projection, so that PEFT's files, which
-know only q, k, v, go in and out. The A matrices of one input are stacked: one matmul serves them all. Matrices are
-banks `[adapters, …]`; plain LoRA is a bank of one. The result equals W x + scale B (A x), see `kernels.lowrank`.
+know only q, k, v, go in and out. The A matrices of one input are stacked: one matmul serves them all. The result
+equals W x + scale B (A x), see `kernels.lowrank`.
 
 Legend: N tokens, K inputs, M outputs, P sub-projections with an adapter, R = P x rank.
 """
@@ -41,6 +41,7 @@ class Adapter(nn.Module):
         self.rank, self.scale, self.dropout = spec.rank, spec.scale, spec.dropout
         # Where kernels find the weight and these matrices side by side, see `settle`.
         self.home: lowrank.Home | None = None
+        # Checkpoints have had a first dimension of one from the start.
         self.a = nn.Parameter(torch.empty(1, spec.rank * len(self.parts), widths[self.parts[0]][0]))
         self.b = nn.Parameter(torch.zeros(1, sum(widths[name][1] for name in self.parts), spec.rank))
 

@@ -43,7 +43,7 @@ class StreamBatches:
 
     def __init__(self, stream: Steps, plan: Plan, ranks: Ranks, *, start: int, stop: int) -> None:
         self.stream, self.plan, self.ranks, self.stop = stream, plan, ranks, stop
-        self.micro_batch = plan.decisions.micro_batch or 1
+        self.micro_batch = plan.decisions.micro_batch
         self.feed = self._open(start)
 
     def next(self, step: int) -> list[Batch]:
@@ -79,7 +79,7 @@ class StreamBatches:
             partial(self.stream.micro_batches, rank=ranks.rank, world=ranks.world, micro_batch=self.micro_batch),
             start=start,
             stop=self.stop,
-            workers=decisions.workers or 0,
-            prefetch=decisions.prefetch or 1,
-            pin=bool(decisions.pin_memory),
+            workers=decisions.workers,
+            prefetch=decisions.prefetch,
+            pin=decisions.pin_memory,
         )

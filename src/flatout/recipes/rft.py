@@ -38,8 +38,7 @@ def run(
     hardware = detect()
     check_build(hardware)
     plan = plan_for(settings, hardware=hardware, ranks=ranks)
-    if plan.decisions.threads:  # also for what is sampled and measured, before any training
-        torch.set_num_threads(plan.decisions.threads)
+    torch.set_num_threads(plan.decisions.threads)  # also for sampling and measuring, before any training
     resume = begun(folder, ranks, resume=resume)
     with open_session(settings, plan=plan, ranks=ranks, folder=folder, resume=resume, sinks=sinks) as session:
         seals = Seals(

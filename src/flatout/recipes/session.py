@@ -114,7 +114,7 @@ class Ledger:
         self.session, self.plan, self.active = session, plan, active
         self.speed = Speedometer(plan.rates)
         self.trend = LossTrend()
-        self.skips = SkipWatch(plan.decisions.precision or "fp32")
+        self.skips = SkipWatch(plan.decisions.precision)
         self.tokens, self.seconds, self.saves = 0, 0.0, 0
         self.val_losses: list[float] = []
         self.task_scores: list[float] = []
@@ -165,7 +165,7 @@ class Ledger:
         self._early.append(record.training_s)
         if len(self._early) > WARM_STEPS:
             took = max(0.0, self._early[0] - self._early[-1])
-            paid = compile_break_even(self.plan.job, precision=self.plan.decisions.precision or "fp32", compile_s=took)
+            paid = compile_break_even(self.plan.job, precision=self.plan.decisions.precision, compile_s=took)
             self.session.recorder.event("compile", step=record.step, seconds=took, break_even=paid)
 
     def remember(self, steps: Iterable[StepRecord], *, before_step: int) -> None:

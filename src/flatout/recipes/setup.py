@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from flatout import hub
-from flatout.config.settings import Decisions, PlanSettings, Settings
+from flatout import files, hub
+from flatout.config.settings import PlanSettings, Settings
 from flatout.cost import checkpoint_bytes
 from flatout.data.prepare import cache_folder
 from flatout.engine import ahead, search
@@ -24,10 +24,10 @@ from flatout.engine.ranks import Ranks, from_environment, joined
 from flatout.engine.resolve import Active, check_build, resolve
 from flatout.engine.step import Engine
 from flatout.errors import FlatoutError, UsageError
-from flatout.hardware import Hardware, bf16_ratio, detect
+from flatout.hardware import Hardware, detect, with_cpu_facts
 from flatout.model import Model, load_adapted, load_model, peft
 from flatout.optim import adamw, schedule
-from flatout.plan import Job, Plan, decide, job_of
+from flatout.plan import Decisions, Job, Plan, decide, job_of
 from flatout.probe import Phases
 from flatout.recipes.material import Batches, Facts, Material, OpenMaterial
 from flatout.recipes.profiling import Profile
@@ -190,10 +190,10 @@ def plan_for(
 
     A run that was begun in the folder `begun` keeps what it was begun with, as far as the machine is the same.
     """
-    ratio = ""
-    if hardware.gpu is None and settings.plan.precision is None and ranks.first:
-        ratio = f"{bf16_ratio():.3g}"
-    ratio = ranks.agree(ratio)
+    if hardware.gpu is None:
+        if ranks.first:  # alone: others at work would slow it down
+            hardware = with_cpu_facts(hardware, cache=files.cache_folder(), num_ranks=ranks.world)
+        hardware = Hardware.from_json(json.loads(ranks.agree(json.dumps(hardware.to_json()))))
     job = job_of(
         settings,
         hardware=hardware,
@@ -202,7 +202,6 @@ def plan_for(
         mean_context=None if material is None else material.mean_context,
         longest=None if material is None else material.longest,
         trained_share=None if material is None else material.trained_share,
-        cpu_bf16_ratio=float(ratio) if ratio else None,
     )
     return decide(job if begun is None else replace(job, pins=kept_pins(job, Run.open(begun).plan)))
 
@@ -260,8 +259,8 @@ def build_engine(
     head_loss, eight = prepare(
         model,
         active=active,
-        recompute=plan.decisions.recompute or "none",
-        loss_chunk=plan.decisions.loss_chunk or 1024,
+        recompute=plan.decisions.recompute,
+        loss_chunk=plan.decisions.loss_chunk,
     )
     return Engine(
         model=model,
@@ -292,8 +291,8 @@ def build_model(settings: Settings, plan: Plan, active: Active, *, note: Callabl
             seed=settings.seed,
             note=note,
         )
-    if plan.job.shape.adapter:
-        raise UsageError(f"lora goes with our own decoder only: {plan.job.shape.adapter}")
+    if plan.job.shape.foreign:
+        raise UsageError(f"lora goes with our own decoder only: {plan.job.shape.foreign}")
     folder = None
     if chosen.name is not None and chosen.weights == "load":
         folder = hub.folder(chosen.name, weights=True, revision=chosen.revision)

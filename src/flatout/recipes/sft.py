@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from flatout import hub
 from flatout.config.settings import DataSettings, Settings
 from flatout.data.examples import open_conversations
 from flatout.data.packed import Packed
@@ -72,5 +73,6 @@ def conversations(settings: Settings) -> Iterator[Material]:
 
 def tokenizer_of(settings: Settings) -> str:
     if settings.model.name is not None and settings.data.tokenizer == DataSettings().tokenizer:
+        hub.check_name(settings.model.name)
         return settings.model.name
     return settings.data.tokenizer

@@ -13,7 +13,6 @@ import torch
 from safetensors import SafetensorError
 
 from flatout import files, hub
-from flatout.config.rules import held_out
 from flatout.config.settings import (
     CriteriaSettings,
     EvalSettings,
@@ -24,6 +23,7 @@ from flatout.config.settings import (
     Settings,
     TargetSettings,
 )
+from flatout.config.tasks import held_out
 from flatout.data.tokenizer import Tokenizer, load_tokenizer
 from flatout.engine.checkpoint import as_os_error
 from flatout.engine.opening import Opened, open_model

@@ -40,6 +40,8 @@ class _Rates:
     flops: _Flops
     peak_flops: Annotated[float, lambda value: 0 < value <= 1e30, "a number above 0"] | None
     num_devices: Annotated[int, lambda value: 0 < value < 10**9, "a number of devices"] = 1
+    precision: str | None = None
+    peak_source: str | None = None
 
 
 class _Job(TypedDict, total=False):

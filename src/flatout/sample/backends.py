@@ -56,7 +56,7 @@ def sampler_of(opened: Askable, *, backend: Backend = "auto", rows: int | None =
         return _vllm(opened, rows=rows)
     if isinstance(model, Foreign):
         if backend == "flatout":
-            raise UsageError(f"--backend flatout runs our own decoder only, take hf: {model.shape.adapter}")
+            raise UsageError(f"--backend flatout runs our own decoder only, take hf: {model.shape.foreign}")
         return HuggingFace(
             model.inner, tokenizer, window=model.shape.positions, compute_dtype=model.compute_dtype, rows=rows
         )

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from urllib.parse import parse_qsl, quote
 
-from flatout.config.nearest import nearest
+from flatout.config.tasks import TAKES, unknown_task
 from flatout.errors import UsageError
 from flatout.tasks.base import Task, Texts
 from flatout.tasks.files import Gsm8k, JsonLines, MultipleChoice, PlainText
@@ -18,32 +18,18 @@ from flatout.tasks.prompts import Prompted, Template
 from flatout.tasks.sums import Sums
 from flatout.tasks.units import Units
 
-# What follows the colon, for those who forget it.
-_TAKES = {
-    "units": "nothing, or train, valid or endless",
-    "sums": "nothing, or shown, train or valid",
-    "gsm8k": "a JSON-lines file",
-    "mmlu-stem": "a file, or a folder with test.jsonl",
-    "arc-challenge": "a file, or a folder with test.json",
-    "choice": "a file of multiple-choice questions",
-    "jsonl": "a file with question and answer",
-    "perplexity": "a text or JSON-lines file",
-}
-
 
 def open_task(spec: str) -> Task | Texts:
     head, _, query = spec.partition("?")
     name, _, path = head.partition(":")
-    if name not in _TAKES:
-        near = nearest(name, _TAKES)
-        hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(_TAKES)}"
-        raise UsageError(f"task {name!r} is unknown: {hint}")
+    if problem := unknown_task(spec):
+        raise UsageError(problem)
     if name == "units":
         return _built(lambda: Units(split=path or "valid"), spec, query)
     if name == "sums":
         return _built(lambda: Sums(split=path or "valid"), spec, query)
     if not path:
-        raise UsageError(f"task {name} needs {_TAKES[name]}: {name}:PATH")
+        raise UsageError(f"task {name} needs {TAKES[name]}: {name}:PATH")
     try:
         file = Path(path).expanduser()
     except RuntimeError:

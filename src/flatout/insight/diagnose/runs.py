@@ -87,7 +87,7 @@ def _limit(run: Run, seen: _Seen) -> dict[str, Any]:
         "share": None if ceiling is None or speed is None else speed / ceiling,
         "peak_flops": peak,
         "flops_per_token": rates.flops.done,
-        "source": "the plan's peak" if peak else "the device has no peak in the table",
+        "source": f"the plan's peak of {rates.peak_words}" if peak else "the device has no peak in the table",
         "model": "the plan's shape",
     }
 

@@ -1,0 +1,45 @@
+"""What each recipe has: the one table that names recipes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+RecipeName = Literal["pretrain", "sft", "rft"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """`sections` of the configuration are those it uses beside the ones that all recipes use."""
+
+    learns_from: Literal["running text", "rows", "samples"]
+    sections: tuple[str, ...] = ()
+
+    @property
+    def packs_documents(self) -> bool:
+        """Rows and samples are packed by document, whatever data.packing says; that is for running text."""
+        return self.learns_from != "running text"
+
+    @property
+    def samples(self) -> bool:
+        """Whether it writes what it learns from."""
+        return self.learns_from == "samples"
+
+    @property
+    def takes_adapters(self) -> bool:
+        return "lora" in self.sections
+
+
+RECIPES: Mapping[RecipeName, Recipe] = {
+    "pretrain": Recipe(learns_from="running text"),
+    "sft": Recipe(learns_from="rows", sections=("lora",)),
+    "rft": Recipe(learns_from="samples", sections=("lora", "rft", "sample")),
+}
+# Sections that some recipes use and others do not.
+OF_SOME = tuple(dict.fromkeys(section for recipe in RECIPES.values() for section in recipe.sections))
+
+
+def recipes_that(do: Callable[[Recipe], bool]) -> str:
+    """Their names, for messages."""
+    return " or ".join(name for name, recipe in RECIPES.items() if do(recipe))

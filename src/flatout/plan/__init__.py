@@ -1,0 +1,31 @@
+"""Decides how a run uses its hardware: every decision with its reason, and a prediction to hold it to.
+
+Needs no torch and no device, so `flatout plan --on A100-80GBx8` works on a laptop; `flatout train` takes the same
+path with the hardware it finds. A plan states wishes; `engine.resolve` states what the device then granted.
+
+    job.py        what is to be run on what
+    decide.py     the decisions in order; of them, kernels.py has the arithmetic and batch.py the memory's part
+    predict.py    memory, time and MFU of a job
+"""
+
+from flatout.plan.decide import Plan, decide
+from flatout.plan.decisions import Decisions
+from flatout.plan.job import Job, adapters_of, job_of, model_settings, named_shape, shape_of, tokenizer_size
+from flatout.plan.kernels import no_short
+from flatout.plan.predict import Prediction, compile_break_even
+
+__all__ = [
+    "Decisions",
+    "Job",
+    "Plan",
+    "Prediction",
+    "adapters_of",
+    "compile_break_even",
+    "decide",
+    "job_of",
+    "model_settings",
+    "named_shape",
+    "no_short",
+    "shape_of",
+    "tokenizer_size",
+]

@@ -1,0 +1,160 @@
+"""Micro-batch, accumulation and recomputation: they share the memory, and together they hold the batch exactly.
+
+And, where a recipe samples, how many completions are written at once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from flatout.config.settings import Precision, Recompute
+from flatout.cost import BYTES, GIB, BlockPath, Memory, ModelShape, kv_cache_bytes_per_token
+from flatout.errors import UsageError
+from flatout.plan.decisions import PINNED
+from flatout.plan.job import Job
+from flatout.plan.predict import full_tokens, memory_of, sized
+
+# Share of the device's memory that the predicted peak may take, by preset.
+MEMORY_BUDGET = {"safe": 0.75, "balanced": 0.85, "max": 0.92}
+# With fewer tokens than this in a micro-batch, recomputing activations to fit more is worth its time.
+THIN_TOKENS = 2048
+# More completions at once than this gain nothing: by then the weights are no longer what a step reads most.
+MOST_ROWS = {"gpu": 2048, "cpu": 32}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fit:
+    """Sequences of a pass, passes of a step, and what is recomputed, so that it fits."""
+
+    micro_batch: int
+    accumulation: int
+    recompute: Recompute
+
+
+def fit(job: Job, *, precision: Precision, path: BlockPath) -> tuple[Fit, dict[str, str]]:
+    """The fit and the reason of each of its parts."""
+    sizes, modes = _sizes(job), _modes(job, path)
+    budget = None if job.usable_gib is None else MEMORY_BUDGET[job.pins.preset] * job.usable_gib
+
+    def needs(size: int, mode: Recompute) -> Memory:
+        graphs = bool(job.pins.graphs) and job.device == "gpu"  # unpinned, they are only taken where room is left
+        passes = sized(job, size, precision=precision, path=path, recompute=mode)
+        return memory_of(job, replace(passes, graphs=graphs))
+
+    def fits(size: int, mode: Recompute) -> bool:
+        return budget is None or needs(size, mode).gib <= budget
+
+    # Per mode the largest size that fits; the first mode whose micro-batch is not thin, else the largest of all.
+    best = [(next((n for n in sizes if fits(n, mode)), 0), mode) for mode in modes]
+    enough = min(THIN_TOKENS, sizes[0] * job.sequence_length)
+    size, mode = next((b for b in best if b[0] * job.sequence_length >= enough), max(best, key=lambda b: b[0]))
+    if size == 0:
+        least = sizes[-1]
+        memory = needs(least, modes[-1])
+        raise UsageError(
+            f"the model needs {memory.gib:.1f} GiB with micro-batch {least} and recomputation {modes[-1]}, but the "
+            f"{job.pins.preset} preset may use {budget:.1f} of {job.usable_gib:.1f} GiB "
+            f"(largest part: {memory.largest()}): "
+            + _way_out(job, budget=budget or 0.0, precision=precision, path=path)
+        )
+    found = Fit(micro_batch=size, accumulation=job.rank_sequences // size, recompute=mode)
+    return found, _reasons(job, found)
+
+
+def _sizes(job: Job) -> Sequence[int]:
+    """Micro-batches that divide the batch and do not exceed what fills the device, the largest first; or the pin."""
+    pins, sequences = job.pins, job.rank_sequences
+    if pins.micro_batch and pins.accumulation and pins.micro_batch * pins.accumulation != sequences:
+        raise UsageError(
+            f"plan.micro_batch {pins.micro_batch} x plan.accumulation {pins.accumulation} is not the "
+            f"{sequences} sequences of a step on one rank"
+        )
+    sizes = [n for n in range(sequences, 0, -1) if sequences % n == 0]
+    pinned = pins.micro_batch or pins.accumulation
+    if pinned is None:
+        return [n for n in sizes if n * job.sequence_length <= full_tokens(job)] or [1]
+    if sequences % pinned:
+        name = "micro_batch" if pins.micro_batch else "accumulation"
+        raise UsageError(
+            f"plan.{name} {pinned} does not divide the {sequences} sequences of a step on one rank: "
+            f"choose one of {', '.join(map(str, sorted(sizes)))}"
+        )
+    return [pins.micro_batch or sequences // pinned]
+
+
+def _modes(job: Job, path: BlockPath) -> Sequence[Recompute]:
+    """Ways to recompute, the fastest first; or the pin."""
+    if job.pins.recompute is not None:
+        return [job.pins.recompute]
+    # Fused kernels overwrite what selective recomputation would keep.
+    # Under adapters it would keep each projection twice, with and without its adapter.
+    plain = path not in ("fused", "fp8") and not job.shape.foreign and job.adapters is None
+    return ["none", "selective", "full"] if plain else ["none", "full"]
+
+
+def _reasons(job: Job, found: Fit) -> dict[str, str]:
+    size, passes, ranks = found.micro_batch, found.accumulation, job.num_ranks
+    full = size * job.sequence_length >= full_tokens(job) or passes == 1
+    why = {
+        "micro_batch": "enough to fill the device" if full else "the largest that fits the memory or divides the batch",
+        "accumulation": f"{size} x {passes} x {ranks} rank(s) = {size * passes * ranks} "
+        f"sequences = {job.batch_tokens} tokens, exactly the batch asked for",
+        "recompute": {
+            "none": "activations fit in memory",
+            "selective": "matmul outputs are kept, the rest is recomputed, to fit",
+            "full": "only block inputs fit; a block's forward runs twice",
+        }[found.recompute],
+    }
+    return {name: reason if getattr(job.pins, name) is None else PINNED for name, reason in why.items()}
+
+
+def _way_out(job: Job, *, budget: float, precision: Precision, path: BlockPath) -> str:
+    """What would fit, changing as little as will do: pins, then the frozen weights, then the length."""
+    bases = [("", job)]
+    if job.adapters is not None and job.adapters.base_bits != 4:
+        bases.append(("lora.base: 4-bit", replace(job, adapters=replace(job.adapters, base_bits=4))))
+    whole = job.sequence_length
+    lengths = [("", whole)]
+    lengths += [
+        (f"data.sequence_length: {n}", n) for n in (whole // 2, whole // 4) if n >= 128 and job.batch_tokens % n == 0
+    ]
+    for shorter, length in lengths:
+        for smaller, other in bases:
+            how: BlockPath = "eager" if smaller else path  # the fused segments take no 4-bit weights
+            tried = replace(other, sequence_length=length)
+            needs = memory_of(tried, sized(tried, 1, precision=precision, path=how, recompute="full")).gib
+            if needs <= budget:
+                changes = (
+                    " and ".join(filter(None, (smaller, shorter))) or "plan.micro_batch: 1 and plan.recompute: full"
+                )
+                return f"{changes} would fit ({needs:.1f} GiB, with full recomputation)"
+    return "a smaller model, shorter sequences or a larger device would fit"
+
+
+# -- completions --------------------------------------------------------------------------------------------
+
+
+def rows_at_once(job: Job, shape: ModelShape, *, precision: Precision) -> tuple[int | None, str]:
+    """A power of two of completions, each with a cache as long as a training sequence, beside the weights."""
+    if job.rows is not None:
+        return job.rows, PINNED
+    total_gib, most = job.memory_gib, MOST_ROWS[job.device]
+    if total_gib is None:
+        return None, "memory unknown: left to the sampler"
+    row_bytes = job.sequence_length * kv_cache_bytes_per_token(shape, precision=precision)
+    weights_bytes = shape.num_parameters * BYTES[precision]
+    budget_gib = MEMORY_BUDGET[job.pins.preset] * total_gib
+    free_bytes = budget_gib * GIB - weights_bytes
+    if free_bytes < row_bytes:
+        raise UsageError(
+            f"sampling needs {(weights_bytes + row_bytes) / GIB:.1f} GiB for the weights and one completion, and the "
+            f"{job.pins.preset} preset may use {budget_gib:.1f} of {total_gib:.1f} "
+            "GiB: a smaller rft.generator or a shorter data.sequence_length would fit"
+        )
+    rows = min(most, 1 << int(math.log2(free_bytes / row_bytes)))
+    size = f"{weights_bytes / GIB:.1f} GiB of weights and {rows} x {row_bytes / 2**20:.0f} MiB of cache"
+    sm = job.hardware.sm
+    slow = "; written step by step: kernels and graphs begin with SM 8.0" if sm is not None and sm < (8, 0) else ""
+    return rows, f"{size} in {total_gib:.1f} GiB" + ("; more gain nothing" if rows == most else "") + slow

@@ -1,0 +1,258 @@
+"""What is to be run on what: a configuration and the hardware, as far as a plan depends on them."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from flatout import hub
+from flatout.config.recipes import RECIPES
+from flatout.config.settings import DataSettings, LoraSettings, ModelSettings, PlanSettings, Settings, settable
+from flatout.cost import TARGETS, Adapters, Flops, ModelShape, flops_per_token
+from flatout.errors import UsageError
+from flatout.files import TEXT_BYTES, typed
+from flatout.hardware import Hardware
+from flatout.record import Run
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What is to be run on what: all that a plan is a function of."""
+
+    shape: ModelShape
+    hardware: Hardware
+    sequence_length: int
+    batch_tokens: int
+    num_ranks: int
+    steps: int | None = None
+    packing: str = "concat"
+    # Positions a token attends to on average, where documents end inside sequences; None: half the sequence.
+    mean_context: float | None = None
+    # Tokens of the longest document, where documents are packed; None: unknown.
+    longest: int | None = None
+    # Share of the tokens that the loss looks at, where only answers are learnt; None: all of them.
+    trained_share: float | None = None
+    weights_only: bool = False
+    pins: PlanSettings = field(default_factory=PlanSettings)
+    # What is trained instead of the weights, and the model those come from.
+    adapters: Adapters | None = None
+    base: str | None = None
+    # Where the recipe samples: the model that writes completions, and how many at once where that is pinned.
+    generator: ModelShape | None = None
+    rows: int | None = None
+
+    @property
+    def device(self) -> str:
+        return "cpu" if self.hardware.gpu is None and self.hardware.sm is None else "gpu"
+
+    @property
+    def memory_gib(self) -> float | None:
+        """Of the device, or of the host where there is no other; None: unknown."""
+        return self.hardware.memory_gib if self.device == "gpu" else self.hardware.ram_gib
+
+    @property
+    def usable_gib(self) -> float | None:
+        """The same, as if the device had only the share of it that the run may use."""
+        return None if self.memory_gib is None else (self.pins.memory_fraction or 1.0) * self.memory_gib
+
+    def flops(self, recompute: str) -> Flops:
+        """Operations per token of this job."""
+        return flops_per_token(
+            self.shape,
+            sequence_length=self.sequence_length,
+            mean_context=self.mean_context,
+            adapters=self.adapters,
+            recompute=recompute,
+        )
+
+    @property
+    def rank_sequences(self) -> int:
+        """Sequences of one optimizer step on one rank."""
+        sequences, left = divmod(self.batch_tokens, self.sequence_length)
+        if left:
+            raise UsageError(
+                f"train.batch_tokens {self.batch_tokens} is not a multiple of "
+                f"data.sequence_length {self.sequence_length}"
+            )
+        share, left = divmod(sequences, self.num_ranks)
+        if left:
+            low = max(1, share) * self.num_ranks * self.sequence_length
+            raise UsageError(
+                f"train.batch_tokens {self.batch_tokens} is {sequences} sequences of {self.sequence_length}, "
+                f"which {self.num_ranks} ranks cannot share evenly: {low} would do"
+            )
+        return share
+
+
+def job_of(
+    settings: Settings,
+    *,
+    hardware: Hardware,
+    num_ranks: int,
+    total_steps: int | None = None,
+    mean_context: float | None = None,
+    longest: int | None = None,
+    trained_share: float | None = None,
+) -> Job:
+    """The job a configuration describes, on this hardware."""
+    train = settings.train
+    if total_steps is None:
+        total_steps = train.steps or (math.ceil(train.tokens / train.batch_tokens) if train.tokens else None)
+    generator, recipe = None, RECIPES[settings.recipe]
+    if recipe.samples:
+        settings = _of_runs(settings)
+        name = settings.rft.generator
+        asked = ModelSettings(name=name, trust=settings.model.trust)
+        generator = shape_of(settings) if name is None else named_shape(asked)
+    return Job(
+        shape=shape_of(settings),
+        hardware=hardware,
+        sequence_length=settings.data.sequence_length,
+        batch_tokens=train.batch_tokens,
+        num_ranks=num_ranks,
+        steps=total_steps,
+        packing="documents" if recipe.packs_documents else settings.data.packing,
+        mean_context=mean_context,
+        longest=longest,
+        trained_share=trained_share,
+        weights_only=settings.save.weights_only,
+        pins=settings.plan,
+        adapters=adapters_of(settings.lora),
+        base=settings.model.name if settings.model.weights == "load" else None,
+        generator=generator,
+        rows=settings.sample.rows,
+    )
+
+
+# -- the model ----------------------------------------------------------------------------------------------
+
+
+def shape_of(settings: Settings) -> ModelShape:
+    """The decoder a configuration asks for: its own numbers, or a Hugging Face config.json."""
+    model, length = settings.model, settings.data.sequence_length
+    shape = _own_shape(settings) if model.name is None else named_shape(model, length=length)
+    if length > shape.positions:
+        raise UsageError(
+            f"data.sequence_length {length} is longer than the model's {shape.positions} positions: "
+            "shorten the sequences" + ("" if model.name else ", or raise model.positions")
+        )
+    return shape
+
+
+def _own_shape(settings: Settings) -> ModelShape:
+    """By the numbers in the configuration, and what they leave out."""
+    model = settings.model
+    if model.layers is None or model.hidden is None or model.heads is None:
+        raise UsageError("model needs `name`, or `layers`, `hidden` and `heads`")
+    return ModelShape(
+        layers=model.layers,
+        hidden=model.hidden,
+        heads=model.heads,
+        kv_heads=model.kv_heads or model.heads,
+        head_dim=model.head_dim or model.hidden // max(1, model.heads),  # a damaged run folder may say 0
+        intermediate=model.intermediate or rounded_up(model.hidden * 8 // 3, 128),
+        vocab=model.vocab or rounded_up(vocabulary(settings.data), 64),
+        positions=model.positions or settings.data.sequence_length,
+        tied=model.tied,
+        qk_norm=model.qk_norm,
+        qkv_bias=model.qkv_bias,
+        rope_theta=model.rope_theta,
+        norm_eps=model.norm_eps,
+    )
+
+
+def named_shape(model: ModelSettings, *, length: int | None = None) -> ModelShape:
+    """The shape of a model by its folder or name, to be run on sequences of at most `length`."""
+    if model.name is None:
+        raise UsageError("model.name is missing: give a folder or a name on the hub")
+    config = hub.config_of(model.name, revision=model.revision, trust=model.trust)
+    return ModelShape.of_config(config, length=length)
+
+
+def adapters_of(lora: LoraSettings) -> Adapters | None:
+    """The adapters a configuration asks for; a target that matches nothing is refused."""
+    if lora.rank is None:
+        return None
+    names = [name.strip().removesuffix("_proj") for name in lora.targets.split(",") if name.strip()]
+    known = TARGETS if names == ["all-linear"] else tuple(name for name in TARGETS if name in names)
+    unknown = [name for name in names if name not in (*TARGETS, "all-linear")]
+    if unknown or not known or (len(names) > 1 and "all-linear" in names):
+        what = ", ".join(repr(name) for name in unknown) or repr(lora.targets)
+        raise UsageError(
+            f"lora.targets: {what} matches no projection of this model: "
+            f"give all-linear, or some of {', '.join(TARGETS)}"
+        )
+    return Adapters(
+        rank=lora.rank,
+        alpha=2.0 * lora.rank if lora.alpha is None else lora.alpha,
+        targets=known,
+        dropout=lora.dropout,
+        rslora=lora.rslora,
+        base_bits=4 if lora.base == "4-bit" else 16,
+    )
+
+
+# -- run folders as models ----------------------------------------------------------------------------------
+
+
+def _of_runs(settings: Settings) -> Settings:
+    """Where the student is one of our runs, its shape is that run's; a generator that is one, is taken to be alike."""
+    if settings.rft.generator is not None and Run.is_at(settings.rft.generator):
+        settings = replace(settings, rft=replace(settings.rft, generator=None))
+    if settings.model.name is None or not Run.is_at(settings.model.name):
+        return settings
+    run = Run.open(settings.model.name)
+    return replace(
+        settings,
+        model=model_settings(run, trust=settings.model.trust),
+        data=replace(settings.data, tokenizer=str(run.tokenizer_dir)),
+    )
+
+
+def model_settings(run: Run, *, trust: str | None = None) -> ModelSettings:
+    """The `model` section of a run's configuration, as far as this version knows its keys. No run grants trust."""
+    known, recorded = {field.name for field in settable(ModelSettings)}, run.config.get("model")
+    if isinstance(recorded, Mapping):
+        recorded = {key: value for key, value in recorded.items() if key in known}
+    return replace(typed(ModelSettings, recorded, source=f"the model section of {run.path}"), trust=trust)
+
+
+# -- the vocabulary -----------------------------------------------------------------------------------------
+
+
+def vocabulary(data: DataSettings) -> int:
+    """Number of ids the data uses: its tokenizer's, or what the manifest of prepared shards says."""
+    for folder in (Path(data.path or "") / "train", Path(data.path or "")):
+        if data.source == "tokens" and (manifest := folder / "manifest.json").is_file():
+            tokenizer = hub.read_json(manifest).get("tokenizer")
+            if isinstance(tokenizer, dict) and isinstance(size := tokenizer.get("vocab_size"), int):
+                return size
+    return tokenizer_size(data.tokenizer)
+
+
+def tokenizer_size(spec: str) -> int:
+    """Number of ids a tokenizer uses, read without loading it."""
+    if spec == "byte":
+        return 257
+    if match := re.fullmatch(r"bpe:(\d{1,9})", spec):
+        return int(match[1])
+    path = Path(os.path.expanduser(spec))
+    if spec.startswith((".", "/", "~")) and not os.path.exists(path):
+        raise UsageError(f"data.tokenizer: {spec} does not exist; give a folder with tokenizer.json, or such a file")
+    file = path if os.path.isfile(path) else hub.folder(spec, weights=False) / "tokenizer.json"
+    content = hub.read_json(file, limit=TEXT_BYTES)
+    try:
+        vocab = content["model"]["vocab"]
+        # Unigram models list their tokens in the order of their ids; the others map each token to its id.
+        ids = [*(range(len(vocab)) if isinstance(vocab, list) else vocab.values())]
+        return int(max([*ids, *(token["id"] for token in content.get("added_tokens") or [])])) + 1
+    except (AttributeError, KeyError, TypeError, ValueError, OverflowError):
+        raise UsageError(f"{file} is no tokenizer.json: it has no vocabulary at model.vocab") from None
+
+
+def rounded_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple

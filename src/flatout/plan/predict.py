@@ -1,0 +1,267 @@
+"""What a job would take: memory, time, and the share of the device's peak that this is."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Literal
+
+from flatout.config.settings import Precision, Recompute
+from flatout.cost import (
+    GIB,
+    BlockPath,
+    Memory,
+    Rates,
+    StepTime,
+    checkpoint_bytes,
+    cpu_step_time,
+    step_time,
+    training_memory,
+)
+from flatout.plan.decisions import Decisions
+from flatout.plan.job import Job, rounded_up
+
+# A micro-batch of this many tokens fills the device; a larger one only costs memory.
+FULL_TOKENS = {"gpu": 65536, "cpu": 4096}
+# The same with adapters on 16-bit weights: 22,528 tokens were as fast as 65,536 on an H200, passes launched whole.
+FULL_TOKENS_ADAPTED = 32768
+LOSS_ROWS = {"gpu": 8192, "cpu": 2048}
+# A pass is recorded only if the predicted peak is at most this share of the device's memory.
+GRAPHS_SHARE = 0.5
+# Seconds the first step takes longer with nothing compiled yet, as seen on an H200's host.
+COMPILE_S = 40.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Passes:
+    """How the forward and backward passes of a step run: what memory and time depend on, beside the job."""
+
+    micro_tokens: int
+    accumulation: int
+    precision: Precision
+    path: BlockPath
+    recompute: Recompute = "none"
+    graphs: bool = False
+    tf32: bool = True
+    # The kernel that takes packed documents, where one does.
+    documents: Literal["varlen", "short"] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prediction:
+    peak_gib: float
+    memory_gib: Mapping[str, float]
+    tokens_per_s: float | None
+    step_s: float | None
+    mfu: float | None
+    mfu_common: float | None
+    hours: float | None
+    checkpoint_gib: float
+    # Why speed is not predicted, and what the memory leaves out; None: nothing is missing.
+    unknown: str | None = None
+    left_out: str | None = None
+
+
+def predict(job: Job, decisions: Decisions) -> Prediction:
+    passes = decided(job, decisions)
+    memory, time = memory_of(job, passes), time_of(job, passes)
+    unknown = _unknown(job, passes)
+    seconds = time.seconds if time is not None and unknown is None else None
+    shares = rates_of(job, passes).shares(tokens=job.batch_tokens, seconds=seconds or 0.0)
+    return Prediction(
+        peak_gib=memory.gib,
+        memory_gib={name: size / GIB for name, size in asdict(memory).items()},
+        tokens_per_s=job.batch_tokens / seconds if seconds else None,
+        step_s=seconds,
+        mfu=shares.mfu,
+        mfu_common=shares.mfu_common,
+        hours=seconds * job.steps / 3600 if seconds and job.steps else None,
+        checkpoint_gib=checkpoint_bytes(job.shape, weights_only=job.weights_only, adapters=job.adapters) / GIB,
+        unknown=unknown,
+        left_out=None if job.device == "gpu" or memory.process else "the process itself, interpreter and libraries",
+    )
+
+
+def _unknown(job: Job, passes: Passes) -> str | None:
+    """Why the speed cannot be predicted, or None."""
+    if job.shape.foreign:
+        return "nobody counted the operations of a model that transformers runs"
+    if not peak_of(job, passes) and job.device == "cpu":
+        return "the peak of this CPU was not measured: flatout measures the machine it runs on, with torch installed"
+    if not peak_of(job, passes):
+        return f"the {name_of_peak(passes)} peak of this GPU is not in the table of known ones"
+    if job.num_ranks > 1 and _link_bandwidth(job) is None:
+        return "how fast the ranks reach each other is not known"
+    return None
+
+
+def decided(job: Job, decisions: Decisions) -> Passes:
+    """The passes of a step as they were decided."""
+    return Passes(
+        micro_tokens=decisions.micro_batch * job.sequence_length,
+        accumulation=decisions.accumulation,
+        precision=decisions.precision,
+        path=path_of(
+            fused=decisions.fused_qkv and decisions.fused_mlp and decisions.fused_loss,
+            fp8=decisions.fp8,
+            compiled=decisions.compile != "none",
+        ),
+        recompute=decisions.recompute,
+        graphs=decisions.graphs,
+        tf32=decisions.tf32,
+        documents=documents_of(job, decisions.attention),
+    )
+
+
+def sized(job: Job, micro_batch: int, *, precision: Precision, path: BlockPath, recompute: Recompute) -> Passes:
+    """Passes over so many sequences at a time."""
+    return Passes(
+        micro_tokens=micro_batch * job.sequence_length,
+        accumulation=max(1, job.rank_sequences // micro_batch),
+        precision=precision,
+        path=path,
+        recompute=recompute,
+    )
+
+
+def path_of(*, fused: bool, fp8: bool, compiled: bool) -> BlockPath:
+    """How the blocks run, as `cost` counts it."""
+    if fused:
+        return "fp8" if fp8 else "fused"
+    return "compiled" if compiled else "eager"
+
+
+def documents_of(job: Job, attention: str) -> Literal["varlen", "short"] | None:
+    """Which kernel takes packed documents, where one does."""
+    if job.packing != "documents":
+        return None
+    return "short" if attention == "short" else "varlen" if attention == "flash" else None
+
+
+# -- memory -------------------------------------------------------------------------------------------------
+
+
+def memory_of(job: Job, passes: Passes) -> Memory:
+    """Predicted peak of one rank."""
+    micro_tokens = passes.micro_tokens
+    memory = training_memory(
+        job.shape,
+        micro_tokens=micro_tokens,
+        precision=passes.precision,
+        recompute=passes.recompute,
+        path=passes.path,
+        loss_chunk=job.pins.loss_chunk or loss_chunk(job, micro_tokens),
+        # Rounded up to sixteenths, as batches are laid out.
+        loss_rows=None if job.trained_share is None else math.ceil(16 * job.trained_share) * micro_tokens // 16,
+        accumulation=passes.accumulation,
+        num_ranks=job.num_ranks,
+        adapters=job.adapters,
+        graphs=passes.graphs,
+    )
+    process_gib = job.hardware.process_gib if job.device == "cpu" else None
+    return memory if process_gib is None else replace(memory, process=process_gib * GIB)
+
+
+def loss_chunk(job: Job, micro_tokens: int) -> int:
+    """Rows of logits at a time: even parts of a micro-batch, a multiple of what 8-bit matmuls and tiles want."""
+    chunks = math.ceil(micro_tokens / LOSS_ROWS[job.device])
+    return min(micro_tokens, rounded_up(math.ceil(micro_tokens / chunks), 128))
+
+
+def leaves_room(job: Job, passes: Passes) -> bool:
+    """Whether memory is left for what recorded passes keep to themselves."""
+    total_gib = job.usable_gib
+    return total_gib is not None and memory_of(job, replace(passes, graphs=True)).gib <= GRAPHS_SHARE * total_gib
+
+
+# -- time ---------------------------------------------------------------------------------------------------
+
+
+def rates_of(job: Job, passes: Passes) -> Rates:
+    return Rates(
+        flops=job.flops(passes.recompute),
+        peak_flops=peak_of(job, passes),
+        num_devices=job.num_ranks,
+        precision=name_of_peak(passes),
+        peak_source=job.hardware.peak_source,
+    )
+
+
+def peak_of(job: Job, passes: Passes) -> float | None:
+    """The device's peak in the arithmetic the matmuls really use; None for a model whose operations nobody counted."""
+    return None if job.shape.foreign else job.hardware.peak_flops.get(name_of_peak(passes))
+
+
+def name_of_peak(passes: Passes) -> str:
+    return "tf32" if passes.precision == "fp32" and passes.tf32 else passes.precision
+
+
+def time_of(job: Job, passes: Passes) -> StepTime | None:
+    """Predicted time of a step; None where the device's peak is not known."""
+    peak = peak_of(job, passes)
+    if not peak:
+        return None
+    if job.device == "cpu":
+        return cpu_step_time(
+            job.shape,
+            micro_tokens=passes.micro_tokens,
+            accumulation=passes.accumulation,
+            flops=job.flops(passes.recompute),
+            peak_flops=peak,
+        )
+    return step_time(
+        job.shape,
+        sequence_length=job.sequence_length,
+        micro_tokens=passes.micro_tokens,
+        accumulation=passes.accumulation,
+        flops=job.flops(passes.recompute),
+        precision=passes.precision,
+        peak_flops=peak,
+        fp8_flops=job.hardware.peak_flops.get("fp8"),
+        bandwidth=job.hardware.bandwidth,
+        path=passes.path,
+        adapters=job.adapters,
+        graphs=passes.graphs,
+        documents=passes.documents,
+        num_ranks=job.num_ranks,
+        link_bandwidth=_link_bandwidth(job),
+    )
+
+
+def _link_bandwidth(job: Job) -> float | None:
+    """Between the ranks; None where it is unknown, as it is between machines, and where there is one rank."""
+    return job.hardware.link_bandwidth if 1 < job.num_ranks <= job.hardware.num_gpus else None
+
+
+def full_tokens(job: Job) -> int:
+    """Tokens of a micro-batch that fill the device."""
+    adapted = job.device == "gpu" and job.adapters is not None and job.adapters.base_bits == 16
+    return FULL_TOKENS_ADAPTED if adapted else FULL_TOKENS[job.device]
+
+
+def full_step_s(job: Job, *, precision: Precision, path: BlockPath) -> float | None:
+    """Predicted seconds of a step in micro-batches that fill the device, as far as the batch does.
+
+    Where it does not, passes are taken to be recorded if nothing stands against it.
+    """
+    tokens = job.rank_sequences * job.sequence_length
+    micro_tokens = min(tokens, full_tokens(job))
+    accumulation = max(1, tokens // micro_tokens)
+    passes = Passes(micro_tokens=micro_tokens, accumulation=accumulation, precision=precision, path=path)
+    time = time_of(job, passes)
+    unpinned = job.pins.graphs is not False and job.pins.compile in (None, "none")
+    if time is not None and time.may_wait and path in ("fused", "fp8") and unpinned:
+        size = max(1, job.rank_sequences // accumulation)
+        fits = leaves_room(job, sized(job, size, precision=precision, path=path, recompute="none"))
+        time = time_of(job, replace(passes, graphs=fits))
+    return None if time is None else time.seconds
+
+
+def compile_break_even(job: Job, *, precision: Precision, compile_s: float = COMPILE_S) -> int | None:
+    """The step from which on compiling has paid, by the predicted saving; None where nothing can be predicted."""
+    eager = full_step_s(job, precision=precision, path="eager")
+    compiled = full_step_s(job, precision=precision, path="compiled")
+    if eager is None or compiled is None or eager <= compiled:
+        return None
+    return math.ceil(compile_s / (eager - compiled))
