@@ -26,8 +26,7 @@ if TYPE_CHECKING:
     from flatout.config.settings import Settings
     from flatout.engine.trained import Trained
     from flatout.hardware import Hardware
-    from flatout.recipes.verdict import Outcome
-    from flatout.record import Run
+    from flatout.record import Outcome, Run
 
 app = typer.Typer(
     name="flatout",

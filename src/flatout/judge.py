@@ -14,8 +14,10 @@ from rich.table import Table
 from flatout.engine.opening import Opened, open_model
 from flatout.errors import FlatoutError
 from flatout.evaluate import Score, compare, evaluate
+from flatout.record import event_of, redact
 from flatout.sample import Backend, Sampling, sampler_of
-from flatout.terminal import duration, interval_text, number, percent, score_text, table
+from flatout.terminal import table
+from flatout.words import duration, interval_text, number, percent, score_text
 
 
 def run(
@@ -163,6 +165,8 @@ def _record(opened: Opened, document: dict[str, Any], err: Console) -> None:
     if opened.run is None:
         return
     try:
-        opened.run.note("tasks", **document)
+        opened.run.note(event_of("tasks", document, step=opened.step, source="what was measured:"))
     except FlatoutError as error:  # it is being trained, or its disk is full: what was measured is still shown
-        err.print(f"not recorded in the run: {escape(str(error))}", style="yellow", highlight=False, soft_wrap=True)
+        err.print(
+            f"not recorded in the run: {escape(redact(str(error)))}", style="yellow", highlight=False, soft_wrap=True
+        )

@@ -15,10 +15,10 @@ from typing import Any, Literal
 
 from flatout.cost import Rates
 from flatout.errors import EnvironmentLacks
-from flatout.record import Event, Sink, StepRecord, redacted
+from flatout.record import Evaluated, Event, Sink, StepRecord, TasksScored, redacted
 
-# From a step's `extra` to the names people already have charts for.
-_EXTRA = {"lr": "training/lr", "grad_norm": "training/grad_norm"}
+# Of a step's `extra`, what people already have charts for.
+_EXTRA = ("lr", "grad_norm")
 
 
 def check(*, tensorboard: bool, wandb: bool) -> None:
@@ -45,9 +45,8 @@ def step_scalars(record: StepRecord, *, rates: Rates) -> dict[str, float]:
         scalars |= {name: share for name, share in mfu.items() if share is not None}
     if "peak_gib" in record.memory:
         scalars["perf/memory_gib"] = record.memory["peak_gib"]
-    for key, name in _EXTRA.items():
-        if record.extra.get(key) is not None:
-            scalars[name] = record.extra[key]
+    known = record.extra.numbers()
+    scalars |= {f"training/{name}": known[name] for name in (*record.extra.metrics, *_EXTRA) if name in known}
     for span in record.spans:
         phase = span.phase if span.role == "train" else f"{span.role}/{span.phase}"
         scalars[f"timing_s/{phase}"] = span.seconds
@@ -57,10 +56,11 @@ def step_scalars(record: StepRecord, *, rates: Rates) -> dict[str, float]:
 def event_scalars(event: Event) -> dict[str, float]:
     """The same of an event: a validation loss, or the scores of tasks."""
     found: dict[str, float] = {}
-    if event.kind == "eval" and event.data.get("val_loss") is not None:
-        found = {"eval/loss": event.data["val_loss"]}
-    if event.kind == "tasks":
-        found = {f"eval/{task['task']}": task["value"] for task in event.data["tasks"]}
+    match event:
+        case Evaluated():
+            found = {"eval/loss": event.val_loss}
+        case TasksScored():
+            found = {f"eval/{task.task}": task.value for task in event.tasks}
     return {"training/global_step": event.step, **found} if found and event.step is not None else {}
 
 

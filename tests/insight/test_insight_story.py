@@ -17,8 +17,8 @@ from flatout.insight import hints, numbers
 from flatout.insight.report import render
 from flatout.insight.story import tell
 from flatout.insight.watch import run_view
-from flatout.recipes.verdict import Speedometer
-from flatout.record import Diagnosis, Finding, Run, Span, StepRecord
+from flatout.record import Diagnosis, Ended, Finding, Run, Span, StepRecord, event_of
+from flatout.verdict import Speedometer
 
 
 def step(number: int, *, attempt: int = 1, **changes) -> StepRecord:
@@ -37,12 +37,9 @@ def step(number: int, *, attempt: int = 1, **changes) -> StepRecord:
 
 def test_the_speed_is_the_one_the_run_ended_with(h200: Run):
     story = tell(h200)
-    ended = next(event for event in h200.events() if event.kind == "end").data["outcome"]["speed"]
-    assert story.speed.steps == ended["steps"] == 597
-    assert story.speed.tokens_per_s == pytest.approx(ended["tokens_per_s"])
-    assert story.speed.mfu == pytest.approx(ended["mfu"])
-    assert story.speed.data_share == pytest.approx(ended["data_share"])
-    assert story.speed.unattributed_share == pytest.approx(ended["unattributed_share"])
+    (ended,) = [event.outcome.speed for event in h200.events() if isinstance(event, Ended)]
+    assert ended.steps == 597
+    assert vars(story.speed) == pytest.approx(vars(ended))
 
 
 def test_a_resumed_run_is_timed_without_the_warm_up_of_each_attempt(tmp_path: Path):
@@ -301,7 +298,8 @@ def test_task_scores_are_those_of_the_weights_as_they_are_now(tmp_path: Path):
         recorder.event("tasks", step=30, tasks=[scored("units", 0.9)])
         recorder.event("resume", step=20, checkpoint="step-00000020")
         recorder.event("tasks", step=20, tasks=[scored("units", 0.3)])
-    run.note("tasks", step=20, tasks=[scored("units", 0.4), scored("units", 0.5, n=1000)])
+    tasks = [scored("units", 0.4), scored("units", 0.5, n=1000)]
+    run.note(event_of("tasks", {"tasks": tasks}, step=20, source="here"))
     story = tell(run)
     assert [(s.task, s.step, s.value, s.n) for s in story.tasks] == [
         ("texts", 10, 9.5, 50),
@@ -310,7 +308,8 @@ def test_task_scores_are_those_of_the_weights_as_they_are_now(tmp_path: Path):
         ("units", 20, 0.5, 1000),
     ]
     again = made.make(tmp_path / "again", steps=8)
-    again.note("tasks", step=8, tasks=[scored("jsonl", 0.1, spec="jsonl:a"), scored("jsonl", 0.2, spec="jsonl:b")])
+    tasks = [scored("jsonl", 0.1, spec="jsonl:a"), scored("jsonl", 0.2, spec="jsonl:b")]
+    again.note(event_of("tasks", {"tasks": tasks}, step=8, source="here"))
     assert [(s.task, s.value) for s in tell(again).tasks] == [("jsonl:a", 0.1), ("jsonl:b", 0.2)]
     [document] = json.loads(render([run], format="json"))
     assert [s["value"] for s in document["tasks"]] == [9.5, 0.1, 0.4, 0.5]

@@ -21,7 +21,8 @@ from flatout.insight.diagnose.observed import Observed
 from flatout.insight.diagnose.ranks import straggler
 from flatout.insight.prove import ALL_TOGETHER, Proof, measured, prove
 from flatout.record import Diagnosis, Run, redact, redact_command, redacted
-from flatout.terminal import number, percent, table
+from flatout.terminal import table
+from flatout.words import number, percent
 
 # Fewer timed steps than these are no measurement.
 FEWEST_STEPS = 3

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from flatout.insight.story import RECENT_STEPS, Story
-from flatout.record import Finding
-from flatout.terminal import duration, number, percent
+from flatout.record import Finding, LinesDropped, SaveFailed
+from flatout.words import duration, number, percent
 
 WAIT_SHARE, LITTLE_MEMORY, MUCH_MEMORY, THROTTLED_SHARE = 0.05, 0.6, 0.95, 0.05
 # A run that has not finished a step in this many usual ones is said to stand still.
@@ -109,18 +109,18 @@ def _stalled(story: Story) -> Iterator[Finding]:
 
 
 def _lost(story: Story) -> Iterator[Finding]:
-    failed = [event for event in story.events if event.kind == "save-failed"]
+    failed = [event for event in story.events if isinstance(event, SaveFailed)]
     if failed:
         yield _finding(
             "checkpointing",
             f"{len(failed)} checkpoints could not be saved.",
-            evidence=f"events.jsonl, save-failed: {failed[-1].data.get('error', '')}",
+            evidence=f"events.jsonl, save-failed: {failed[-1].error}",
             fix="Make room on that disk: the next save will be tried as planned.",
         )
-    if dropped := [event for event in story.events if event.kind == "lines_dropped"]:
+    if dropped := [event for event in story.events if isinstance(event, LinesDropped)]:
         yield _finding(
             "logging",
-            f"{sum(event.data['num_lines'] for event in dropped):,} lines of the record were dropped.",
+            f"{sum(event.num_lines for event in dropped):,} lines of the record were dropped.",
             evidence="events.jsonl, lines_dropped",
             fix="The disk of the run folder was full: the charts have holes there.",
         )

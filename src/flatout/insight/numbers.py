@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from flatout.insight.speed import loss_ends
 from flatout.insight.story import Story
 from flatout.record import WARM_STEPS
-from flatout.terminal import duration, number, percent
+from flatout.words import duration, number, percent
 
 # Rows of figures: key, name, value, how it is said, where it comes from.
 _Row = tuple[str, str, float | None, str, str]

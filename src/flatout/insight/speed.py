@@ -7,8 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import islice
 
 from flatout.cost import Rates, Shares
-from flatout.recipes.verdict import Speed
-from flatout.record import BESIDE, WARM_STEPS, Rollup, Run, StepRecord
+from flatout.record import BESIDE, WARM_STEPS, Rollup, Run, Speed, StepRecord
 
 
 def speed_of(parts: Iterable[Rollup], *, rates: Rates | None, warm: Sequence[StepRecord] = ()) -> Speed:

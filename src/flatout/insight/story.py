@@ -11,24 +11,44 @@ import time
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from flatout.config.settings import CriteriaSettings
 from flatout.cost import Rates
 from flatout.files import typed
 from flatout.insight.speed import loss_ends, speed_of, speed_of_steps, warm_steps
 from flatout.insight.state import State, state_of, watched
-from flatout.recipes.verdict import Outcome, Speed, Verdict, judge
-from flatout.record import GPU_NUMBERS, Event, Finding, Rollup, Run, StepRecord, redact, redacted
+from flatout.record import (
+    GPU_NUMBERS,
+    AttemptBegan,
+    Ended,
+    Evaluated,
+    Event,
+    Finding,
+    Outcome,
+    PathsActive,
+    Planned,
+    Resumed,
+    Rollup,
+    Run,
+    Saved,
+    Speed,
+    Started,
+    StepRecord,
+    TaskResult,
+    TasksScored,
+    Verdict,
+    redact,
+    redacted,
+)
+from flatout.verdict import judge
 
 # Parts a history is drawn from, steps the current speed is averaged over, samples that are read of a long run.
 NUM_PARTS, RECENT_STEPS, NUM_SAMPLES = 240, 20, 400
 # A gain above this share of step time is worth calling a run not good.
 MUCH_GAIN = 0.05
 
-# What is read of a task in a `tasks` event.
-_SCORED = ("task", "metric", "value", "low", "high", "n", "samples")
-
+T = TypeVar("T", bound=Event)
 Grade = Literal["good", "bad", "open"]
 
 
@@ -39,17 +59,10 @@ class Evaluation:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TaskScore:
+class TaskScore(TaskResult):
     """What the model of one step was worth on a task, measured during the run or later by `flatout eval`."""
 
     step: int
-    task: str
-    metric: str
-    value: float
-    low: float | None
-    high: float | None
-    n: int
-    samples: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,12 +197,11 @@ class Story:
 def tell(run: Run, *, num_parts: int = NUM_PARTS, now: float | None = None) -> Story:
     """Reads a run folder; `now` is the time to judge signs of life by."""
     now = time.time() if now is None else now
-    written = list(run.events())
-    masked = redacted([event.data for event in written])
-    events = [replace(event, data=data) for event, data in zip(written, masked, strict=True)]
-    attempts = [event for event in events if event.kind == "attempt"]
+    events: list[Event] = redacted(list(run.events()))
+    attempts = [event for event in events if isinstance(event, AttemptBegan)]
     current = [event for event in events if not attempts or event.time >= attempts[-1].time]
-    plan = redacted(_last(current, "plan") or run.plan)
+    planned, active = _last(current, Planned), _last(current, PathsActive)
+    plan = planned.facts if planned else redacted(run.plan)
     rates = Rates.from_json(plan["rates"]) if "rates" in plan else None
     latest = run.latest_rollups()
     recent = run.recent_steps(RECENT_STEPS, latest=latest)
@@ -197,15 +209,16 @@ def tell(run: Run, *, num_parts: int = NUM_PARTS, now: float | None = None) -> S
     config, diagnosis = redacted(run.config), run.diagnosis
     memory = [part.memory for part in latest]
     samples = list(run.samples(at_most=NUM_SAMPLES))
-    start, outcome = _last(events, "start"), _last(current, "end")
-    total_steps = start.get("total_steps") if start else plan.get("job", {}).get("steps")
+    start, ended = _last(events, Started), _last(current, Ended)
+    total_steps = start.total_steps if start else plan.get("job", {}).get("steps")
     num_steps = latest[-1].last_step + 1 if latest else 0
     now_speed = speed_of_steps(recent, rates=rates)
     story = Story(
         name=redact(run.path.resolve().name),
         path=redact(str(run.path)),
         recipe=config.get("recipe"),
-        state=watched(current) or state_of(attempts, outcome, recent[-1] if recent else None, now=now),
+        state=watched(current)
+        or state_of(attempts, ended.outcome if ended else None, recent[-1] if recent else None, now=now),
         num_attempts=len(attempts),
         num_steps=num_steps,
         total_steps=total_steps,
@@ -214,7 +227,7 @@ def tell(run: Run, *, num_parts: int = NUM_PARTS, now: float | None = None) -> S
         seconds=sum(part.seconds for part in latest),
         speed=speed,
         recent=now_speed,
-        left_s=_left(num_steps, total_steps, now_speed, over=outcome is not None),
+        left_s=_left(num_steps, total_steps, now_speed, over=ended is not None),
         last=recent[-1] if recent else None,
         parts=run.history(at_most=num_parts, latest=latest),
         evaluations=_evaluations(events),
@@ -225,8 +238,8 @@ def tell(run: Run, *, num_parts: int = NUM_PARTS, now: float | None = None) -> S
         num_non_finite=sum(part.num_non_finite for part in latest),
         rates=rates,
         criteria=(),
-        choices=_choices(plan, _last(current, "active") or {}),
-        active=_last(current, "active") or {},
+        choices=_choices(plan, active.facts if active else {}),
+        active=active.facts if active else {},
         forecasts=(),
         memory_parts=plan.get("predicted", {}).get("memory_gib", {}),
         gpus=_gpus(samples),
@@ -234,7 +247,7 @@ def tell(run: Run, *, num_parts: int = NUM_PARTS, now: float | None = None) -> S
         last_sample=run.last_sample(),
         ranks=[_rank(run, rank) for rank in run.ranks()] if len(run.ranks()) > 1 else (),
         events=events,
-        host=attempts[-1].data.get("host") if attempts else None,
+        host=attempts[-1].host if attempts else None,
         verdict=redact(diagnosis.verdict) if diagnosis else None,
         limit=redacted(diagnosis.limit) if diagnosis else {},
         findings=[_redacted_finding(finding) for finding in diagnosis.findings] if diagnosis else (),
@@ -245,7 +258,7 @@ def tell(run: Run, *, num_parts: int = NUM_PARTS, now: float | None = None) -> S
         environment=redacted(run.environment),
         told_at=now,
     )
-    return replace(story, criteria=_criteria(story, outcome), forecasts=_forecasts(story))
+    return replace(story, criteria=_criteria(story, ended), forecasts=_forecasts(story))
 
 
 def _phases(parts: Iterable[Rollup]) -> list[Phase]:
@@ -264,10 +277,10 @@ def _evaluations(events: Iterable[Event]) -> list[Evaluation]:
     """What led to the weights as they are now: a resumed run forgets what came after the step it went back to."""
     found: dict[int, Evaluation] = {}
     for event in events:
-        if event.kind == "resume" and event.step is not None:
+        if isinstance(event, Resumed) and event.step is not None:
             found = {step: evaluation for step, evaluation in found.items() if step <= event.step}
-        if event.kind == "eval" and event.step is not None:
-            found[event.step] = Evaluation(step=event.step, val_loss=float(event.data["val_loss"]))
+        if isinstance(event, Evaluated) and event.step is not None:
+            found[event.step] = Evaluation(step=event.step, val_loss=event.val_loss)
     return [found[step] for step in sorted(found)]
 
 
@@ -276,23 +289,22 @@ def _tasks(events: Iterable[Event]) -> list[TaskScore]:
     found: dict[tuple[str, int, int, int], TaskScore] = {}
     specs: dict[str, set[str]] = defaultdict(set)
     for event in events:
-        if event.kind == "resume" and event.step is not None:
+        if isinstance(event, Resumed) and event.step is not None:
             found = {key: score for key, score in found.items() if score.step <= event.step}
-        if event.kind == "tasks" and event.step is not None:
-            for task in event.data["tasks"]:
-                score = TaskScore(step=event.step, **{name: task[name] for name in _SCORED})
-                found[task["spec"], score.step, score.n, score.samples] = score
-                specs[score.task].add(task["spec"])
+        if isinstance(event, TasksScored) and event.step is not None:
+            for task in event.tasks:
+                found[task.spec, event.step, task.n, task.samples] = TaskScore(step=event.step, **vars(task))
+                specs[task.task].add(task.spec)
     # Two files of one kind are told apart by all of their spec.
     return [
         replace(found[key], task=key[0]) if len(specs[found[key].task]) > 1 else found[key] for key in sorted(found)
     ]
 
 
-def _criteria(story: Story, outcome: Mapping[str, Any] | None) -> list[Verdict]:
+def _criteria(story: Story, ended: Ended | None) -> Sequence[Verdict]:
     """The verdict the run ended with; before its end, how it stands so far."""
-    if outcome is not None:
-        return [Verdict(**verdict) for verdict in outcome["verdicts"]]
+    if ended is not None:
+        return ended.verdicts
     known = {field.name for field in fields(CriteriaSettings)}
     wanted = {name: value for name, value in story.config.get("criteria", {}).items() if name in known}
     if not wanted or not story.num_steps:
@@ -300,6 +312,7 @@ def _criteria(story: Story, outcome: Mapping[str, Any] | None) -> list[Verdict]:
     busy = [(part.utilisation["gpu"], part.num_steps) for part in story.parts if "gpu" in part.utilisation]
     first, last = loss_ends(story.parts)
     so_far = Outcome(
+        stopped_by="",
         steps=story.num_steps,
         tokens=story.tokens,
         hours=story.seconds / 3600,
@@ -310,7 +323,7 @@ def _criteria(story: Story, outcome: Mapping[str, Any] | None) -> list[Verdict]:
         peak_gib=story.peak_gib,
         memory_share=story.memory_share,
         utilisation=sum(v * n for v, n in busy) / sum(n for _, n in busy) if busy else None,
-        saves=sum(event.kind == "save" for event in story.events),
+        saves=sum(isinstance(event, Saved) for event in story.events),
     )
     return judge(typed(CriteriaSettings, wanted, source=f"{story.path}/config.json, section criteria,"), so_far)
 
@@ -385,8 +398,8 @@ def _left(num_steps: int, total: int | None, speed: Speed, *, over: bool) -> flo
     return max(0, total - num_steps) * speed.step_s
 
 
-def _last(events: Sequence[Event], kind: str) -> Mapping[str, Any] | None:
-    return next((event.data for event in reversed(events) if event.kind == kind), None)
+def _last(events: Sequence[Event], kind: type[T]) -> T | None:
+    return next((event for event in reversed(events) if isinstance(event, kind)), None)
 
 
 def _broken(loss: float | None) -> bool:

@@ -24,7 +24,8 @@ from flatout.insight.machine import LOOK_S, Looking, Machine, looking
 from flatout.insight.report.plain import to_json
 from flatout.insight.story import Story, TaskScore, tell
 from flatout.record import Run
-from flatout.terminal import duration, interval_text, number, percent, score_text, table
+from flatout.terminal import table
+from flatout.words import duration, interval_text, number, percent, score_text
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 # Where the story of a run is told in full elsewhere; a look needs less.
@@ -230,8 +231,8 @@ def _tasks(story: Story) -> str:
 
 
 def _lr(story: Story) -> str:
-    lr = story.last.extra.get("lr") if story.last else None
-    return f"{lr:.2e}" if isinstance(lr, int | float) else "n/a"
+    lr = story.last.extra.lr if story.last else None
+    return "n/a" if lr is None else f"{lr:.2e}"
 
 
 def _speed(story: Story) -> str:

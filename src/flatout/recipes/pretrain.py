@@ -41,8 +41,8 @@ from flatout.recipes.questions import Questions, check_tasks
 from flatout.recipes.saving import Saving
 from flatout.recipes.session import Ledger, Session, open_session
 from flatout.recipes.validation import Validation, every, validation_batches
-from flatout.recipes.verdict import Outcome, judge
-from flatout.record import Run, Sink
+from flatout.record import Outcome, Run, Sink
+from flatout.verdict import judge
 
 # Share of step time spent waiting for data above which a loader worker is added, and how often that is looked at.
 WAIT_SHARE, WAIT_STEPS = 0.02, 20

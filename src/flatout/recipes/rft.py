@@ -46,8 +46,7 @@ from flatout.recipes import pretrain, sft
 from flatout.recipes.sampling import Chunk, Counts, Fitting, Kept, Sampled, Stopped, free_memory
 from flatout.recipes.sealed import Seals, seal_of, unwritable
 from flatout.recipes.session import Session, device_memory, identity_of, open_session
-from flatout.recipes.verdict import Outcome, Speed
-from flatout.record import Run, Sink
+from flatout.record import Outcome, Run, Sink, Speed
 from flatout.sample import Sampler, Sampling, plain_prompt, sampler_of, stop_texts
 from flatout.tasks import Messages, Task, Texts, Worked, asking, open_task
 

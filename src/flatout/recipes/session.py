@@ -24,8 +24,8 @@ from flatout.engine.step import StepFacts
 from flatout.files import inside
 from flatout.plan import Plan, compile_break_even
 from flatout.probe import Monitor, describe
-from flatout.recipes.verdict import LossTrend, Outcome, Speedometer
-from flatout.record import WARM_STEPS, Recorder, Run, Sink, StepRecord
+from flatout.record import WARM_STEPS, Outcome, Recorder, Run, Sink, StepExtra, StepRecord
+from flatout.verdict import LossTrend, Speedometer
 
 # Steps between collections of Python garbage when the plan takes them out of Python's hands.
 GC_STEPS = 500
@@ -113,13 +113,15 @@ class Ledger:
 
     def write(self, finished: Iterable[StepFacts]) -> None:
         for facts in finished:
-            extra: dict[str, Any] = {"lr": facts.lr, "grad_norm": facts.grad_norm, "targets": facts.target_tokens}
-            if facts.skipped:
-                extra["skipped"] = True
-            if facts.loss_scale is not None:
-                extra["loss_scale"] = facts.loss_scale
-            if self.active.compile != "none":
-                extra["graphs"] = recompiles()
+            extra = StepExtra(
+                lr=facts.lr,
+                grad_norm=facts.grad_norm,
+                targets=facts.target_tokens,
+                skipped=facts.skipped,
+                loss_scale=facts.loss_scale,
+                graphs=recompiles() if self.active.compile != "none" else None,
+                metrics=facts.metrics,
+            )
             utilisation = self.session.monitor.utilisation()
             record = StepRecord(
                 attempt=self.session.recorder.attempt,

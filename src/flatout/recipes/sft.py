@@ -18,7 +18,7 @@ from flatout.engine.ranks import Ranks
 from flatout.recipes import pretrain
 from flatout.recipes.material import Material
 from flatout.recipes.validation import held_out
-from flatout.recipes.verdict import Outcome
+from flatout.record import Outcome
 
 
 def run(settings: Settings, **how: Any) -> Outcome:

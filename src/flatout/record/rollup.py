@@ -219,7 +219,7 @@ def _summary(steps: Sequence[_Step]) -> Rollup:
         spans=dict(spans),
         memory={key: max(values) for key, values in _columns(record.memory for record in records).items()},
         utilisation=_means(record.utilisation for record in records),
-        extra=_means(record.extra for record in records),
+        extra=_means(record.extra.numbers() for record in records),
     )
 
 

@@ -13,7 +13,7 @@ from flatout.errors import UsageError
 from flatout.insight.diagnose import ranked, verdict_of
 from flatout.insight.diagnose.health import loss_finding, throttle_finding
 from flatout.insight.diagnose.host import RARER, WORTH, _finding
-from flatout.record import Diagnosis, Event, Finding, Rollup, Run
+from flatout.record import Diagnosis, Evaluated, Event, Finding, MemoryRanOut, Rollup, Run, Saved, Started
 
 # Phases that are not training.
 _BESIDE = ("eval", "save", "profile")
@@ -111,7 +111,7 @@ def _findings(run: Run, seen: _Seen, parts: list[Rollup], events: list[Event]) -
             f"Evaluation takes {evaluation:.0%} of the run.",
             evaluation,
             evaluation * (1 - 1 / RARER),
-            [f"phase eval, {sum(event.kind == 'eval' for event in events)} evaluations in {seen.steps} steps"],
+            [f"phase eval, {sum(isinstance(event, Evaluated) for event in events)} evaluations in {seen.steps} steps"],
             "eval.every five times as large, or fewer batches",
         )
     if saving >= WORTH:
@@ -120,7 +120,7 @@ def _findings(run: Run, seen: _Seen, parts: list[Rollup], events: list[Event]) -
             f"Saving takes {saving:.0%} of the run.",
             saving,
             saving * (1 - 1 / RARER),
-            [f"phase save, {sum(event.kind == 'save' for event in events)} saves in {seen.steps} steps"],
+            [f"phase save, {sum(isinstance(event, Saved) for event in events)} saves in {seen.steps} steps"],
             "save.every five times as large",
         )
     padded = 1 - seen.tokens / seen.padded_tokens if seen.padded_tokens else 0.0
@@ -173,22 +173,22 @@ def _findings(run: Run, seen: _Seen, parts: list[Rollup], events: list[Event]) -
             [f"{sum(recompiled):.0f} recompilations in {seen.steps} steps"],
             "keep shapes fixed: data.packing=true, or plan.compile=false",
         )
-    if ooms := [event for event in events if event.kind == "oom"]:
+    if ooms := [event for event in events if isinstance(event, MemoryRanOut)]:
         yield _finding(
             "oom-risk",
             f"Memory ran out {len(ooms)} times and the micro-batch was halved.",
             None,
             None,
-            [f"step {event.step}: {event.data['micro_batch']} to {event.data['now']}" for event in ooms[:3]],
-            f"plan.micro_batch={ooms[-1].data['now']} from the start",
+            [f"step {event.step}: {event.micro_batch} to {event.now}" for event in ooms[:3]],
+            f"plan.micro_batch={ooms[-1].now} from the start",
         )
 
 
 def _late(run: Run, events: list[Event]) -> Finding | None:
     """The target is out of reach even if the loss went on falling as it lately did, which losses do not."""
     target = (run.config.get("target") or {}).get("val_loss")
-    total = next((event.data.get("total_steps") for event in reversed(events) if event.kind == "start"), None)
-    losses = {event.step: float(event.data["val_loss"]) for event in events if event.kind == "eval" and event.step}
+    total = next((event.total_steps for event in reversed(events) if isinstance(event, Started)), None)
+    losses = {event.step: event.val_loss for event in events if isinstance(event, Evaluated) and event.step}
     seen = {step: loss for step, loss in losses.items() if math.isfinite(loss)}
     steps = sorted(seen)
     if target is None or total is None or len(steps) < 4 or min(seen.values()) <= target:

@@ -13,7 +13,7 @@ from flatout.insight.clean import clean
 from flatout.insight.report.fragments import GRADES, differences, nothing_found
 from flatout.insight.speed import training_s
 from flatout.insight.story import Story
-from flatout.terminal import duration, interval_text, number, percent, score_text
+from flatout.words import duration, interval_text, number, percent, score_text
 
 _MEANS_SOMETHING = re.compile(r"([\\`*_{}\[\]<>|#!~&])")
 

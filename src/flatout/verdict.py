@@ -3,27 +3,12 @@
 from __future__ import annotations
 
 from array import array
-from dataclasses import asdict, dataclass, fields
+from dataclasses import fields
 from statistics import fmean
-from typing import Any
 
 from flatout.config.settings import CriteriaSettings
 from flatout.cost import Rates
-from flatout.record import WARM_STEPS, StepRecord
-
-
-@dataclass(frozen=True, kw_only=True)
-class Speed:
-    """Training speed of the steps after warm-up, evaluations and saves apart. None: too few steps to say."""
-
-    steps: int
-    tokens_per_s: float | None = None
-    step_s: float | None = None
-    mfu: float | None = None
-    hfu: float | None = None
-    mfu_common: float | None = None
-    data_share: float | None = None
-    unattributed_share: float | None = None
+from flatout.record import WARM_STEPS, Outcome, Speed, StepRecord, Verdict
 
 
 class Speedometer:
@@ -59,37 +44,6 @@ class Speedometer:
             data_share=self.data / self.seconds,
             unattributed_share=1 - self.spans / self.wall,
         )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Outcome:
-    """Everything a criterion may ask about. None is unknown, never a guess."""
-
-    steps: int
-    tokens: int
-    hours: float
-    speed: Speed
-    loss_first_tenth: float | None = None
-    loss_last_tenth: float | None = None
-    val_losses: tuple[float, ...] = ()
-    task_scores: tuple[float, ...] = ()  # means over the tasks that have answers
-    peak_gib: float | None = None
-    memory_share: float | None = None
-    utilisation: float | None = None
-    saves: int = 0
-    saved_step: int | None = None
-    stopped_by: str = "end"
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Verdict:
-    criterion: str
-    wanted: str
-    got: str
-    met: bool | None  # None: could not be measured here
 
 
 def judge(criteria: CriteriaSettings, outcome: Outcome) -> list[Verdict]:
