@@ -6,6 +6,7 @@ Where the output is no terminal, the same facts come as plain lines.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
@@ -44,6 +45,7 @@ from flatout.record import (
     TargetReached,
     TasksScored,
 )
+from flatout.verdict import peak_words, speed_of_steps
 from flatout.words import duration, loss_text, number, percent
 
 # Steps the shown speed is averaged over.
@@ -134,6 +136,8 @@ class View:
         self.console, self.every = console, every
         self.total = 0
         self.rates: Rates | None = None
+        self.hardware: Mapping[str, Any] = {}
+        self.peak: str | None = None  # what MFU is a share of
         self.recent: deque[StepRecord] = deque(maxlen=WINDOW)
         self.val_loss: float | None = None
         self.live: Live | None = None
@@ -151,11 +155,13 @@ class View:
             case AttemptBegan():
                 pass
             case HardwareFound():
+                self.hardware = event.facts
                 self.console.print(hardware_table(Hardware.from_json(event.facts)), "")
             case DataOpened():
                 self.console.print(f"[bold]Data[/]  {escape(sentence or '')}\n", highlight=False)
             case Planned():
                 self.rates = Rates.from_json(event.facts["rates"])
+                self.peak = peak_words(event.facts, self.hardware)
                 for drawn in plan_tables(event.facts):
                     self.console.print(drawn, "")
             case PathsActive():
@@ -211,10 +217,9 @@ class View:
         self.live.update(Text(line, overflow="fold"))
 
     def _text(self, record: StepRecord) -> str:
-        seconds = sum(r.seconds for r in self.recent)
-        tokens = sum(r.tokens for r in self.recent)
-        mfu = self.rates.shares(tokens=tokens, seconds=seconds).mfu if self.rates else None
-        left = (self.total - record.step - 1) * seconds / len(self.recent)
+        speed = speed_of_steps(self.recent, rates=self.rates)
+        # Evaluations and saves are still to come as well.
+        left = (self.total - record.step - 1) * sum(r.seconds for r in self.recent) / len(self.recent)
         used, total = record.memory.get("allocated_gib"), record.memory.get("total_gib")
         peak = record.memory.get("peak_gib")
         share = f" ({percent(peak / total)})" if peak is not None and total else ""
@@ -223,9 +228,9 @@ class View:
             f"step {record.step + 1}/{self.total}",
             f"loss {'n/a' if record.loss is None else format(record.loss, '.4f')}",
             f"lr {'n/a' if (lr := record.extra.lr) is None else format(lr, '.2e')}",
-            f"{tokens / seconds:,.0f} tok/s",
-            f"{len(self.recent) / seconds:.2f} it/s",
-            f"MFU {percent(mfu)}",
+            f"{speed.tokens_per_s or 0.0:,.0f} tok/s",
+            f"{1 / (speed.step_s or math.inf):.2f} it/s",
+            f"MFU {percent(speed.mfu)}",
             f"mem {number(peak if peak is not None else used)}/{number(total)} GiB{share}",
             *([f"GPU {percent(busy['gpu'])}"] if "gpu" in busy else []),
             f"CPU {percent(busy.get('cpu'))}",
@@ -247,7 +252,8 @@ class View:
         rows.add_row("steps", f"{outcome.steps:,}, {outcome.tokens:,} tokens, {duration(outcome.hours * 3600)}")
         rows.add_row("speed", f"{number(speed.tokens_per_s)} tokens/s, {number(speed.step_s, unit=' s')} a step")
         hfu = f", HFU {percent(speed.hfu)}" if speed.hfu != speed.mfu else ""
-        rows.add_row("MFU", f"{percent(speed.mfu)} as done{hfu}; {percent(speed.mfu_common)} by 6N + 12LHT")
+        of = f" of {self.peak}" if self.peak else ""
+        rows.add_row("MFU", f"{percent(speed.mfu)}{of} as done{hfu}; {percent(speed.mfu_common)} by 6N + 12LHT")
         rows.add_row("waiting for data", percent(speed.data_share))
         rows.add_row("unattributed", percent(speed.unattributed_share))
         rows.add_row("peak memory", f"{number(outcome.peak_gib, unit=' GiB')} ({percent(outcome.memory_share)})")

@@ -1,39 +1,60 @@
-"""What a run came to, in numbers, and whether it met its criteria."""
+"""How fast a run trained, where its loss began and ended, and whether it met its criteria.
+
+The one place for these numbers: a run that trains and whoever reads its folder later come to the same ones.
+"""
 
 from __future__ import annotations
 
+import math
 from array import array
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
-from statistics import fmean
+from itertools import islice
+from typing import Any
 
 from flatout.config.settings import CriteriaSettings
-from flatout.cost import Rates
-from flatout.record import WARM_STEPS, Outcome, Speed, StepRecord, Verdict
+from flatout.cost import Rates, Shares
+from flatout.record import LARGEST_LOSS, WARM_STEPS, Outcome, Rollup, Run, Speed, StepRecord, Verdict
 
 
 class Speedometer:
-    """Sums up steps as they finish, so that a long run costs no memory."""
+    """Sums up steps as they finish, or many at once, so that a long run costs no memory.
 
-    def __init__(self, rates: Rates, *, warm_steps: int = WARM_STEPS) -> None:
-        self.rates, self.warm_left = rates, warm_steps
+    The first steps of each attempt only warm up; what was done beside training does not count.
+    """
+
+    def __init__(self, rates: Rates | None, *, warm_steps: int = WARM_STEPS) -> None:
+        self.rates, self.warm_steps = rates, warm_steps
         self.steps, self.tokens = 0, 0
-        self.seconds, self.wall, self.data, self.spans = 0.0, 0.0, 0.0, 0.0
+        self.seconds, self.wall = 0.0, 0.0
+        self._phases: dict[str, float] = defaultdict(float)
+        self._seen: Counter[int] = Counter()  # by attempt
+
+    @property
+    def data(self) -> float:
+        """Seconds spent waiting for data."""
+        return self._phases.get("data", 0.0)
 
     def see(self, record: StepRecord) -> None:
-        if self.warm_left:
-            self.warm_left -= 1
-            return
-        self.steps += 1
-        self.tokens += record.tokens
-        self.wall += record.seconds
-        self.seconds += record.training_s
-        self.spans += sum(s.seconds for s in record.spans)
-        self.data += sum(s.seconds for s in record.spans if s.phase == "data")
+        self._seen[record.attempt] += 1
+        if self._seen[record.attempt] > self.warm_steps:
+            self.add(record)
+
+    def add(self, some: StepRecord | Rollup, *, sign: int = 1) -> None:
+        """Counts all of it, warm or not; with a `sign` of -1 takes it out again."""
+        self.steps += sign * some.num_steps
+        self.tokens += sign * some.tokens
+        self.wall += sign * some.seconds
+        self.seconds += sign * some.training_s
+        for phase, seconds in some.phases.items():
+            self._phases[phase] += sign * seconds
 
     def read(self) -> Speed:
-        if not self.steps:
-            return Speed(steps=0)
-        shares = self.rates.shares(tokens=self.tokens, seconds=self.seconds)
+        if self.steps <= 0 or self.seconds <= 0:
+            return Speed()
+        shares = self.rates.shares(tokens=self.tokens, seconds=self.seconds) if self.rates else Shares()
+        timed = bool(self._phases)
         return Speed(
             steps=self.steps,
             tokens_per_s=self.tokens / self.seconds,
@@ -41,9 +62,99 @@ class Speedometer:
             mfu=shares.mfu,
             hfu=shares.hfu,
             mfu_common=shares.mfu_common,
-            data_share=self.data / self.seconds,
-            unattributed_share=1 - self.spans / self.wall,
+            data_share=max(0.0, self.data / self.seconds) if timed else None,
+            unattributed_share=1 - sum(self._phases.values()) / self.wall if timed else None,
         )
+
+
+def speed_of(run: Run, parts: Sequence[Rollup], *, rates: Rates | None, rank: int = 0) -> Speed:
+    """Of a run folder, from its `latest_rollups`: a million steps cost no more than a few thousand lines."""
+    meter = Speedometer(rates)
+    for part in parts:
+        meter.add(part)
+    for step in warm_up(run, parts, rank=rank):
+        meter.add(step, sign=-1)
+    return meter.read()
+
+
+def speed_of_steps(records: Iterable[StepRecord], *, rates: Rates | None) -> Speed:
+    """Of a few steps, warm or not: how fast it goes now."""
+    meter = Speedometer(rates, warm_steps=0)
+    for record in records:
+        meter.see(record)
+    return meter.read()
+
+
+def warm_up(run: Run, parts: Sequence[Rollup], *, rank: int = 0) -> list[StepRecord]:
+    """The first steps of each attempt that still count."""
+    left = Counter({part.attempt: WARM_STEPS for part in parts})
+    found: list[StepRecord] = []
+    for part in parts:
+        if left[part.attempt]:
+            found += islice(run.steps_in(part, rank=rank), left[part.attempt])
+            left[part.attempt] -= min(left[part.attempt], part.num_steps)
+    return found
+
+
+class LossTrend:
+    """Mean loss of the first and the last tenth of the steps a run has taken."""
+
+    def __init__(self) -> None:
+        self.losses = array("d")
+
+    def see(self, loss: float) -> None:
+        self.losses.append(loss)
+
+    def ends(self) -> tuple[float | None, float | None]:
+        """None where there are too few steps for two ends."""
+        if len(self.losses) < 2:
+            return None, None
+        tenth = max(1, len(self.losses) // 10)
+        return _mean_loss(self.losses[:tenth]), _mean_loss(self.losses[-tenth:])
+
+
+def loss_ends(run: Run, parts: Sequence[Rollup]) -> tuple[float | None, float | None]:
+    """The same of a run folder, from its `latest_rollups`; only where a tenth ends are steps read."""
+    parts = [part for part in parts if part.loss is not None or part.num_non_finite]
+    steps = sum(part.num_steps for part in parts)
+    if steps < 2:
+        return None, None
+    tenth = max(1, steps // 10)
+    return _end(run, parts, tenth, last=False), _end(run, parts[::-1], tenth, last=True)
+
+
+def _end(run: Run, parts: Sequence[Rollup], count: int, *, last: bool) -> float:
+    total, finite = 0.0, 0
+    for part in parts:
+        if part.num_steps <= count:
+            number = part.num_steps - part.num_non_finite
+            total, finite, count = total + (part.loss or 0.0) * number, finite + number, count - part.num_steps
+            continue
+        losses = [step.loss for step in run.steps_in(part) if step.loss is not None]
+        of_it = (losses[-count:] if last else losses[:count]) if count else []
+        known = [loss for loss in of_it if abs(loss) <= LARGEST_LOSS]
+        total, finite = total + sum(known), finite + len(known)
+        break
+    return total / finite if finite else math.nan
+
+
+def _mean_loss(losses: Iterable[float]) -> float:
+    """Of those that are numbers: an update that is skipped may have none, and a run in ruins has nothing else."""
+    known = [loss for loss in losses if abs(loss) <= LARGEST_LOSS]
+    return sum(known) / len(known) if known else math.nan
+
+
+def peak_words(plan: Mapping[str, Any], hardware: Mapping[str, Any]) -> str | None:
+    """What MFU is a share of, such as `989 TFLOPS bf16 (datasheet)`; None where no peak is known."""
+    rates, decisions = plan.get("rates") or {}, plan.get("decisions") or {}
+    peak, devices = rates.get("peak_flops"), rates.get("num_devices", 1)
+    if not peak:
+        return None
+    dtype = decisions.get("precision") or "fp32"
+    dtype = "tf32" if dtype == "fp32" and decisions.get("tf32") else dtype
+    measured = ((hardware.get("measured") or {}).get("flops") or {}).get(dtype)
+    beside = f"; {measured / 1e12:.0f} measured here" if measured else ""
+    return f"{f'{devices} x ' if devices > 1 else ''}{peak / 1e12:.0f} TFLOPS {dtype} (datasheet{beside})"
 
 
 def judge(criteria: CriteriaSettings, outcome: Outcome) -> list[Verdict]:
@@ -91,20 +202,3 @@ def _trend(name: str, wanted: bool, first: float | None, last: float | None) -> 
         got=f"{first:.4f} to {last:.4f}",
         met=(last < first) == wanted,
     )
-
-
-class LossTrend:
-    """Mean loss of the first and the last tenth of the steps a run has taken."""
-
-    def __init__(self) -> None:
-        self.losses = array("d")
-
-    def see(self, loss: float) -> None:
-        self.losses.append(loss)
-
-    def ends(self) -> tuple[float | None, float | None]:
-        """None where there are too few steps for two ends."""
-        if len(self.losses) < 2:
-            return None, None
-        tenth = max(1, len(self.losses) // 10)
-        return fmean(self.losses[:tenth]), fmean(self.losses[-tenth:])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from flatout.insight.speed import loss_ends
 from flatout.insight.story import Story
 from flatout.record import WARM_STEPS
 from flatout.words import duration, number, percent
@@ -40,11 +39,18 @@ def _speed_rows(story: Story) -> list[_Row]:
     counted = (
         f"steps.jsonl, {speed.steps:,} steps: the first {WARM_STEPS} of each attempt, eval, save and profile apart"
     )
-    peak = "plan.json, rates (operations per token, datasheet peak)"
+    peak = "plan.json, rates (operations per token, peak of the device)"
+    of = f" of {story.peak}" if story.peak and speed.mfu is not None else ""
     padding = 1 - story.tokens / story.padded_tokens if story.padded_tokens else None
     return [
         ("tokens_per_s", "tokens/s", speed.tokens_per_s, number(speed.tokens_per_s), f"tokens ÷ seconds; {counted}"),
-        ("mfu", "MFU, as done", speed.mfu, percent(speed.mfu), f"tokens/s x {peak}; n/a where that is not known"),
+        (
+            "mfu",
+            "MFU, as done",
+            speed.mfu,
+            f"{percent(speed.mfu)}{of}",
+            f"tokens/s x {peak}; n/a where that is not known",
+        ),
         (
             "mfu_common",
             "MFU, 6N + 12LHT",
@@ -80,7 +86,7 @@ def _memory_rows(story: Story) -> list[_Row]:
 
 
 def _loss_rows(story: Story) -> list[_Row]:
-    first, last = (number(loss, digits=4) for loss in loss_ends(story.parts))
+    first, last = (number(loss, digits=4) for loss in story.loss_ends)
     found = [evaluation.val_loss for evaluation in story.evaluations]
     began = f"; the first was {number(found[0], digits=4)}" if found else ""
     val = found[-1] if found else None
@@ -88,7 +94,7 @@ def _loss_rows(story: Story) -> list[_Row]:
         (
             "loss",
             "training loss",
-            loss_ends(story.parts)[1],
+            story.loss_ends[1],
             last,
             f"steps.jsonl: mean of the last tenth; the first tenth's was {first}",
         ),

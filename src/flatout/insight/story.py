@@ -16,7 +16,6 @@ from typing import Any, Literal, TypeVar
 from flatout.config.settings import CriteriaSettings
 from flatout.cost import Rates
 from flatout.files import typed
-from flatout.insight.speed import loss_ends, speed_of, speed_of_steps, warm_steps
 from flatout.insight.state import State, state_of, watched
 from flatout.record import (
     GPU_NUMBERS,
@@ -41,7 +40,7 @@ from flatout.record import (
     redact,
     redacted,
 )
-from flatout.verdict import judge
+from flatout.verdict import judge, loss_ends, peak_words, speed_of, speed_of_steps, warm_up
 
 # Parts a history is drawn from, steps the current speed is averaged over, samples that are read of a long run.
 NUM_PARTS, RECENT_STEPS, NUM_SAMPLES = 240, 20, 400
@@ -145,7 +144,10 @@ class Story:
     peak_gib: float | None
     total_gib: float | None
     num_non_finite: int
+    recompiled: int  # graphs compiled after the warm-up of the last attempt
+    loss_ends: tuple[float | None, float | None]  # means of the first and the last tenth
     rates: Rates | None
+    peak: str | None  # what MFU is a share of
     criteria: Sequence[Verdict]
     choices: Sequence[Choice]
     active: Mapping[str, str]
@@ -194,8 +196,8 @@ class Story:
         return f"{', '.join(words)}."
 
 
-def tell(run: Run, *, num_parts: int = NUM_PARTS, now: float | None = None) -> Story:
-    """Reads a run folder; `now` is the time to judge signs of life by."""
+def tell(run: Run, *, num_parts: int = NUM_PARTS, now: float | None = None, doctor: bool = True) -> Story:
+    """Reads a run folder; `now` is the time to judge signs of life by, `doctor` whether its findings are read."""
     now = time.time() if now is None else now
     events: list[Event] = redacted(list(run.events()))
     attempts = [event for event in events if isinstance(event, AttemptBegan)]
@@ -205,8 +207,7 @@ def tell(run: Run, *, num_parts: int = NUM_PARTS, now: float | None = None) -> S
     rates = Rates.from_json(plan["rates"]) if "rates" in plan else None
     latest = run.latest_rollups()
     recent = run.recent_steps(RECENT_STEPS, latest=latest)
-    speed = speed_of(latest, rates=rates, warm=warm_steps(run, latest))
-    config, diagnosis = redacted(run.config), run.diagnosis
+    config, hardware, diagnosis = redacted(run.config), redacted(run.hardware), run.diagnosis if doctor else None
     memory = [part.memory for part in latest]
     samples = list(run.samples(at_most=NUM_SAMPLES))
     start, ended = _last(events, Started), _last(current, Ended)
@@ -225,7 +226,7 @@ def tell(run: Run, *, num_parts: int = NUM_PARTS, now: float | None = None) -> S
         tokens=sum(part.tokens for part in latest),
         padded_tokens=sum(part.padded_tokens for part in latest),
         seconds=sum(part.seconds for part in latest),
-        speed=speed,
+        speed=speed_of(run, latest, rates=rates),
         recent=now_speed,
         left_s=_left(num_steps, total_steps, now_speed, over=ended is not None),
         last=recent[-1] if recent else None,
@@ -236,7 +237,10 @@ def tell(run: Run, *, num_parts: int = NUM_PARTS, now: float | None = None) -> S
         peak_gib=max((row["peak_gib"] for row in memory if "peak_gib" in row), default=None),
         total_gib=max((row["total_gib"] for row in memory if "total_gib" in row), default=None),
         num_non_finite=sum(part.num_non_finite for part in latest),
+        recompiled=_recompiled(warm_up(run, latest), recent),
+        loss_ends=loss_ends(run, latest),
         rates=rates,
+        peak=peak_words(plan, hardware),
         criteria=(),
         choices=_choices(plan, active.facts if active else {}),
         active=active.facts if active else {},
@@ -254,7 +258,7 @@ def tell(run: Run, *, num_parts: int = NUM_PARTS, now: float | None = None) -> S
         config_text=redact(run.config_text),
         config=config,
         plan=plan,
-        hardware=redacted(run.hardware),
+        hardware=hardware,
         environment=redacted(run.environment),
         told_at=now,
     )
@@ -271,6 +275,12 @@ def _phases(parts: Iterable[Rollup]) -> list[Phase]:
     if spans and total > sum(spans.values()) * 1.001:
         spans["unattributed"] = total - sum(spans.values())
     return [Phase(name=name, seconds=seconds, share=seconds / total) for name, seconds in spans.items() if total]
+
+
+def _recompiled(warm: Iterable[StepRecord], recent: Sequence[StepRecord]) -> int:
+    then = [step.extra.graphs for step in warm if recent and step.attempt == recent[-1].attempt]
+    now = recent[-1].extra.graphs if recent else None
+    return 0 if now is None or not then or then[-1] is None else max(0, now - then[-1])
 
 
 def _evaluations(events: Iterable[Event]) -> list[Evaluation]:
@@ -310,7 +320,7 @@ def _criteria(story: Story, ended: Ended | None) -> Sequence[Verdict]:
     if not wanted or not story.num_steps:
         return []
     busy = [(part.utilisation["gpu"], part.num_steps) for part in story.parts if "gpu" in part.utilisation]
-    first, last = loss_ends(story.parts)
+    first, last = story.loss_ends
     so_far = Outcome(
         stopped_by="",
         steps=story.num_steps,
@@ -376,7 +386,7 @@ def _gpu(index: int, rows: Sequence[Mapping[str, Any]]) -> Gpu:
 
 def _rank(run: Run, rank: int) -> Rank:
     parts = run.latest_rollups(rank=rank)
-    speed = speed_of(parts, rates=None, warm=warm_steps(run, parts, rank=rank))
+    speed = speed_of(run, parts, rates=None, rank=rank)
     peaks = [part.memory["peak_gib"] for part in parts if "peak_gib" in part.memory]
     return Rank(
         rank=rank,

@@ -162,8 +162,11 @@ class Ledger:
     def remember(self, steps: Iterable[StepRecord], *, before_step: int) -> None:
         """Takes in what earlier attempts recorded, so that the run is judged as a whole."""
         for record in steps:
-            if record.step < before_step and record.loss is not None:
-                self.trend.see(record.loss)
+            if record.step < before_step:
+                self.speed.see(record)
+                if record.loss is not None:
+                    self.trend.see(record.loss)
+        self._looked = (self.speed.data, self.speed.seconds)
 
     def data_share_since_last(self) -> float | None:
         """Share of the time spent waiting for data since this was last asked."""

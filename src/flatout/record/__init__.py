@@ -56,13 +56,14 @@ from flatout.record.events import (
 from flatout.record.outcome import Outcome, Speed, Verdict
 from flatout.record.records import BESIDE, WARM_STEPS, Diagnosis, Finding, Sink, Span, StepExtra, StepRecord
 from flatout.record.redact import redact, redact_command, redacted
-from flatout.record.rollup import Rollup
+from flatout.record.rollup import LARGEST_LOSS, Rollup
 from flatout.record.run import Recorder, Run
 from flatout.record.schemas import GPU_NUMBERS
 
 __all__ = [
     "BESIDE",
     "GPU_NUMBERS",
+    "LARGEST_LOSS",
     "WARM_STEPS",
     "AttemptBegan",
     "BadCheckpoint",

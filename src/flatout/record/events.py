@@ -13,7 +13,7 @@ from typing import Any, ClassVar, TypedDict
 
 from flatout.files import Count, Finite, typed
 from flatout.record.outcome import Outcome, Verdict
-from flatout.record.schemas import PlanView, Process, Scalar
+from flatout.record.schemas import HardwareView, PlanView, Process, Scalar
 from flatout.words import duration, interval_text, loss_text, number, percent, score_text
 
 EVENTS: dict[str, type[Event]] = {}
@@ -130,6 +130,8 @@ class AttemptBegan(Event, kind="attempt"):
 @dataclass(frozen=True, kw_only=True)
 class HardwareFound(Facts, kind="hardware"):
     """`Hardware.to_json`."""
+
+    schema: ClassVar[Any] = HardwareView
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -259,9 +261,13 @@ class TaskResult:
     def score(self) -> str:
         """With the name of its metric, and a word on what was not graded."""
         told = f"{self.metric} {score_text(self.metric, self.value)}"
-        told += interval_text(self.metric, self.low, self.high, brackets=True)
-        killed = self.details.get("killed") if "not graded" not in self.metric else None
-        return told + (f", {killed:,} not graded" if killed else "")
+        return told + interval_text(self.metric, self.low, self.high, brackets=True) + self.ungraded
+
+    @property
+    def ungraded(self) -> str:
+        """What is said behind the score where graders were killed and the metric's name does not say so."""
+        killed = 0 if "not graded" in self.metric else self.details.get("killed", 0)
+        return f", {killed:,} not graded" if killed else ""
 
 
 @dataclass(frozen=True, kw_only=True)

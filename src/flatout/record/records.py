@@ -5,6 +5,7 @@ Records hold raw facts; tokens per second, MFU and shares are derived by whoever
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, Protocol
@@ -17,6 +18,11 @@ from flatout.record.schemas import Scalar
 BESIDE = ("eval", "save", "profile")
 # Steps at the start of an attempt that compile, warm caches and fill queues; they do not count towards speed.
 WARM_STEPS = 3
+
+
+def training_s(seconds: float, phases: Mapping[str, float]) -> float:
+    """Seconds without what was done beside training."""
+    return max(seconds - sum(phases.get(phase, 0.0) for phase in BESIDE), 1e-9)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,9 +82,20 @@ class StepRecord:
     extra: StepExtra = field(default_factory=StepExtra)
 
     @property
+    def num_steps(self) -> int:
+        return 1
+
+    @property
+    def phases(self) -> Mapping[str, float]:
+        """Seconds by phase; by role/phase where the role is not "train"."""
+        spent: dict[str, float] = defaultdict(float)
+        for span in self.spans:
+            spent[span.phase if span.role == "train" else f"{span.role}/{span.phase}"] += span.seconds
+        return spent
+
+    @property
     def training_s(self) -> float:
-        """Seconds without what was done beside training."""
-        return max(self.seconds - sum(span.seconds for span in self.spans if span.phase in BESIDE), 1e-9)
+        return training_s(self.seconds, self.phases)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -34,7 +34,7 @@ from flatout.record.lines import Line, LineWriter, decode, encode, last_line, re
 from flatout.record.records import Diagnosis, Sink, StepRecord, step_to_json
 from flatout.record.redact import redact, redacted
 from flatout.record.rollup import Rollup
-from flatout.record.schemas import ConfigView, EnvironmentView, LimitView, PlanView, Sample
+from flatout.record.schemas import ConfigView, EnvironmentView, HardwareView, LimitView, PlanView, Sample
 from flatout.record.sealed import is_sealed, seal, unseal
 
 log = logging.getLogger(__name__)
@@ -341,7 +341,7 @@ class Run:
 
     @property
     def hardware(self) -> Mapping[str, Any]:
-        return self._unsealed(_HARDWARE)
+        return dict(typed(HardwareView, self._unsealed(_HARDWARE), source=self.path / _HARDWARE))
 
     @property
     def environment(self) -> Mapping[str, Any]:

@@ -61,6 +61,8 @@ class _Decisions(TypedDict, total=False):
     accumulation: Count | None
     workers: Count | None
     recompute: str | None
+    precision: str | None
+    tf32: bool | None
 
 
 class PlanView(TypedDict, total=False):
@@ -82,6 +84,18 @@ class ConfigView(TypedDict, total=False):
     criteria: Mapping[str, Any]
     target: _Target | None
     train: Mapping[str, Any] | None
+    plan: Mapping[str, Any] | None
+    eval: Mapping[str, Any] | None
+    save: Mapping[str, Any] | None
+
+
+class _Measured(TypedDict, total=False):
+    flops: Mapping[str, Finite]
+
+
+class HardwareView(TypedDict, total=False):
+    gpu: str | None
+    measured: _Measured | None
 
 
 class EnvironmentView(TypedDict, total=False):

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from flatout.insight import hints, numbers
+from flatout.insight import numbers
+from flatout.insight.diagnose.runs import findings_of
 from flatout.insight.machine import Machine
 from flatout.insight.report.charts import Bands, Chart, draw, draw_bands
 from flatout.insight.report.figures import charts, loss_chart, phase_colour, speed_chart
@@ -116,12 +117,12 @@ def _state(story: Story) -> str:
 
 
 def findings(story: Story, *, id: str, level: int) -> Html:
-    found = hints.findings(story)
+    found = findings_of(story)
     asked = story.verdict is not None
     who = (
         "By the doctor, the costliest first."
         if asked
-        else "From the record alone; the doctor was not asked. It looks deeper: flatout doctor RUN."
+        else "From the record alone; flatout doctor RUN also compares the speed with the limit of the device."
     )
     body: Child = [_finding(finding, level=level + 1) for finding in found]
     if not found:
@@ -235,7 +236,7 @@ def tasks(story: Story, *, id: str, level: int) -> Html:
             score.task,
             f"{score.step:,}",
             score.metric + (f", mean of {score.samples}" if score.samples > 1 else ""),
-            score_text(score.metric, score.value),
+            score_text(score.metric, score.value) + score.ungraded,
             interval_text(score.metric, score.low, score.high),
             f"{score.n:,}",
         ]
