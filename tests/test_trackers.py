@@ -12,7 +12,8 @@ import pytest
 from flatout import trackers
 from flatout.cost import Flops, Rates
 from flatout.errors import EnvironmentLacks
-from flatout.record import Evaluated, Event, Run, Saved, Span, StepExtra, StepRecord, TaskResult, TasksScored
+from flatout.record import Event, Run, Span, StepExtra, StepRecord
+from flatout.record.events import Evaluated, Saved, TaskResult, TasksScored
 
 RATES = Rates(flops=Flops(forward=0.625, backward=1.25, recomputed=0.0, common=2.5), peak_flops=1000.0)
 

@@ -22,14 +22,14 @@ from rich.text import Text
 from flatout.config.settings import Decisions
 from flatout.cost import Rates
 from flatout.hardware import Hardware, Measured
-from flatout.record import (
+from flatout.record import Event, StepRecord
+from flatout.record.events import (
     AttemptBegan,
     BestKept,
     DataOpened,
     DatasetMade,
     Ended,
     Evaluated,
-    Event,
     HardwareFound,
     PathsActive,
     Planned,
@@ -39,7 +39,6 @@ from flatout.record import (
     SaveFailed,
     StageTrained,
     Started,
-    StepRecord,
     StudentJudged,
     StudentScored,
     TargetReached,

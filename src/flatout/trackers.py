@@ -15,7 +15,8 @@ from typing import Any, Literal
 
 from flatout.cost import Rates
 from flatout.errors import EnvironmentLacks
-from flatout.record import Ended, Evaluated, Event, Sink, StepRecord, TasksScored, redacted
+from flatout.record import Event, Sink, StepRecord, redacted
+from flatout.record.events import Ended, Evaluated, TasksScored
 
 # Of a step's `extra`, what people already have charts for.
 _EXTRA = ("lr", "grad_norm")

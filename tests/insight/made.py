@@ -15,21 +15,8 @@ from flatout.config.settings import CriteriaSettings
 from flatout.cost import ModelShape
 from flatout.hardware import named
 from flatout.plan import Job, Plan, decide
-from flatout.record import (
-    Ended,
-    Evaluated,
-    HardwareFound,
-    Outcome,
-    PathsActive,
-    Planned,
-    Recorder,
-    Run,
-    Saved,
-    Span,
-    Started,
-    StepExtra,
-    StepRecord,
-)
+from flatout.record import Outcome, Recorder, Run, Span, StepExtra, StepRecord
+from flatout.record.events import Ended, Evaluated, HardwareFound, PathsActive, Planned, Saved, Started
 from flatout.verdict import Speedometer, judge
 
 BEGAN = 1_790_000_000.0

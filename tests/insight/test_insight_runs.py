@@ -13,7 +13,8 @@ from flatout.cost import ModelShape, Rates, flops_per_token
 from flatout.errors import UsageError
 from flatout.insight.diagnose import runs
 from flatout.insight.diagnose.host import _finding
-from flatout.record import Diagnosis, Ended, MicroBatchSearched, Outcome, Run, Span, StepExtra, StepRecord
+from flatout.record import Diagnosis, Outcome, Run, Span, StepExtra, StepRecord
+from flatout.record.events import Ended, MicroBatchSearched
 
 SHAPE = ModelShape(layers=2, hidden=64, heads=4, kv_heads=4, head_dim=16, intermediate=128, vocab=256, positions=128)
 ENDED = Ended(outcome=Outcome(stopped_by="end"), verdicts=())

@@ -18,20 +18,8 @@ from flatout.insight.diagnose import runs
 from flatout.insight.report import render
 from flatout.insight.story import tell
 from flatout.insight.watch import line, run_view
-from flatout.record import (
-    Ended,
-    Evaluated,
-    Event,
-    HardwareFound,
-    Outcome,
-    Planned,
-    Resumed,
-    Run,
-    Saved,
-    Span,
-    Started,
-    StepRecord,
-)
+from flatout.record import Event, Outcome, Run, Span, StepRecord
+from flatout.record.events import Ended, Evaluated, HardwareFound, Planned, Resumed, Saved, Started
 from flatout.terminal import View
 from flatout.verdict import LossTrend, Speedometer
 from flatout.words import number, percent

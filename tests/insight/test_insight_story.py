@@ -18,7 +18,8 @@ from flatout.insight.diagnose.runs import findings_of
 from flatout.insight.report import render
 from flatout.insight.story import tell
 from flatout.insight.watch import run_view
-from flatout.record import Diagnosis, Ended, Finding, Run, Span, StepRecord, event_of
+from flatout.record import Diagnosis, Finding, Run, Span, StepRecord, event_of
+from flatout.record.events import Ended
 from flatout.verdict import Speedometer
 
 

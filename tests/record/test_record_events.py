@@ -9,20 +9,8 @@ from typing import Any
 import pytest
 
 from flatout.files import BadFile
-from flatout.record import (
-    Evaluated,
-    Event,
-    Facts,
-    MicroBatchSearched,
-    Other,
-    Run,
-    SaveFailed,
-    StepExtra,
-    TasksScored,
-    Trial,
-    event_from_json,
-)
-from flatout.record.events import EVENTS
+from flatout.record import Event, Run, StepExtra, event_from_json
+from flatout.record.events import EVENTS, Evaluated, Facts, MicroBatchSearched, Other, SaveFailed, TasksScored, Trial
 
 OUTCOME = {"stopped_by": "end", "val_losses": [3.0, 2.0], "speed": {"steps": 4, "tokens_per_s": 9.5}}
 TASK = {"task": "t", "spec": "t", "metric": "accuracy", "value": 0.5, "low": 0.4, "high": 0.6, "n": 9, "samples": 1}
@@ -34,7 +22,7 @@ VALUES: dict[str, Any] = {
     "outcome": OUTCOME,
     "verdicts": [{"criterion": "mfu", "wanted": "at least 0.5", "got": "0.6", "met": True}],
     "tasks": [TASK],
-    "trials": [{"micro_batch": 2, "tokens_per_s": None, "peak_gib": 1.5, "first_s": 0.5}],
+    "trials": [{"micro_batch": 2, "tokens_per_s": None, "first_s": 0.5}],
     "details": {"answered": 0.5},
     "memory": {"peak_gib": 1.5, "total_gib": 3.0},
     "difference": {"value": 0.1, "low": -0.1, "high": 0.3, "p": None, "n": 40},
@@ -113,13 +101,13 @@ def test_secrets_in_an_event_are_masked_for_the_file_and_for_sinks(run: Run) -> 
 
 
 def test_a_kind_with_its_fields_makes_the_same_event(run: Run) -> None:
-    trials = [{"micro_batch": 2, "tokens_per_s": 10.5, "peak_gib": 1.0, "first_s": 0.5}]
+    trials = [{"micro_batch": 2, "tokens_per_s": 10.5, "first_s": 0.5}]
     with run.recorder() as recorder:
         recorder.event("micro_batch", trials=trials, seconds=2.0, compile_seconds=0.5)
         recorder.event("no-such-kind", step=2, why="x")
     _, searched, other = run.events()
     assert isinstance(searched, MicroBatchSearched)
-    assert searched.trials == (Trial(micro_batch=2, tokens_per_s=10.5, peak_gib=1.0, first_s=0.5),)
+    assert searched.trials == (Trial(micro_batch=2, tokens_per_s=10.5, first_s=0.5),)
     assert searched.sentence() == "micro-batches tried in 2.0 s, 0.5 of them first passes: 2 10 tokens/s"
     assert (other.kind, other.step, other.data) == ("no-such-kind", 2, {"why": "x"})
 

@@ -30,7 +30,8 @@ from flatout.files import parse_json, read_bytes, read_json
 from flatout.hardware import Hardware
 from flatout.insight import supervisor
 from flatout.probe import Monitor, describe
-from flatout.record import Recorder, Run, ScriptWatched, Span, StepExtra, StepRecord, redact, redact_command
+from flatout.record import Recorder, Run, Span, StepExtra, StepRecord, redact, redact_command
+from flatout.record.events import ScriptWatched
 
 _AGENT = Path(__file__).parents[1] / "probe" / "inject"
 _ENDS = supervisor.PASSED_ON - {signal.SIGUSR1, signal.SIGUSR2}

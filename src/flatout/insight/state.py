@@ -9,7 +9,8 @@ from typing import Literal
 
 import psutil
 
-from flatout.record import AttemptBegan, Event, Outcome, ScriptWatched, StepRecord
+from flatout.record import Event, Outcome, StepRecord
+from flatout.record.events import AttemptBegan, ScriptWatched
 from flatout.words import duration
 
 # Without a sign of life for this long, a run on another machine is no longer called running.

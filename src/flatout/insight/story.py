@@ -19,26 +19,28 @@ from flatout.files import typed
 from flatout.insight.state import State, state_of, watched
 from flatout.record import (
     GPU_NUMBERS,
-    AttemptBegan,
-    Ended,
-    Evaluated,
     Event,
     Finding,
     Outcome,
-    PathsActive,
-    Planned,
-    Resumed,
     Rollup,
     Run,
-    Saved,
     Speed,
-    Started,
     StepRecord,
-    TaskResult,
-    TasksScored,
     Verdict,
     redact,
     redacted,
+)
+from flatout.record.events import (
+    AttemptBegan,
+    Ended,
+    Evaluated,
+    PathsActive,
+    Planned,
+    Resumed,
+    Saved,
+    Started,
+    TaskResult,
+    TasksScored,
 )
 from flatout.verdict import judge, loss_ends, peak_words, speed_of, speed_of_steps, warm_up
 

@@ -353,7 +353,6 @@ class Trial:
 
     micro_batch: Count
     tokens_per_s: Finite | None
-    peak_gib: Finite | None = None
     first_s: Finite | None = None
 
 

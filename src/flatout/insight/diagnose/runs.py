@@ -14,17 +14,8 @@ from flatout.insight.diagnose import ranked, verdict_of
 from flatout.insight.diagnose.health import loss_finding, throttle_finding
 from flatout.insight.diagnose.host import RARER, WORTH, _finding
 from flatout.insight.story import RECENT_STEPS, Story, tell
-from flatout.record import (
-    Diagnosis,
-    Evaluated,
-    Finding,
-    LinesDropped,
-    MemoryRanOut,
-    MicroBatchSearched,
-    Run,
-    Saved,
-    SaveFailed,
-)
+from flatout.record import Diagnosis, Finding, Run
+from flatout.record.events import Evaluated, LinesDropped, MemoryRanOut, MicroBatchSearched, Saved, SaveFailed
 from flatout.words import duration, number, percent
 
 # Shares from which on something is worth a change, where `WORTH` would be too little.
@@ -143,9 +134,10 @@ def _unattributed(story: Story) -> Iterator[Finding]:
 
 def _memory(story: Story) -> Iterator[Finding]:
     if ran_out := [event for event in story.events if isinstance(event, MemoryRanOut)]:
+        often = "once" if len(ran_out) == 1 else f"{len(ran_out)} times"
         yield _finding(
             "oom-risk",
-            f"Memory ran out {len(ran_out)} times and the micro-batch was halved.",
+            f"Memory ran out {often} and the micro-batch was halved.",
             None,
             None,
             [f"step {event.step}: {event.micro_batch} to {event.now}" for event in ran_out[:3]],
