@@ -22,28 +22,7 @@ from rich.text import Text
 from flatout.config.settings import Decisions
 from flatout.cost import Rates
 from flatout.hardware import Hardware, Measured
-from flatout.record import Event, StepRecord
-from flatout.record.events import (
-    AttemptBegan,
-    BestKept,
-    DataOpened,
-    DatasetMade,
-    Ended,
-    Evaluated,
-    HardwareFound,
-    PathsActive,
-    Planned,
-    SamplingBegan,
-    SamplingProgress,
-    Saved,
-    SaveFailed,
-    StageTrained,
-    Started,
-    StudentJudged,
-    StudentScored,
-    TargetReached,
-    TasksScored,
-)
+from flatout.record import Event, StepRecord, events
 from flatout.verdict import peak_words, speed_of_steps
 from flatout.words import duration, loss_text, number, percent
 
@@ -151,48 +130,48 @@ class View:
     def event(self, event: Event) -> None:
         sentence = event.sentence()
         match event:
-            case AttemptBegan():
+            case events.AttemptBegan():
                 pass
-            case HardwareFound():
+            case events.HardwareFound():
                 self.hardware = event.facts
                 self.console.print(hardware_table(Hardware.from_json(event.facts)), "")
-            case DataOpened():
+            case events.DataOpened():
                 self.console.print(f"[bold]Data[/]  {escape(sentence or '')}\n", highlight=False)
-            case Planned():
+            case events.Planned():
                 self.rates = Rates.from_json(event.facts["rates"])
                 self.peak = peak_words(event.facts, self.hardware)
                 for drawn in plan_tables(event.facts):
                     self.console.print(drawn, "")
-            case PathsActive():
+            case events.PathsActive():
                 rows = table("Active paths", "path", "as found on this device")
                 for name, fact in event.facts.items():
                     rows.add_row(name, escape(str(fact)))
                 self.console.print(rows, "")
-            case Started():
+            case events.Started():
                 self.total = event.total_steps or 0
                 self._say(f"Run folder {event.folder}, {self.total} steps")
                 if self.console.is_terminal:
                     self.live = Live(console=self.console, refresh_per_second=4, transient=True)
                     self.live.start()
-            case Evaluated():
+            case events.Evaluated():
                 change = "" if self.val_loss is None else f" (was {loss_text(self.val_loss)})"
                 self.val_loss = event.val_loss
                 self._say(f"{_at(event)}{sentence}{change}")
-            case SamplingProgress():
+            case events.SamplingProgress():
                 self._sampling(event.line())
-            case StudentJudged():
+            case events.StudentJudged():
                 self._stop()
                 self.console.print("", judged_table(event))
                 self._say(sentence or "", style="bold")
-            case Ended():
+            case events.Ended():
                 self._stop()
                 self._summary(event)
-            case SamplingBegan() | DatasetMade() | StudentScored() | StageTrained():
+            case events.SamplingBegan() | events.DatasetMade() | events.StudentScored() | events.StageTrained():
                 self._stop()
                 self._say(sentence or "")
             case _ if sentence:
-                plain = isinstance(event, TasksScored | Saved | BestKept | TargetReached)
-                style = "" if plain else "red" if isinstance(event, SaveFailed) else "yellow"
+                plain = isinstance(event, events.TasksScored | events.Saved | events.BestKept | events.TargetReached)
+                style = "" if plain else "red" if isinstance(event, events.SaveFailed) else "yellow"
                 self._say(f"{_at(event)}{sentence}", style=style)
 
     def close(self) -> None:
@@ -244,7 +223,7 @@ class View:
         grid.add_row(bar, Text(self._text(record), overflow="fold"))
         return grid
 
-    def _summary(self, event: Ended) -> None:
+    def _summary(self, event: events.Ended) -> None:
         outcome = event.outcome
         speed = outcome.speed
         rows = table("Result", "what", "value")
@@ -272,7 +251,7 @@ class View:
             self.console.print("", judged)
 
 
-def judged_table(event: StudentJudged) -> Table:
+def judged_table(event: events.StudentJudged) -> Table:
     """The student on the same held-out questions, before and after each round."""
     rows = table(f"On {event.n:,} held-out questions of {event.task}", "", "accuracy", "95 % interval", "answered")
     for at, (accuracy, (low, high), answered) in enumerate(

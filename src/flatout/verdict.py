@@ -63,7 +63,8 @@ class Speedometer:
             hfu=shares.hfu,
             mfu_common=shares.mfu_common,
             data_share=max(0.0, self.data / self.seconds) if timed else None,
-            unattributed_share=1 - sum(self._phases.values()) / self.wall if timed else None,
+            # Two clocks never agree to the last digit.
+            unattributed_share=max(0.0, 1 - sum(self._phases.values()) / self.wall) if timed else None,
         )
 
 

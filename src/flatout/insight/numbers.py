@@ -35,7 +35,7 @@ def figure(story: Story, key: str) -> Figure:
 
 
 def _speed_rows(story: Story) -> list[_Row]:
-    speed, unattributed = story.speed, _no_minus_zero(story.speed.unattributed_share)
+    speed = story.speed
     counted = (
         f"steps.jsonl, {speed.steps:,} steps: the first {WARM_STEPS} of each attempt, eval, save and profile apart"
     )
@@ -70,7 +70,7 @@ def _speed_rows(story: Story) -> list[_Row]:
             "unattributed_share",
             "unattributed",
             speed.unattributed_share,
-            percent(unattributed),
+            percent(speed.unattributed_share),
             "steps.jsonl: 1 - spans ÷ seconds, two clocks compared",
         ),
         ("padding_share", "padding", padding, percent(padding), "steps.jsonl: 1 - tokens ÷ padded_tokens"),
@@ -129,8 +129,3 @@ def _length_rows(story: Story) -> list[_Row]:
         ),
         ("left_s", "time left", story.left_s, left, f"steps left x mean of the last {story.recent.steps} steps"),
     ]
-
-
-def _no_minus_zero(share: float | None) -> float | None:
-    """Two clocks never agree to the last digit, and -0.0 % reads like a fault."""
-    return 0.0 if share is not None and abs(share) < 0.0005 else share

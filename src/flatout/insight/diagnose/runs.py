@@ -14,8 +14,7 @@ from flatout.insight.diagnose import ranked, verdict_of
 from flatout.insight.diagnose.health import loss_finding, throttle_finding
 from flatout.insight.diagnose.host import RARER, WORTH, _finding
 from flatout.insight.story import RECENT_STEPS, Story, tell
-from flatout.record import Diagnosis, Finding, Run
-from flatout.record.events import Evaluated, LinesDropped, MemoryRanOut, MicroBatchSearched, Saved, SaveFailed
+from flatout.record import Diagnosis, Finding, Run, events
 from flatout.words import duration, number, percent
 
 # Shares from which on something is worth a change, where `WORTH` would be too little.
@@ -87,8 +86,8 @@ def _data(story: Story) -> Iterator[Finding]:
 def _beside(story: Story) -> Iterator[Finding]:
     spent = {phase.name: phase.share for phase in story.phases}
     for cause, phase, least, kind, words in (
-        ("evaluation", "eval", MUCH_EVALUATION, Evaluated, "Evaluation takes"),
-        ("checkpointing", "save", WORTH, Saved, "Saving takes"),
+        ("evaluation", "eval", MUCH_EVALUATION, events.Evaluated, "Evaluation takes"),
+        ("checkpointing", "save", WORTH, events.Saved, "Saving takes"),
     ):
         share = spent.get(phase, 0.0)
         if share < least:
@@ -133,7 +132,7 @@ def _unattributed(story: Story) -> Iterator[Finding]:
 
 
 def _memory(story: Story) -> Iterator[Finding]:
-    if ran_out := [event for event in story.events if isinstance(event, MemoryRanOut)]:
+    if ran_out := [event for event in story.events if isinstance(event, events.MemoryRanOut)]:
         often = "once" if len(ran_out) == 1 else f"{len(ran_out)} times"
         yield _finding(
             "oom-risk",
@@ -182,7 +181,7 @@ def _memory(story: Story) -> Iterator[Finding]:
 def _pinned_batch(story: Story) -> bool:
     """Whether the configuration chose the micro-batch. Where the plan did, it took the fastest or all that fits."""
     pins = story.config.get("plan") or {}
-    searched = any(isinstance(event, MicroBatchSearched) for event in story.events)
+    searched = any(isinstance(event, events.MicroBatchSearched) for event in story.events)
     return not searched and any(pins.get(name) for name in ("micro_batch", "accumulation"))
 
 
@@ -264,7 +263,7 @@ def _stalled(story: Story) -> Iterator[Finding]:
 
 
 def _lost(story: Story) -> Iterator[Finding]:
-    if failed := [event for event in story.events if isinstance(event, SaveFailed)]:
+    if failed := [event for event in story.events if isinstance(event, events.SaveFailed)]:
         yield _finding(
             "checkpointing",
             f"{len(failed)} checkpoints could not be saved.",
@@ -273,7 +272,7 @@ def _lost(story: Story) -> Iterator[Finding]:
             [f"events.jsonl, save-failed: {failed[-1].error}"],
             "make room on that disk: the next save is tried as planned",
         )
-    if dropped := [event.num_lines for event in story.events if isinstance(event, LinesDropped)]:
+    if dropped := [event.num_lines for event in story.events if isinstance(event, events.LinesDropped)]:
         yield _finding(
             "logging",
             f"{sum(dropped):,} lines of the record were dropped.",
