@@ -149,7 +149,7 @@ class View:
                 self.console.print(rows, "")
             case events.Started():
                 self.total = event.total_steps or 0
-                self._say(f"Run folder {event.folder}, {self.total} steps")
+                self._say(sentence or "")
                 if self.console.is_terminal:
                     self.live = Live(console=self.console, refresh_per_second=4, transient=True)
                     self.live.start()

@@ -234,9 +234,11 @@ def _print(diagnosis: Diagnosis, *, console: Console, proofs: Sequence[Proof]) -
     if line := limit_line(diagnosis.limit):
         console.print(f"[dim]{escape(line)}[/]", highlight=False, soft_wrap=True)
     for place, finding in enumerate(diagnosis.findings, start=1):
-        share = f"costs {percent(finding.share)}, " if finding.share else ""
-        saves = f"{share}a fix saves {percent(finding.gain)} ({finding.status})" if share or finding.gain else ""
-        console.print(f"\n[bold]{place}. {finding.cause}[/]  {saves}".rstrip(), highlight=False)
+        facts = [f"costs {percent(finding.share)}"] if finding.share else []
+        if finding.gain is not None:
+            saves = "the fix does not help:" if finding.gain <= 0 and finding.status == "measured" else "a fix saves"
+            facts.append(f"{saves} {percent(finding.gain)} ({finding.status})")
+        console.print(f"\n[bold]{place}. {finding.cause}[/]  {', '.join(facts)}".rstrip(), highlight=False)
         console.print(f"   {escape(redact(finding.sentence))}", highlight=False, soft_wrap=True)
         for line in finding.evidence:
             console.print(f"   [dim]- {escape(redact(line))}[/]", highlight=False, soft_wrap=True)

@@ -177,7 +177,7 @@ class Started(Event, kind="start"):
     folder: str | None = None
 
     def sentence(self) -> str:
-        return f"training begins: {number(self.total_steps)} steps, run folder {self.folder or 'n/a'}"
+        return f"Run folder {self.folder or 'n/a'}, {number(self.total_steps)} steps"
 
 
 @dataclass(frozen=True, kw_only=True)
