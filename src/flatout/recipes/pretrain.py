@@ -41,7 +41,7 @@ from flatout.recipes.questions import Questions, check_tasks
 from flatout.recipes.saving import Saving
 from flatout.recipes.session import Ledger, Session, open_session
 from flatout.recipes.validation import Validation, every, validation_batches
-from flatout.record import Outcome, Run, Sink
+from flatout.record import Outcome, Run, Sink, events
 from flatout.verdict import judge
 
 # Share of step time spent waiting for data above which a loader worker is added, and how often that is looked at.
@@ -118,7 +118,7 @@ def run(
             ranks=ranks,
             phases=phases,
             total_steps=total_steps,
-            note=lambda text: session.recorder.event("notice", text=text),
+            note=lambda text: session.recorder.event(events.Notice(text=text)),
         )
         plan = with_found_micro_batch(plan, engine, stream, session, ranks, cache=cache_folder(settings.data))
         ledger = Ledger(session, plan=plan, active=active)
@@ -177,10 +177,10 @@ def run(
                 if error.recorded:
                     batches.again(step)
                     how = "its kernels are launched one by one from here on"
-                    session.recorder.event("notice", text=f"step {step} found too little memory ({error}): {how}")
+                    session.recorder.event(events.Notice(text=f"step {step} found too little memory ({error}): {how}"))
                     continue
                 before, after = batches.shrink(step, cause=error)
-                session.recorder.event("oom", step=step, micro_batch=before, now=after, error=str(error))
+                session.recorder.event(events.MemoryRanOut(step=step, micro_batch=before, now=after, error=str(error)))
                 continue
 
             # Once: write down where the time went.
@@ -197,7 +197,7 @@ def run(
 
         ledger.write(engine.finished(all=True))
         if (said := facts.summary()) != left_out:  # of a stream, more is known by now
-            session.recorder.event("notice", text=f"not learnt from: {said}")
+            session.recorder.event(events.Notice(text=f"not learnt from: {said}"))
         if not stopped_by.startswith("SIG") and step > start:
             stopped_by = validation.measure(step, last=True) or stopped_by
             if settings.save.best and validation.best:
@@ -398,10 +398,11 @@ def with_found_micro_batch(
         began = time.perf_counter()
         trials, source = search.search(engine, plan, ranks, batch_of), "measured here"
         session.recorder.event(
-            "micro_batch",
-            trials=[asdict(trial) for trial in trials],
-            seconds=time.perf_counter() - began,
-            compile_seconds=sum(trial.first_s for trial in trials),
+            events.MicroBatchSearched(
+                trials=tuple(events.Trial(**asdict(trial)) for trial in trials),
+                seconds=time.perf_counter() - began,
+                compile_seconds=sum(trial.first_s for trial in trials),
+            )
         )
         if ranks.first:
             search.remember(folder, key, trials)
@@ -430,21 +431,21 @@ def introduce(
     for name, value in asdict(plan.decisions).items():
         if name in begun and begun[name] != value:
             text = f"this run began with plan.{name} {begun[name]} and goes on with {value}: not bit for bit the same"
-            record.event("notice", text=text)
-    record.event("hardware", **hardware.to_json())
+            record.event(events.Notice(text=text))
+    record.event(events.HardwareFound(facts=hardware.to_json()))
     described = facts.describe()
-    record.event("data", **described)
+    record.event(events.DataOpened(**described))
     if left_out := str(described["left_out"]):
-        record.event("notice", text=f"not learnt from: {left_out}")
-    record.event("plan", **plan.to_json())
-    record.event("active", **dict[str, Any](active.facts))
+        record.event(events.Notice(text=f"not learnt from: {left_out}"))
+    record.event(events.Planned(facts=plan.to_json()))
+    record.event(events.PathsActive(facts=active.facts))
     if ranks.world == 1 and hardware.num_gpus > 1:
-        record.event(
-            "notice",
-            text=f"this machine has {hardware.num_gpus} GPUs and this run uses one; to use all: "
-            f"torchrun --nproc-per-node {hardware.num_gpus} -m flatout train ...",
+        text = (
+            f"this machine has {hardware.num_gpus} GPUs and this run uses one; to use all: "
+            f"torchrun --nproc-per-node {hardware.num_gpus} -m flatout train ..."
         )
-    record.event("start", folder=str(session.run.path), total_steps=total_steps)
+        record.event(events.Notice(text=text))
+    record.event(events.Started(folder=str(session.run.path), total_steps=total_steps))
     return left_out
 
 
@@ -453,7 +454,7 @@ def feed_more(batches: Batches, ledger: Ledger, session: Session, *, step: int, 
     share, feed = ledger.data_share_since_last(), batches.feed
     if share is not None and share > WAIT_SHARE and 0 < feed.num_workers < limit:
         feed.add_worker()
-        session.recorder.event("workers", step=step, workers=feed.num_workers, data_share=share)
+        session.recorder.event(events.WorkerAdded(step=step, workers=feed.num_workers, data_share=share))
 
 
 def conclude(
@@ -462,5 +463,5 @@ def conclude(
     """The last word of a run: what it came to, and whether that met its criteria."""
     outcome = ledger.outcome(steps=step, stopped_by=stopped_by, saved_step=saved)
     verdicts = judge(settings.criteria, outcome)
-    session.recorder.event("end", step=step, outcome=outcome.to_json(), verdicts=[asdict(v) for v in verdicts])
+    session.recorder.event(events.Ended(step=step, outcome=outcome, verdicts=tuple(verdicts)))
     return outcome

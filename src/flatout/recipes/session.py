@@ -25,6 +25,7 @@ from flatout.files import inside
 from flatout.plan import Plan, compile_break_even
 from flatout.probe import Monitor, describe
 from flatout.record import WARM_STEPS, Outcome, Recorder, Run, Sink, StepExtra, StepRecord
+from flatout.record.events import Compiled, UpdateSkipped
 from flatout.verdict import LossTrend, Speedometer
 
 # Steps between collections of Python garbage when the plan takes them out of Python's hands.
@@ -147,7 +148,7 @@ class Ledger:
             if facts.step % GC_STEPS == GC_STEPS - 1 and not gc.isenabled():
                 gc.collect()
             if self.skips.see(step=facts.step, loss=facts.loss, grad_norm=facts.grad_norm):
-                self.session.recorder.event("skipped", step=facts.step, loss=facts.loss, grad_norm=facts.grad_norm)
+                self.session.recorder.event(UpdateSkipped(step=facts.step, loss=facts.loss, grad_norm=facts.grad_norm))
 
     def _compile_payback(self, record: StepRecord) -> None:
         """Says once what compiling took, from the first steps, and from which step on it has paid."""
@@ -157,7 +158,7 @@ class Ledger:
         if len(self._early) > WARM_STEPS:
             took = max(0.0, self._early[0] - self._early[-1])
             paid = compile_break_even(self.plan.job, precision=self.plan.decisions.precision or "fp32", compile_s=took)
-            self.session.recorder.event("compile", step=record.step, seconds=took, break_even=paid)
+            self.session.recorder.event(Compiled(step=record.step, seconds=took, break_even=paid))
 
     def remember(self, steps: Iterable[StepRecord], *, before_step: int) -> None:
         """Takes in what earlier attempts recorded, so that the run is judged as a whole."""
