@@ -14,9 +14,10 @@ from flatout.config.settings import CriteriaSettings
 from flatout.cost import ModelShape
 from flatout.hardware import Hardware, named
 from flatout.plan import Job, Plan, decide
-from flatout.recipes.verdict import Outcome, Speed, judge
-from flatout.record import Event, StepRecord
-from flatout.terminal import View, duration, hardware_table, notice, number, percent, plan_tables
+from flatout.record import Event, Outcome, Speed, StepExtra, StepRecord, event_from_json
+from flatout.terminal import View, hardware_table, plan_tables
+from flatout.verdict import judge
+from flatout.words import duration, number, percent
 
 MARKUP = "[red]x[/]"
 SHAPE = ModelShape(
@@ -55,7 +56,8 @@ def drawn(*things: Any) -> str:
 
 def event(kind: str, *, step: int | None = None, **data: Any) -> Event:
     # Through JSON, as a reader of the run folder would get it.
-    return Event(attempt=0, time=0.0, kind=kind, step=step, data=json.loads(json.dumps(data)))
+    line = {"attempt": 0, "time": 0.0, "kind": kind, "step": step, "data": json.loads(json.dumps(data))}
+    return event_from_json(line, source="here")
 
 
 def record(step: int, **known: Any) -> StepRecord:
@@ -176,7 +178,7 @@ def test_a_plain_line_holds_what_is_known() -> None:
             loss=3.14159,
             memory={"allocated_gib": 10.0, "peak_gib": 25.0, "total_gib": 100.0},
             utilisation={"gpu": 0.99, "cpu": 0.5, "ram": 0.25},
-            extra={"lr": 6e-4},
+            extra=StepExtra(lr=6e-4),
         )
     )
     mfu = plan_on("H200").rates.shares(tokens=250_000, seconds=0.5).mfu
@@ -230,7 +232,7 @@ def test_events_become_sentences() -> None:
         "step 10: validation loss 3.0000",
         "step 20: validation loss 2.5000 (was 3.0000)",
         "step 20: saved step-20",
-        "target reached: validation loss 2.5000 after 1m30s, 20,480 tokens, 0.025 device-hours",
+        "step 20: target reached: validation loss 2.5000 after 1m30s, 20,480 tokens, 0.025 device-hours",
         "step 30: NOT saved, training goes on: no space left",
         "step 31: update skipped, loss inf, gradient norm nan",
     ]
@@ -239,23 +241,33 @@ def test_events_become_sentences() -> None:
 @pytest.mark.parametrize(
     ("kind", "data", "says"),
     [
-        ("patience", {"patience": 3, "best": 2.0}, "step 7: no improvement in 3 evaluations (best 2.0000)"),
-        ("resume", {"checkpoint": "step-7"}, "resumed at step 7 from step-7"),
-        ("profile", {"folder": "runs/a/profile"}, "step 7: trace and kernel table in runs/a/profile"),
-        ("workers", {"data_share": 0.125, "workers": 3}, "step 7: 12.5 % waiting for data, now 3 workers"),
+        ("patience", {"patience": 3, "best": 2.0}, "no improvement in 3 evaluations (best 2.0000)"),
+        ("resume", {"checkpoint": "step-7"}, "resumed from step-7"),
+        ("best", {"val_loss": 2.5}, "the best so far, kept: validation loss 2.5000"),
+        ("best", {"task_score": 0.5}, "the best so far, kept: task score 50.0 %"),
+        ("profile", {"folder": "runs/a/profile"}, "trace and kernel table in runs/a/profile"),
+        ("workers", {"data_share": 0.125, "workers": 3}, "12.5 % waiting for data, now 3 workers"),
         ("sink_failed", {"sink": "wandb", "error": "offline"}, "wandb failed and is off: offline"),
         ("bad-checkpoint", {"text": "step-5 is torn"}, "step-5 is torn"),
         ("notice", {"text": "one of 8 GPUs"}, "one of 8 GPUs"),
-        ("end", {}, None),
+        ("end", {"outcome": {"stopped_by": "SIGTERM"}, "verdicts": []}, "ended by SIGTERM"),
+        ("hardware", {}, None),
+        ("a-kind-of-tomorrow", {"anything": 1}, None),
     ],
 )
-def test_notices(kind: str, data: dict[str, Any], says: str | None) -> None:
-    assert notice(event(kind, step=7, **data)) == says
+def test_an_event_is_one_sentence_everywhere(kind: str, data: dict[str, Any], says: str | None) -> None:
+    told = event(kind, step=7, **data)
+    assert (told.kind, told.sentence()) == (kind, says)
+    if kind not in ("end", "hardware"):
+        paper = console()
+        View(paper).event(told)
+        assert text(paper).strip() == ("" if says is None else f"step 7: {says}")
 
 
 # The end
 
 OUTCOME = Outcome(
+    stopped_by="end",
     steps=100,
     tokens=102400,
     hours=0.5,
@@ -303,7 +315,7 @@ def test_the_summary() -> None:
 
 
 def test_the_summary_of_a_run_too_short_to_measure() -> None:
-    page = ended(Outcome(steps=1, tokens=1024, hours=0.0, speed=Speed(steps=0)))
+    page = ended(Outcome(stopped_by="end", steps=1, tokens=1024, hours=0.0, speed=Speed(steps=0)))
     assert row(page, "speed") == "speed n/a tokens/s, n/a a step"
     assert row(page, "MFU") == "MFU n/a as done; n/a by 6N + 12LHT"
     assert row(page, "peak memory") == "peak memory n/a (n/a)"

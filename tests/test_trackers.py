@@ -12,7 +12,8 @@ import pytest
 from flatout import trackers
 from flatout.cost import Flops, Rates
 from flatout.errors import EnvironmentLacks
-from flatout.record import Event, Run, Span, StepRecord
+from flatout.record import Event, Run, Span, StepExtra, StepRecord
+from flatout.record.events import Evaluated, Saved, TaskResult, TasksScored
 
 RATES = Rates(flops=Flops(forward=0.625, backward=1.25, recomputed=0.0, common=2.5), peak_flops=1000.0)
 
@@ -28,13 +29,13 @@ def step(number: int, **changes) -> StepRecord:
         "loss": 2.0 + number,
         "spans": (Span(phase="forward", seconds=0.25), Span(phase="forward", seconds=0.125, role="critic")),
         "memory": {"peak_gib": 1.5, "reserved_gib": 2.0},
-        "extra": {"lr": 0.5, "grad_norm": 0.25, "skipped": False},
+        "extra": StepExtra(lr=0.5, grad_norm=0.25, metrics={"kl": 0.125}),
     }
     return StepRecord(**{**values, **changes})
 
 
 def evaluation(number: int, loss: float) -> Event:
-    return Event(attempt=1, time=1000.0 + number, kind="eval", step=number, data={"val_loss": loss})
+    return Evaluated(attempt=1, time=1000.0 + number, step=number, val_loss=loss)
 
 
 def test_scalars_of_a_step():
@@ -43,6 +44,7 @@ def test_scalars_of_a_step():
         "training/loss": 5.0,
         "training/lr": 0.5,
         "training/grad_norm": 0.25,
+        "training/kl": 0.125,
         "perf/throughput": 200.0,
         "perf/mfu/common": 0.5,
         "perf/mfu/done": 0.375,
@@ -53,15 +55,18 @@ def test_scalars_of_a_step():
 
 
 def test_what_is_unknown_is_left_out():
-    bare = step(3, loss=None, seconds=0.0, spans=(), memory={}, extra={"lr": None})
+    bare = step(3, loss=None, seconds=0.0, spans=(), memory={}, extra=StepExtra())
     assert trackers.step_scalars(bare, rates=RATES) == {"training/global_step": 3}
-    assert trackers.event_scalars(Event(attempt=1, time=0.0, kind="save", step=3)) == {}
-    assert trackers.event_scalars(Event(attempt=1, time=0.0, kind="eval", step=3)) == {}
+    assert trackers.event_scalars(Saved(step=3, checkpoint="step-3")) == {}
+    assert trackers.event_scalars(Evaluated(val_loss=1.0)) == {}
 
 
 def test_scores_of_tasks():
-    tasks = [{"task": "units", "value": 0.25}, {"task": "gsm8k", "value": 0.5}]
-    asked = Event(attempt=1, time=0.0, kind="tasks", step=4, data={"tasks": tasks})
+    tasks = [
+        TaskResult(task=name, spec=name, metric="accuracy", value=value, low=None, high=None, n=4, samples=1)
+        for name, value in (("units", 0.25), ("gsm8k", 0.5))
+    ]
+    asked = TasksScored(step=4, tasks=tuple(tasks))
     assert trackers.event_scalars(asked) == {"training/global_step": 4, "eval/units": 0.25, "eval/gsm8k": 0.5}
 
 

@@ -34,10 +34,10 @@ from flatout.insight import doctor, report
 from flatout.insight.attach import Asked
 from flatout.insight.prove import Proof, change_for, measured, prove
 from flatout.model import Decoder
-from flatout.recipes.verdict import Outcome
-from flatout.record import Run
+from flatout.record import Outcome, Run
 from flatout.sample import complete
-from flatout.terminal import View, number, table
+from flatout.terminal import View, table
+from flatout.words import number
 
 T = TypeVar("T")
 

@@ -135,6 +135,7 @@ def parse_json(text: bytes | str, *, source: Path | str) -> dict[str, Any]:
 def typed(kind: type[T], value: Any, *, source: Path | str) -> T:
     """`value`, read from JSON, as the dataclass `kind`. Missing, unknown and mistyped fields are refused.
 
+    A dataclass with `ignores_unknown = True` is read without the fields it does not know, those of another version.
     A TypedDict is a view: the value itself comes back, its named fields checked, others left alone.
     """
     try:
@@ -259,6 +260,7 @@ def _dataclass_builder(kind: Any) -> Callable[[Any], Any]:
         for field in fields(kind)
         if field.init and field.default is MISSING and field.default_factory is MISSING
     ]
+    lenient = getattr(kind, "ignores_unknown", False)
 
     def build(value: Any) -> Any:
         if not isinstance(value, dict):
@@ -266,6 +268,8 @@ def _dataclass_builder(kind: Any) -> Callable[[Any], Any]:
         for name in needed:
             if name not in value:
                 raise _Mismatch(f"{name} is missing")
+        if lenient:
+            value = {name: one for name, one in value.items() if name in known}
         try:
             return kind(**{name: known[name](one) for name, one in value.items()})
         except (_Mismatch, KeyError):  # again, to say where

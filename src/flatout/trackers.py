@@ -16,9 +16,10 @@ from typing import Any, Literal
 from flatout.cost import Rates
 from flatout.errors import EnvironmentLacks
 from flatout.record import Event, Sink, StepRecord, redacted
+from flatout.record.events import Ended, Evaluated, TasksScored
 
-# From a step's `extra` to the names people already have charts for.
-_EXTRA = {"lr": "training/lr", "grad_norm": "training/grad_norm"}
+# Of a step's `extra`, what people already have charts for.
+_EXTRA = ("lr", "grad_norm")
 
 
 def check(*, tensorboard: bool, wandb: bool) -> None:
@@ -39,28 +40,30 @@ def step_scalars(record: StepRecord, *, rates: Rates) -> dict[str, float]:
     if record.loss is not None:
         scalars["training/loss"] = record.loss
     if record.seconds > 0:
-        shares = rates.shares(tokens=record.tokens, seconds=record.seconds)
-        scalars["perf/throughput"] = record.tokens / record.seconds
+        shares = rates.shares(tokens=record.tokens, seconds=record.training_s)
+        scalars["perf/throughput"] = record.tokens / record.training_s
         mfu = {"perf/mfu/done": shares.mfu, "perf/mfu/common": shares.mfu_common}
         scalars |= {name: share for name, share in mfu.items() if share is not None}
     if "peak_gib" in record.memory:
         scalars["perf/memory_gib"] = record.memory["peak_gib"]
-    for key, name in _EXTRA.items():
-        if record.extra.get(key) is not None:
-            scalars[name] = record.extra[key]
-    for span in record.spans:
-        phase = span.phase if span.role == "train" else f"{span.role}/{span.phase}"
-        scalars[f"timing_s/{phase}"] = span.seconds
-    return scalars
+    known = record.extra.numbers()
+    scalars |= {f"training/{name}": known[name] for name in (*record.extra.metrics, *_EXTRA) if name in known}
+    return scalars | {f"timing_s/{phase}": seconds for phase, seconds in record.phases.items()}
 
 
 def event_scalars(event: Event) -> dict[str, float]:
-    """The same of an event: a validation loss, or the scores of tasks."""
+    """The same of an event: a validation loss, the scores of tasks, what the whole run came to."""
     found: dict[str, float] = {}
-    if event.kind == "eval" and event.data.get("val_loss") is not None:
-        found = {"eval/loss": event.data["val_loss"]}
-    if event.kind == "tasks":
-        found = {f"eval/{task['task']}": task["value"] for task in event.data["tasks"]}
+    match event:
+        case Evaluated():
+            found = {"eval/loss": event.val_loss}
+        case TasksScored():
+            found = {f"eval/{task.task}": task.value for task in event.tasks}
+        case Ended(outcome=outcome):
+            speed = outcome.speed
+            came_to = {"tokens_per_s": speed.tokens_per_s, "step_s": speed.step_s, "data_share": speed.data_share}
+            came_to |= {"mfu/done": speed.mfu, "mfu/common": speed.mfu_common, "loss": outcome.loss_last_tenth}
+            found = {f"run/{name}": value for name, value in came_to.items() if value is not None}
     return {"training/global_step": event.step, **found} if found and event.step is not None else {}
 
 

@@ -124,7 +124,7 @@ def _trained(folder: Path) -> dict[str, object]:
     from flatout.record import Run
 
     run, found = Run.open(folder / "run"), {}
-    found["steps"] = [(r.step, r.loss, r.extra["grad_norm"], r.extra["lr"]) for r in run.latest_steps()]
+    found["steps"] = [(r.step, r.loss, r.extra.grad_norm, r.extra.lr) for r in run.latest_steps()]
     newest = max((folder / "run" / "checkpoints").glob("step-*"))
     for path in [*newest.glob("*.safetensors"), *(folder / "run").glob("samples/round-*.jsonl")]:
         found[str(path.relative_to(folder))] = hashlib.sha256(path.read_bytes()).hexdigest()

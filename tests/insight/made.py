@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 import random
 import sys
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +15,9 @@ from flatout.config.settings import CriteriaSettings
 from flatout.cost import ModelShape
 from flatout.hardware import named
 from flatout.plan import Job, Plan, decide
-from flatout.recipes.verdict import Outcome, Speedometer, judge
-from flatout.record import Recorder, Run, Span, StepRecord
+from flatout.record import Outcome, Recorder, Run, Span, StepExtra, StepRecord
+from flatout.record.events import Ended, Evaluated, HardwareFound, PathsActive, Planned, Saved, Started
+from flatout.verdict import Speedometer, judge
 
 BEGAN = 1_790_000_000.0
 SHAPE = ModelShape(
@@ -57,22 +57,24 @@ def make(path: Path, *, steps: int = 600, ended: bool = True, spike_at: int | No
             recorder.step(record)
             meter.see(record)
             if (step + 1) % every == 0:
-                recorder.event("eval", step=step + 1, val_loss=float(record.loss or 0.0) + 0.05)
-                recorder.event("save", step=step + 1, checkpoint=f"step-{step + 1:08}")
+                recorder.event(Evaluated(step=step + 1, val_loss=float(record.loss or 0.0) + 0.05))
+                recorder.event(Saved(step=step + 1, checkpoint=f"step-{step + 1:08}"))
         if ended:
             end(recorder, steps=steps, seconds=clock - BEGAN, meter=meter)
     return run
 
 
 def begin(recorder: Recorder, plan: Plan, *, steps: int) -> None:
-    recorder.event("hardware", **plan.job.hardware.to_json())
-    recorder.event("plan", **plan.to_json())
-    recorder.event("active", device="NVIDIA H200", precision="bf16", attention="cudnn: takes bf16 heads of 64 here")
-    recorder.event("start", folder="runs/h200", total_steps=steps)
+    recorder.event(HardwareFound(facts=plan.job.hardware.to_json()))
+    recorder.event(Planned(facts=plan.to_json()))
+    granted = {"device": "NVIDIA H200", "precision": "bf16", "attention": "cudnn: takes bf16 heads of 64 here"}
+    recorder.event(PathsActive(facts=granted))
+    recorder.event(Started(folder="runs/h200", total_steps=steps))
 
 
 def end(recorder: Recorder, *, steps: int, seconds: float, meter: Speedometer) -> None:
     outcome = Outcome(
+        stopped_by="end",
         steps=steps,
         tokens=65536 * steps,
         hours=seconds / 3600,
@@ -83,7 +85,7 @@ def end(recorder: Recorder, *, steps: int, seconds: float, meter: Speedometer) -
         memory_share=25.0 / 139.8,
     )
     verdicts = judge(CriteriaSettings(**CRITERIA), outcome)
-    recorder.event("end", step=steps, outcome=outcome.to_json(), verdicts=[asdict(v) for v in verdicts])
+    recorder.event(Ended(step=steps, outcome=outcome, verdicts=tuple(verdicts)))
 
 
 def h200_step(step: int, *, attempt: int, clock: float, steps: int, spike_at: int | None) -> StepRecord:
@@ -106,7 +108,7 @@ def h200_step(step: int, *, attempt: int, clock: float, steps: int, spike_at: in
         spans=tuple(spans),
         memory={"allocated_gib": 2.1, "reserved_gib": 27.5, "peak_gib": 25.0, "total_gib": 139.8},
         utilisation={"gpu": 0.98, "cpu": 0.08 + 0.03 * chance.random(), "ram": 0.05, "gpu_memory": 0.2},
-        extra={"lr": 6e-4 * min(1.0, (step + 1) / 100), "grad_norm": 0.8 + 0.1 * chance.random()},
+        extra=StepExtra(lr=6e-4 * min(1.0, (step + 1) / 100), grad_norm=0.8 + 0.1 * chance.random()),
     )
 
 

@@ -284,9 +284,7 @@ def test_text_is_escaped_unless_it_was_made_here():
 
 def test_json_is_strict_and_has_the_same_numbers(h200: Run, bare: Run):
     with bare.recorder() as recorder:
-        record = StepRecord(
-            attempt=1, step=0, time=1.0, seconds=0.5, tokens=1, padded_tokens=1, loss=float("nan"), extra={}
-        )
+        record = StepRecord(attempt=1, step=0, time=1.0, seconds=0.5, tokens=1, padded_tokens=1, loss=float("nan"))
         recorder.step(record)
 
     def refuse(word: str) -> None:

@@ -1,16 +1,23 @@
 """`flatout doctor RUN`: run folders of our own, and of scripts that were watched."""
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from tests.insight.conftest import Flatout
+from tests.test_advice import ADVICE
 
+from flatout.config import load
 from flatout.cost import ModelShape, Rates, flops_per_token
 from flatout.errors import UsageError
 from flatout.insight.diagnose import runs
-from flatout.record import Diagnosis, Run, Span, StepRecord
+from flatout.insight.diagnose.host import _finding
+from flatout.record import Diagnosis, Outcome, Run, Span, StepExtra, StepRecord
+from flatout.record.events import Ended, MicroBatchSearched
 
 SHAPE = ModelShape(layers=2, hidden=64, heads=4, kv_heads=4, head_dim=16, intermediate=128, vocab=256, positions=128)
+ENDED = Ended(outcome=Outcome(stopped_by="end"), verdicts=())
 RATES = Rates(flops=flops_per_token(SHAPE, sequence_length=128), peak_flops=1e12)
 
 
@@ -23,13 +30,19 @@ def made(
     padded: int = 1000,
     bad_from: int | None = None,
     config: dict[str, object] | None = None,
+    graphs: Sequence[int] = (),
+    search: bool = False,
 ) -> Run:
     plan = {
         "rates": RATES.to_json(),
         "decisions": {"workers": 2, "recompute": "none", "accumulation": 1, **(decisions or {})},
     }
-    run = Run.create(folder, config_text="a: 1\n", config=config or {}, plan=plan, hardware={}, environment={})
+    run = Run.create(
+        folder, config_text="a: 1\n", config=config or {}, plan=plan, hardware={"gpu": "X"}, environment={}
+    )
     with run.lock(), run.recorder() as recorder:
+        if search:
+            recorder.event(MicroBatchSearched(trials=(), seconds=1.0, compile_seconds=0.0))
         for step in range(40):
             loss = math.nan if bad_from is not None and step >= bad_from else 4.0 - step / 40
             recorder.step(
@@ -43,11 +56,14 @@ def made(
                     loss=loss,
                     spans=tuple(Span(phase=phase, seconds=seconds) for phase, seconds in spans.items()),
                     memory={"peak_gib": peak_gib, "total_gib": 80.0},
+                    extra=StepExtra(graphs=graphs[min(step, len(graphs) - 1)] if graphs else None),
                 )
             )
+        recorder.event(ENDED)
     return run
 
 
+PINNED = {"plan": {"micro_batch": 1}}
 HEALTHY = {"data": 0.01, "forward": 0.3, "backward": 0.6, "optimize": 0.08}
 
 
@@ -62,20 +78,44 @@ def test_a_healthy_run_is_left_alone(tmp_path: Path) -> None:
     ("cause", "given"),
     [
         ("data-starvation", {"spans": {**HEALTHY, "data": 0.4, "backward": 0.2}}),
-        ("evaluation", {"spans": {**HEALTHY, "eval": 0.3, "backward": 0.3}}),
+        ("evaluation", {"spans": {**HEALTHY, "eval": 0.3, "backward": 0.3}, "config": {"eval": {"every": 5}}}),
         ("checkpointing", {"spans": {**HEALTHY, "save": 0.3, "backward": 0.3}}),
         ("host-sync", {"spans": {**HEALTHY, "backward": 0.2}}),
         ("padding", {"spans": HEALTHY, "padded": 2000}),
         ("oom-risk", {"spans": HEALTHY, "peak_gib": 79.0}),
         ("needless-recompute", {"spans": HEALTHY, "peak_gib": 9.0, "decisions": {"recompute": "full"}}),
-        ("small-batch", {"spans": HEALTHY, "peak_gib": 9.0, "decisions": {"accumulation": 16}}),
-        ("unstable-loss", {"spans": HEALTHY, "bad_from": 30}),
+        ("small-batch", {"spans": HEALTHY, "peak_gib": 9.0, "decisions": {"accumulation": 16}, "config": PINNED}),
+        ("recompiles", {"spans": HEALTHY, "graphs": [3, 3, 3, 5, 9, 12]}),
+        ("unstable-loss", {"spans": HEALTHY, "bad_from": 30, "config": {"train": {"lr": 6e-4}}}),
     ],
 )
 def test_what_a_run_shows_is_named(tmp_path: Path, cause: str, given: dict) -> None:
     found = runs.diagnose(made(tmp_path, **given))
     assert [finding.cause for finding in found.findings] == [cause]
     assert found.findings[0].evidence
+    for key, value in ADVICE.findall(found.findings[0].fix):
+        load(
+            None, overrides=["model.layers=1", "model.hidden=64", "model.heads=1", "train.steps=100", f"{key}={value}"]
+        )
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"peak_gib": 9.0, "decisions": {"accumulation": 16}},  # the plan took the size
+        {"peak_gib": 9.0, "decisions": {"accumulation": 16}, "config": PINNED, "search": True},  # it was measured
+        {"graphs": [3, 3, 3, 3, 6]},  # the first evaluation
+        {"graphs": [3, 9, 20, 20]},  # the warm-up
+        {"spans": {**HEALTHY, "forward": 0.36}},  # two clocks that disagree: the phases are longer than the steps
+    ],
+)
+def test_what_is_as_it_should_be_is_no_finding(tmp_path: Path, given: dict) -> None:
+    assert runs.diagnose(made(tmp_path, **{"spans": HEALTHY, **given})).findings == ()
+
+
+def test_a_share_is_positive_or_none() -> None:
+    for share, kept in ((0.2, 0.2), (-0.026, None), (0.0, None), (None, None)):
+        assert _finding("host-sync", "s", share, None, [], "f").share == kept
 
 
 def falling(folder: Path, *, to: float, steps: int) -> Run:
@@ -86,6 +126,7 @@ def falling(folder: Path, *, to: float, steps: int) -> Run:
         recorder.event("start", total_steps=steps)
         for step in range(10, 41, 5):
             recorder.event("eval", step=step, val_loss=to + (40 - step) * 0.01)
+        recorder.event(ENDED)
     return run
 
 
@@ -114,3 +155,12 @@ def test_too_few_steps_say_nothing(tmp_path: Path) -> None:
     run = Run.create(tmp_path, config_text="a: 1\n", config={}, plan={}, hardware={}, environment={})
     with pytest.raises(UsageError, match="too few steps"):
         runs.diagnose(run)
+
+
+@pytest.mark.parametrize("arguments", ["run --prove", "--prove run", "--prove --log train.log", "run --steps 9"])
+def test_only_a_script_can_be_proved_and_a_folder_comes_last(flatout: Flatout, tmp_path: Path, arguments: str) -> None:
+    made(tmp_path / "run", spans=HEALTHY)
+    code, _, err = flatout("doctor", *arguments.split())
+    assert code == 2
+    why = "--prove runs a script again" if "--prove" in arguments else "options go before the run folder"
+    assert why in " ".join(err.split())

@@ -22,6 +22,7 @@ from flatout.insight import watch
 from flatout.insight.machine import Machine
 from flatout.insight.story import tell
 from flatout.record import Run, StepRecord
+from flatout.record.events import MemoryRanOut
 
 MACHINE = Machine(sample=made.h200_sample(1.0, step=11), disk_free_gib=100.0, disk_total_gib=252.0)
 
@@ -74,8 +75,10 @@ def test_a_run_elsewhere_shows_its_own_machine(bare: Run):
     assert text.index("elsewhere  CPU 10.0 %") < text.index("29/140") < text.index("this machine  CPU 25.0 %")
 
 
-def test_findings_come_with_what_to_do(h200: Run):
-    assert "! GPU 0 was held back (power cap)" in shown(h200, width=200)
+def test_findings_come_with_what_to_do(tmp_path: Path):
+    run = made.make(tmp_path / "run", steps=20)
+    run.note(MemoryRanOut(step=3, micro_batch=4, now=2))
+    assert "! Memory ran out once and the micro-batch was halved. -> plan.micro_batch=2" in shown(run, width=200)
 
 
 def test_names_cannot_write_on_the_terminal(tmp_path: Path):

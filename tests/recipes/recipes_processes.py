@@ -37,7 +37,7 @@ main()
 
 def trajectory(folder: Path) -> list[tuple[int, float | None, float, float]]:
     """Step, loss, gradient norm and learning rate, each step once."""
-    return [(r.step, r.loss, r.extra["grad_norm"], r.extra["lr"]) for r in Run.open(folder).latest_steps()]
+    return [(r.step, r.loss, r.extra.grad_norm, r.extra.lr) for r in Run.open(folder).latest_steps()]
 
 
 def weights_hash(folder: Path) -> str:

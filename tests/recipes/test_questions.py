@@ -175,5 +175,5 @@ def test_a_fused_and_compiled_run_is_asked_on_a_gpu(
     assert done.returncode == 0, done.stderr
     found = scores(run, task)
     assert (found[0], found[24]) == (0.0, 1.0)
-    graphs = [record.extra.get("graphs") for record in Run.open(run).latest_steps()]
+    graphs = [record.extra.graphs for record in Run.open(run).latest_steps()]
     assert len(set(graphs[2:])) == 1, "asking compiles nothing"

@@ -30,7 +30,7 @@ def test_adapters_learn_and_open_in_peft_and_merged_in_transformers(
     assert (data["train_examples"], data["valid_examples"]) == (180, 20)
     first = next(Run.open(run).steps())
     assert first.tokens < first.padded_tokens == 512
-    assert first.extra["targets"] < first.tokens / 2, "only the answers are learnt"
+    assert first.extra.targets < first.tokens / 2, "only the answers are learnt"
 
     # Only adapters are saved, and the best stays however many come after it.
     newest = max((run / "checkpoints").glob("step-*"))

@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from flatout.record import Run, Span, StepRecord
+from flatout.record import Run, Span, StepExtra, StepRecord
 
 
 @pytest.fixture
@@ -31,7 +31,7 @@ def make_step():
             "spans": (Span(phase="forward", seconds=0.2), Span(phase="forward", seconds=0.1, role="critic", tokens=7)),
             "memory": {"peak_gib": 1.5},
             "utilisation": {"cpu": 0.5},
-            "extra": {"lr": 1e-3, "skipped": False},
+            "extra": StepExtra(lr=1e-3, metrics={"kl": 0.5}),
         }
         return StepRecord(**{**values, **changes})
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from flatout.record import Run
+from flatout.record import Run, StepExtra
 from flatout.record.records import step_to_json
 
 ROLLUPS = "steps.rollup.jsonl"
@@ -23,7 +23,7 @@ def test_sums_means_and_peaks(run: Run, make_step):
     with run.recorder() as recorder:
         for step in range(300):
             loss = math.nan if step == 7 else float(step)
-            extra = {"lr": 0.1 if step % 2 else 0.3, "note": "text"}
+            extra = StepExtra(lr=0.1 if step % 2 else 0.3, stage="text")
             recorder.step(make_step(step, loss=loss, memory={"peak_gib": float(step)}, extra=extra))
     first, rest = run.rollups()
     assert (first.first_step, first.last_step, first.num_steps) == (0, 255, 256)
@@ -138,7 +138,7 @@ def test_a_history_keeps_sums_and_extremes_in_few_parts(run: Run, make_step):
     assert max(part.loss_high for part in parts) == 90.0
     assert max(part.slowest_s for part in parts) == 4.0
     assert sum(part.loss * (part.num_steps - part.num_non_finite) for part in parts) == pytest.approx(4998 * 2 + 90)
-    assert parts[0].extra == pytest.approx({"lr": 1e-3, "skipped": 0})
+    assert parts[0].extra == pytest.approx({"lr": 1e-3, "kl": 0.5})
 
 
 def test_a_short_history_is_every_step(run: Run, make_step):

@@ -14,7 +14,7 @@ import pytest
 from tests.waiting import HANG_S, wait_until
 
 from flatout.errors import EnvironmentLacks, UsageError
-from flatout.record import Diagnosis, Event, Finding, Run, Span, StepRecord
+from flatout.record import Diagnosis, Event, Finding, Run, Span, StepExtra, StepRecord
 
 PARTS = {"config": {}, "plan": {}, "hardware": {}, "environment": {}}
 
@@ -110,7 +110,7 @@ def test_a_step_comes_back_as_it_was(run: Run, make_step):
 
 def test_non_finite_numbers_are_strict_json_and_come_back(run: Run, make_step):
     with run.recorder() as recorder:
-        recorder.step(make_step(1, loss=math.nan, extra={"grad_norm": math.inf, "note": "NaN seen"}))
+        recorder.step(make_step(1, loss=math.nan, extra=StepExtra(grad_norm=math.inf, stage="NaN seen")))
         recorder.event("non_finite", raw=[-math.inf])
 
     def refuse(spelling: str) -> None:
@@ -122,7 +122,7 @@ def test_non_finite_numbers_are_strict_json_and_come_back(run: Run, make_step):
     (step,) = run.steps()
     assert step.loss is not None
     assert math.isnan(step.loss)
-    assert step.extra == {"grad_norm": math.inf, "note": "NaN seen"}
+    assert step.extra == StepExtra(grad_norm=math.inf, stage="NaN seen")
     assert list(run.events())[-1].data == {"raw": [-math.inf]}
 
 
@@ -169,7 +169,7 @@ def test_steps_beyond_a_rollback_are_gone_at_once(run: Run, make_step):
 
 KEEP_WRITING = """
     import sys, time
-    from flatout.record import Run, StepRecord
+    from flatout.record import Run, StepExtra, StepRecord
     run = Run.open(sys.argv[1])
     with run.lock():
         recorder = run.recorder()
@@ -177,7 +177,7 @@ KEEP_WRITING = """
         print("up", flush=True)
         for step in range(first, 10**9):
             recorder.step(StepRecord(attempt=recorder.attempt, step=step, time=time.time(), seconds=0.1, tokens=1,
-                                     padded_tokens=1, loss=0.5, extra={"pad": "x" * 2000}))
+                                     padded_tokens=1, loss=0.5, extra=StepExtra(stage="x" * 2000)))
 """
 
 
@@ -263,12 +263,12 @@ def test_the_lock_is_free_again_after_use(run: Run):
 
 FILL_UP = """
     import resource, sys, time
-    from flatout.record import Run, StepRecord
+    from flatout.record import Run, StepExtra, StepRecord
     run = Run.open(sys.argv[1])
     with run.recorder() as recorder:
         def step(number):
             recorder.step(StepRecord(attempt=1, step=number, time=0.0, seconds=0.1, tokens=1, padded_tokens=1,
-                                     loss=0.5, extra={"pad": "x" * 300}))
+                                     loss=0.5, extra=StepExtra(stage="x" * 300)))
         _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
         resource.setrlimit(resource.RLIMIT_FSIZE, (2000, hard))   # writes are cut short, then refused
         for number in range(10):

@@ -131,7 +131,8 @@ def _measured(opened: Opened, asked: Asked, *, quiet: bool) -> list[Score]:
 
 
 def _differences_table(scores: Sequence[Score], differences: Sequence[Difference | None]) -> Table:
-    from flatout.terminal import number, table
+    from flatout.terminal import table
+    from flatout.words import number
 
     drawn = table("Second minus first", "task", "difference", "95 % interval", "n", "McNemar p")
     for score, difference in zip(scores, differences, strict=True):
@@ -144,7 +145,8 @@ def _differences_table(scores: Sequence[Score], differences: Sequence[Difference
 
 
 def _scores_table(opened: Opened, scores: Sequence[Score]) -> Table:
-    from flatout.terminal import interval_text, score_text, table
+    from flatout.terminal import table
+    from flatout.words import interval_text, score_text
 
     at = "" if opened.step is None else f", step {opened.step}"
     rows = table(
@@ -164,7 +166,7 @@ def _scores_table(opened: Opened, scores: Sequence[Score]) -> Table:
 
 def _notes(score: Score) -> list[str]:
     """What a reader of the figure should know besides."""
-    from flatout.terminal import duration, number, percent
+    from flatout.words import duration, number, percent
 
     facts = score.details
     said = []
@@ -208,7 +210,11 @@ def _record(opened: Opened, document: dict[str, Any]) -> None:
     """Into the run's events."""
     if opened.run is None:
         return
+    from flatout.record import event_of, redact
+
     try:
-        opened.run.note("tasks", **document)
+        opened.run.note(event_of("tasks", document, step=opened.step, source="what was measured:"))
     except FlatoutError as error:  # it is being trained, or its disk is full: what was measured is still shown
-        err.print(f"not recorded in the run: {escaped(str(error))}", style="yellow", highlight=False, soft_wrap=True)
+        err.print(
+            f"not recorded in the run: {escaped(redact(str(error)))}", style="yellow", highlight=False, soft_wrap=True
+        )

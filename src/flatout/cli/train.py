@@ -28,7 +28,7 @@ from flatout.errors import INTERRUPTED_EXIT, PREEMPTED_EXIT, UsageError
 
 if TYPE_CHECKING:
     from flatout.config.settings import Settings
-    from flatout.recipes.verdict import Outcome
+    from flatout.record import Outcome
 
 
 def train(

@@ -122,7 +122,8 @@ class Rates:
         """The peak as people read it: 989 TFLOPS bf16 (datasheet)."""
         if not self.peak_flops:
             return "a peak that is not known"
-        words = f"{self.peak_flops / 1e12:.3g} TFLOPS {self.precision or ''}".rstrip()
+        count = f"{self.num_devices} x " if self.num_devices > 1 else ""
+        words = f"{count}{self.peak_flops / 1e12:.3g} TFLOPS {self.precision or ''}".rstrip()
         return f"{words} ({self.peak_source})" if self.peak_source else words
 
     def shares(self, *, tokens: float, seconds: float) -> Shares:

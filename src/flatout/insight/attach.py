@@ -30,7 +30,8 @@ from flatout.files import parse_json, read_bytes, read_json
 from flatout.hardware import Hardware
 from flatout.insight import supervisor
 from flatout.probe import Monitor, describe
-from flatout.record import Recorder, Run, Span, StepRecord, redact, redact_command
+from flatout.record import Recorder, Run, Span, StepExtra, StepRecord, redact, redact_command
+from flatout.record.events import ScriptWatched
 
 _AGENT = Path(__file__).parents[1] / "probe" / "inject"
 _ENDS = supervisor.PASSED_ON - {signal.SIGUSR1, signal.SIGUSR2}
@@ -134,7 +135,8 @@ def watch(command: Sequence[str], *, asked: Asked, run: Run | None = None) -> Wa
             books.read()
             seen = books.facts()
             if recorder is not None and seen is not None:
-                recorder.event("observed", **{**seen, "argv": shlex.join(redact_command(seen["argv"]))})
+                shown = shlex.join(redact_command(seen["argv"]))
+                recorder.event(ScriptWatched(facts={**seen, "argv": shown}))
         stopped = seen is not None and seen["state"] == "stopped"
         return Watched(
             returncode=script.returncode,
@@ -360,7 +362,7 @@ def to_record(step: Mapping[str, Any], *, attempt: int, num_ranks: int = 1) -> S
         loss=step["loss"],
         spans=tuple(Span(phase=phase, seconds=seconds) for phase, seconds in phases.items() if seconds > 0),
         memory=step["memory"],
-        extra={"stage": step["stage"], "lr": step["lr"], "micro_batches": len(micro)},
+        extra=StepExtra(stage=step["stage"], lr=step["lr"], micro_batches=len(micro)),
     )
 
 

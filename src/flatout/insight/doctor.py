@@ -21,7 +21,8 @@ from flatout.insight.diagnose.observed import Observed
 from flatout.insight.diagnose.ranks import straggler
 from flatout.insight.prove import ALL_TOGETHER, Proof, measured, prove
 from flatout.record import Diagnosis, Run, redact, redact_command, redacted
-from flatout.terminal import number, percent, table
+from flatout.terminal import table
+from flatout.words import number, percent
 
 # Fewer timed steps than these are no measurement.
 FEWEST_STEPS = 3
@@ -61,6 +62,14 @@ def main(
 ) -> int:
     """One of the three things there are to look at."""
     out, err = consoles
+    of_run = log is None and bool(what) and Path(what[0]).is_dir()
+    if (proving or "--prove" in what) and (log is not None or of_run):
+        raise UsageError(
+            f"--prove runs a script again with its fixes, and {what[0] if of_run else '--log FILE'} is no script: "
+            "leave --prove out, or give the command as -- python train.py ..."
+        )
+    if of_run and len(what) > 1:
+        raise UsageError(f"{what[0]} is a folder, and {what[1]} follows it: options go before the run folder")
     if log is not None:
         if what:
             raise UsageError("--log FILE takes no command and no run folder beside it")
@@ -68,7 +77,7 @@ def main(
 
         say(logs.diagnose(log, on=on, params=params), console=out, json_to=json_to)
         return 0
-    if len(what) == 1 and Path(what[0]).is_dir():
+    if of_run:
         from flatout.insight.diagnose import runs
 
         run = Run.open(what[0])
@@ -225,11 +234,11 @@ def _print(diagnosis: Diagnosis, *, console: Console, proofs: Sequence[Proof]) -
     if line := limit_line(diagnosis.limit):
         console.print(f"[dim]{escape(line)}[/]", highlight=False, soft_wrap=True)
     for place, finding in enumerate(diagnosis.findings, start=1):
-        share = f"costs {percent(finding.share)}, " if finding.share is not None else ""
-        console.print(
-            f"\n[bold]{place}. {finding.cause}[/]  {share}a fix saves {percent(finding.gain)} ({finding.status})",
-            highlight=False,
-        )
+        facts = [f"costs {percent(finding.share)}"] if finding.share else []
+        if finding.gain is not None:
+            saves = "the fix does not help:" if finding.gain <= 0 and finding.status == "measured" else "a fix saves"
+            facts.append(f"{saves} {percent(finding.gain)} ({finding.status})")
+        console.print(f"\n[bold]{place}. {finding.cause}[/]  {', '.join(facts)}".rstrip(), highlight=False)
         console.print(f"   {escape(redact(finding.sentence))}", highlight=False, soft_wrap=True)
         for line in finding.evidence:
             console.print(f"   [dim]- {escape(redact(line))}[/]", highlight=False, soft_wrap=True)

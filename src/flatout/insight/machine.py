@@ -13,7 +13,7 @@ import psutil
 
 from flatout.cost import GIB
 from flatout.probe import Monitor
-from flatout.terminal import number, percent
+from flatout.words import number, percent
 
 # CPU time and the GPU's activity counters are differences of two looks, at least this far apart.
 LOOK_S = 0.25

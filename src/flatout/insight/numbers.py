@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from flatout.insight.speed import loss_ends
 from flatout.insight.story import Story
 from flatout.record import WARM_STEPS
-from flatout.terminal import duration, number, percent
+from flatout.words import duration, number, percent
 
 # Rows of figures: key, name, value, how it is said, where it comes from.
 _Row = tuple[str, str, float | None, str, str]
@@ -36,16 +35,23 @@ def figure(story: Story, key: str) -> Figure:
 
 
 def _speed_rows(story: Story) -> list[_Row]:
-    speed, unattributed = story.speed, _no_minus_zero(story.speed.unattributed_share)
+    speed = story.speed
     counted = (
         f"steps.jsonl, {speed.steps:,} steps: the first {WARM_STEPS} of each attempt, eval, save and profile apart"
     )
     source = (story.rates and story.rates.peak_source) or "datasheet"  # the only one there was before it was recorded
     peak = f"plan.json, rates (operations per token, {source} peak)"
+    of = f" of {story.peak}" if story.peak and speed.mfu is not None else ""
     padding = 1 - story.tokens / story.padded_tokens if story.padded_tokens else None
     return [
         ("tokens_per_s", "tokens/s", speed.tokens_per_s, number(speed.tokens_per_s), f"tokens ÷ seconds; {counted}"),
-        ("mfu", "MFU, as done", speed.mfu, percent(speed.mfu), f"tokens/s x {peak}; n/a where that is not known"),
+        (
+            "mfu",
+            "MFU, as done",
+            speed.mfu,
+            f"{percent(speed.mfu)}{of}",
+            f"tokens/s x {peak}; n/a where that is not known",
+        ),
         (
             "mfu_common",
             "MFU, 6N + 12LHT",
@@ -65,7 +71,7 @@ def _speed_rows(story: Story) -> list[_Row]:
             "unattributed_share",
             "unattributed",
             speed.unattributed_share,
-            percent(unattributed),
+            percent(speed.unattributed_share),
             "steps.jsonl: 1 - spans ÷ seconds, two clocks compared",
         ),
         ("padding_share", "padding", padding, percent(padding), "steps.jsonl: 1 - tokens ÷ padded_tokens"),
@@ -81,7 +87,7 @@ def _memory_rows(story: Story) -> list[_Row]:
 
 
 def _loss_rows(story: Story) -> list[_Row]:
-    first, last = (number(loss, digits=4) for loss in loss_ends(story.parts))
+    first, last = (number(loss, digits=4) for loss in story.loss_ends)
     found = [evaluation.val_loss for evaluation in story.evaluations]
     began = f"; the first was {number(found[0], digits=4)}" if found else ""
     val = found[-1] if found else None
@@ -89,7 +95,7 @@ def _loss_rows(story: Story) -> list[_Row]:
         (
             "loss",
             "training loss",
-            loss_ends(story.parts)[1],
+            story.loss_ends[1],
             last,
             f"steps.jsonl: mean of the last tenth; the first tenth's was {first}",
         ),
@@ -124,8 +130,3 @@ def _length_rows(story: Story) -> list[_Row]:
         ),
         ("left_s", "time left", story.left_s, left, f"steps left x mean of the last {story.recent.steps} steps"),
     ]
-
-
-def _no_minus_zero(share: float | None) -> float | None:
-    """Two clocks never agree to the last digit, and -0.0 % reads like a fault."""
-    return 0.0 if share is not None and abs(share) < 0.0005 else share

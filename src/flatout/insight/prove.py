@@ -15,7 +15,7 @@ from typing import Any
 from flatout.insight.attach import Asked, Watched, watch
 from flatout.insight.diagnose import ranked
 from flatout.insight.diagnose.observed import Observed, seconds_of
-from flatout.record import Diagnosis, Finding
+from flatout.record import Diagnosis, Finding, redact
 
 ALL_TOGETHER = "all together"
 
@@ -113,7 +113,7 @@ def _proof(cause: str, plain: Sequence[Watched], changed: Sequence[Watched]) -> 
         cause=cause,
         gains=tuple(gains),
         loss_difference=max(differences) if differences else None,
-        problem=problem.splitlines()[-1] if problem else None,
+        problem=redact(problem.splitlines()[-1]) if problem else None,
     )
 
 

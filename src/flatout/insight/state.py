@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import psutil
 
-from flatout.record import Event, StepRecord
-from flatout.terminal import duration
+from flatout.record import Event, Outcome, StepRecord
+from flatout.record.events import AttemptBegan, ScriptWatched
+from flatout.words import duration
 
 # Without a sign of life for this long, a run on another machine is no longer called running.
 SILENT_S = 60.0
@@ -29,27 +30,27 @@ class State:
 
 
 def state_of(
-    attempts: Sequence[Event], outcome: Mapping[str, Any] | None, last: StepRecord | None, *, now: float
+    attempts: Sequence[AttemptBegan], outcome: Outcome | None, last: StepRecord | None, *, now: float
 ) -> State:
     if outcome is not None:
-        return _ended(str(outcome["outcome"]["stopped_by"]))
+        return _ended(outcome.stopped_by)
     if not attempts:
         return State(kind="waiting", sentence="Nothing was recorded yet")
     attempt = attempts[-1]
     seen = max(attempt.time, last.time if last else 0.0)
-    if attempt.data.get("host") == socket.gethostname():
-        if _alive(attempt.data.get("pid"), since=attempt.time):
+    host = attempt.host or "another machine"
+    if host == socket.gethostname():
+        if _alive(attempt.pid, since=attempt.time):
             return State(kind="running", sentence="Running")
         return State(kind="lost", sentence=f"Ended without a last word (killed, or failed) {_ago(now - seen)}")
     if now - seen <= SILENT_S:
-        return State(kind="running", sentence=f"Running on {attempt.data.get('host', 'another machine')}")
-    host = attempt.data.get("host", "another machine")
+        return State(kind="running", sentence=f"Running on {host}")
     return State(kind="silent", sentence=f"No word from {host} since {_ago(now - seen)}")
 
 
 def watched(events: Sequence[Event]) -> State | None:
     """A foreign script under the doctor says no last word; the doctor says what it saw when it is done."""
-    seen = any(event.kind == "observed" for event in events)
+    seen = any(isinstance(event, ScriptWatched) for event in events)
     return State(kind="finished", sentence="Watched by the doctor") if seen else None
 
 
@@ -65,10 +66,10 @@ def _ended(stopped_by: str) -> State:
             return State(kind="stopped", sentence=f"Stopped by {stopped_by}")
 
 
-def _alive(pid: Any, *, since: float) -> bool:
+def _alive(pid: int | None, *, since: float) -> bool:
     """Whether the process still runs; another one that was given its number later does not count."""
     try:
-        return isinstance(pid, int) and psutil.Process(pid).create_time() <= since + 1
+        return pid is not None and psutil.Process(pid).create_time() <= since + 1
     except psutil.Error:
         return False
 

@@ -11,24 +11,45 @@ import time
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from flatout.config.settings import CriteriaSettings
 from flatout.cost import Rates
 from flatout.files import typed
-from flatout.insight.speed import loss_ends, speed_of, speed_of_steps, warm_steps
 from flatout.insight.state import State, state_of, watched
-from flatout.recipes.verdict import Outcome, Speed, Verdict, judge
-from flatout.record import GPU_NUMBERS, Event, Finding, Rollup, Run, StepRecord, redact, redacted
+from flatout.record import (
+    GPU_NUMBERS,
+    Event,
+    Finding,
+    Outcome,
+    Rollup,
+    Run,
+    Speed,
+    StepRecord,
+    Verdict,
+    redact,
+    redacted,
+)
+from flatout.record.events import (
+    AttemptBegan,
+    Ended,
+    Evaluated,
+    PathsActive,
+    Planned,
+    Resumed,
+    Saved,
+    Started,
+    TaskResult,
+    TasksScored,
+)
+from flatout.verdict import judge, loss_ends, peak_words, speed_of, speed_of_steps, warm_up
 
 # Parts a history is drawn from, steps the current speed is averaged over, samples that are read of a long run.
 NUM_PARTS, RECENT_STEPS, NUM_SAMPLES = 240, 20, 400
 # A gain above this share of step time is worth calling a run not good.
 MUCH_GAIN = 0.05
 
-# What is read of a task in a `tasks` event.
-_SCORED = ("task", "metric", "value", "low", "high", "n", "samples")
-
+T = TypeVar("T", bound=Event)
 Grade = Literal["good", "bad", "open"]
 
 
@@ -39,17 +60,10 @@ class Evaluation:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TaskScore:
+class TaskScore(TaskResult):
     """What the model of one step was worth on a task, measured during the run or later by `flatout eval`."""
 
     step: int
-    task: str
-    metric: str
-    value: float
-    low: float | None
-    high: float | None
-    n: int
-    samples: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,7 +146,10 @@ class Story:
     peak_gib: float | None
     total_gib: float | None
     num_non_finite: int
+    recompiled: int  # graphs compiled after the warm-up of the last attempt
+    loss_ends: tuple[float | None, float | None]  # means of the first and the last tenth
     rates: Rates | None
+    peak: str | None  # what MFU is a share of
     criteria: Sequence[Verdict]
     choices: Sequence[Choice]
     active: Mapping[str, str]
@@ -181,40 +198,39 @@ class Story:
         return f"{', '.join(words)}."
 
 
-def tell(run: Run, *, num_parts: int = NUM_PARTS, now: float | None = None) -> Story:
-    """Reads a run folder; `now` is the time to judge signs of life by."""
+def tell(run: Run, *, num_parts: int = NUM_PARTS, now: float | None = None, doctor: bool = True) -> Story:
+    """Reads a run folder; `now` is the time to judge signs of life by, `doctor` whether its findings are read."""
     now = time.time() if now is None else now
-    written = list(run.events())
-    masked = redacted([event.data for event in written])
-    events = [replace(event, data=data) for event, data in zip(written, masked, strict=True)]
-    attempts = [event for event in events if event.kind == "attempt"]
+    events: list[Event] = redacted(list(run.events()))
+    attempts = [event for event in events if isinstance(event, AttemptBegan)]
     current = [event for event in events if not attempts or event.time >= attempts[-1].time]
-    plan = redacted(_last(current, "plan") or run.plan)
+    planned, active = _last(current, Planned), _last(current, PathsActive)
+    plan = planned.facts if planned else redacted(run.plan)
     rates = Rates.from_json(plan["rates"]) if "rates" in plan else None
     latest = run.latest_rollups()
     recent = run.recent_steps(RECENT_STEPS, latest=latest)
-    speed = speed_of(latest, rates=rates, warm=warm_steps(run, latest))
-    config, diagnosis = redacted(run.config), run.diagnosis
+    config, hardware, diagnosis = redacted(run.config), redacted(run.hardware), run.diagnosis if doctor else None
     memory = [part.memory for part in latest]
     samples = list(run.samples(at_most=NUM_SAMPLES))
-    start, outcome = _last(events, "start"), _last(current, "end")
-    total_steps = start.get("total_steps") if start else plan.get("job", {}).get("steps")
+    start, ended = _last(events, Started), _last(current, Ended)
+    total_steps = start.total_steps if start else plan.get("job", {}).get("steps")
     num_steps = latest[-1].last_step + 1 if latest else 0
     now_speed = speed_of_steps(recent, rates=rates)
     story = Story(
         name=redact(run.path.resolve().name),
         path=redact(str(run.path)),
         recipe=config.get("recipe"),
-        state=watched(current) or state_of(attempts, outcome, recent[-1] if recent else None, now=now),
+        state=watched(current)
+        or state_of(attempts, ended.outcome if ended else None, recent[-1] if recent else None, now=now),
         num_attempts=len(attempts),
         num_steps=num_steps,
         total_steps=total_steps,
         tokens=sum(part.tokens for part in latest),
         padded_tokens=sum(part.padded_tokens for part in latest),
         seconds=sum(part.seconds for part in latest),
-        speed=speed,
+        speed=speed_of(run, latest, rates=rates),
         recent=now_speed,
-        left_s=_left(num_steps, total_steps, now_speed, over=outcome is not None),
+        left_s=_left(num_steps, total_steps, now_speed, over=ended is not None),
         last=recent[-1] if recent else None,
         parts=run.history(at_most=num_parts, latest=latest),
         evaluations=_evaluations(events),
@@ -223,10 +239,13 @@ def tell(run: Run, *, num_parts: int = NUM_PARTS, now: float | None = None) -> S
         peak_gib=max((row["peak_gib"] for row in memory if "peak_gib" in row), default=None),
         total_gib=max((row["total_gib"] for row in memory if "total_gib" in row), default=None),
         num_non_finite=sum(part.num_non_finite for part in latest),
+        recompiled=_recompiled(warm_up(run, latest), recent),
+        loss_ends=loss_ends(run, latest),
         rates=rates,
+        peak=peak_words(rates, hardware),
         criteria=(),
-        choices=_choices(plan, _last(current, "active") or {}),
-        active=_last(current, "active") or {},
+        choices=_choices(plan, active.facts if active else {}),
+        active=active.facts if active else {},
         forecasts=(),
         memory_parts=plan.get("predicted", {}).get("memory_gib", {}),
         gpus=_gpus(samples),
@@ -234,18 +253,18 @@ def tell(run: Run, *, num_parts: int = NUM_PARTS, now: float | None = None) -> S
         last_sample=run.last_sample(),
         ranks=[_rank(run, rank) for rank in run.ranks()] if len(run.ranks()) > 1 else (),
         events=events,
-        host=attempts[-1].data.get("host") if attempts else None,
+        host=attempts[-1].host if attempts else None,
         verdict=redact(diagnosis.verdict) if diagnosis else None,
         limit=redacted(diagnosis.limit) if diagnosis else {},
         findings=[_redacted_finding(finding) for finding in diagnosis.findings] if diagnosis else (),
         config_text=redact(run.config_text),
         config=config,
         plan=plan,
-        hardware=redacted(run.hardware),
+        hardware=hardware,
         environment=redacted(run.environment),
         told_at=now,
     )
-    return replace(story, criteria=_criteria(story, outcome), forecasts=_forecasts(story))
+    return replace(story, criteria=_criteria(story, ended), forecasts=_forecasts(story))
 
 
 def _phases(parts: Iterable[Rollup]) -> list[Phase]:
@@ -260,14 +279,20 @@ def _phases(parts: Iterable[Rollup]) -> list[Phase]:
     return [Phase(name=name, seconds=seconds, share=seconds / total) for name, seconds in spans.items() if total]
 
 
+def _recompiled(warm: Iterable[StepRecord], recent: Sequence[StepRecord]) -> int:
+    then = [step.extra.graphs for step in warm if recent and step.attempt == recent[-1].attempt]
+    now = recent[-1].extra.graphs if recent else None
+    return 0 if now is None or not then or then[-1] is None else max(0, now - then[-1])
+
+
 def _evaluations(events: Iterable[Event]) -> list[Evaluation]:
     """What led to the weights as they are now: a resumed run forgets what came after the step it went back to."""
     found: dict[int, Evaluation] = {}
     for event in events:
-        if event.kind == "resume" and event.step is not None:
+        if isinstance(event, Resumed) and event.step is not None:
             found = {step: evaluation for step, evaluation in found.items() if step <= event.step}
-        if event.kind == "eval" and event.step is not None:
-            found[event.step] = Evaluation(step=event.step, val_loss=float(event.data["val_loss"]))
+        if isinstance(event, Evaluated) and event.step is not None:
+            found[event.step] = Evaluation(step=event.step, val_loss=event.val_loss)
     return [found[step] for step in sorted(found)]
 
 
@@ -276,30 +301,30 @@ def _tasks(events: Iterable[Event]) -> list[TaskScore]:
     found: dict[tuple[str, int, int, int], TaskScore] = {}
     specs: dict[str, set[str]] = defaultdict(set)
     for event in events:
-        if event.kind == "resume" and event.step is not None:
+        if isinstance(event, Resumed) and event.step is not None:
             found = {key: score for key, score in found.items() if score.step <= event.step}
-        if event.kind == "tasks" and event.step is not None:
-            for task in event.data["tasks"]:
-                score = TaskScore(step=event.step, **{name: task[name] for name in _SCORED})
-                found[task["spec"], score.step, score.n, score.samples] = score
-                specs[score.task].add(task["spec"])
+        if isinstance(event, TasksScored) and event.step is not None:
+            for task in event.tasks:
+                found[task.spec, event.step, task.n, task.samples] = TaskScore(step=event.step, **vars(task))
+                specs[task.task].add(task.spec)
     # Two files of one kind are told apart by all of their spec.
     return [
         replace(found[key], task=key[0]) if len(specs[found[key].task]) > 1 else found[key] for key in sorted(found)
     ]
 
 
-def _criteria(story: Story, outcome: Mapping[str, Any] | None) -> list[Verdict]:
+def _criteria(story: Story, ended: Ended | None) -> Sequence[Verdict]:
     """The verdict the run ended with; before its end, how it stands so far."""
-    if outcome is not None:
-        return [Verdict(**verdict) for verdict in outcome["verdicts"]]
+    if ended is not None:
+        return ended.verdicts
     known = {field.name for field in fields(CriteriaSettings)}
     wanted = {name: value for name, value in story.config.get("criteria", {}).items() if name in known}
     if not wanted or not story.num_steps:
         return []
     busy = [(part.utilisation["gpu"], part.num_steps) for part in story.parts if "gpu" in part.utilisation]
-    first, last = loss_ends(story.parts)
+    first, last = story.loss_ends
     so_far = Outcome(
+        stopped_by="",
         steps=story.num_steps,
         tokens=story.tokens,
         hours=story.seconds / 3600,
@@ -310,7 +335,7 @@ def _criteria(story: Story, outcome: Mapping[str, Any] | None) -> list[Verdict]:
         peak_gib=story.peak_gib,
         memory_share=story.memory_share,
         utilisation=sum(v * n for v, n in busy) / sum(n for _, n in busy) if busy else None,
-        saves=sum(event.kind == "save" for event in story.events),
+        saves=sum(isinstance(event, Saved) for event in story.events),
     )
     return judge(typed(CriteriaSettings, wanted, source=f"{story.path}/config.json, section criteria,"), so_far)
 
@@ -363,7 +388,7 @@ def _gpu(index: int, rows: Sequence[Mapping[str, Any]]) -> Gpu:
 
 def _rank(run: Run, rank: int) -> Rank:
     parts = run.latest_rollups(rank=rank)
-    speed = speed_of(parts, rates=None, warm=warm_steps(run, parts, rank=rank))
+    speed = speed_of(run, parts, rates=None, rank=rank)
     peaks = [part.memory["peak_gib"] for part in parts if "peak_gib" in part.memory]
     return Rank(
         rank=rank,
@@ -385,8 +410,8 @@ def _left(num_steps: int, total: int | None, speed: Speed, *, over: bool) -> flo
     return max(0, total - num_steps) * speed.step_s
 
 
-def _last(events: Sequence[Event], kind: str) -> Mapping[str, Any] | None:
-    return next((event.data for event in reversed(events) if event.kind == kind), None)
+def _last(events: Sequence[Event], kind: type[T]) -> T | None:
+    return next((event for event in reversed(events) if isinstance(event, kind)), None)
 
 
 def _broken(loss: float | None) -> bool:

@@ -18,13 +18,15 @@ from rich.table import Table
 from rich.text import Text
 
 from flatout.errors import UsageError
-from flatout.insight import hints, numbers
+from flatout.insight import numbers
 from flatout.insight.clean import clean
+from flatout.insight.diagnose.runs import findings_of
 from flatout.insight.machine import LOOK_S, Looking, Machine, looking
 from flatout.insight.report.plain import to_json
 from flatout.insight.story import Story, TaskScore, tell
 from flatout.record import Run
-from flatout.terminal import duration, interval_text, number, percent, score_text, table
+from flatout.terminal import table
+from flatout.words import duration, interval_text, number, percent, score_text
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 # Where the story of a run is told in full elsewhere; a look needs less.
@@ -124,9 +126,9 @@ def run_view(story: Story, *, unicode: bool = True) -> RenderableType:
     for name, said in _rows(story, unicode=unicode).items():
         rows.add_row(name, Text(said))
     parts: list[RenderableType] = [head, rows]
-    for finding in hints.findings(story)[:4]:
+    for finding in findings_of(story)[:4]:
         gain = "" if finding.gain is None else f" (gain {percent(finding.gain)}, {finding.status})"
-        parts.append(Text(f"! {clean(finding.sentence)}{gain} {clean(finding.fix)}", style="yellow"))
+        parts.append(Text(f"! {clean(finding.sentence)}{gain} -> {clean(finding.fix)}", style="yellow"))
     if story.last_sample and story.state.kind == "running" and story.host != socket.gethostname():
         parts.append(machine_view(Machine(sample=story.last_sample), title=clean(story.host)))
     return Group(*parts)
@@ -145,8 +147,8 @@ def _rows(story: Story, *, unicode: bool) -> dict[str, str]:
     return {
         "loss": f"{_loss(story)}, validation {number(val, digits=4)}, lr {_lr(story)}{drawn}",
         **({"tasks": _tasks(story)} if story.tasks else {}),
-        "speed": f"{_speed(story)}, {number(story.recent.step_s, unit=' s')} a step",
-        "MFU": f"{percent(story.recent.mfu)} as done, {percent(story.recent.mfu_common)} by 6N + 12LHT",
+        "speed": _speed(story),
+        "MFU": f"{numbers.figure(story, 'mfu').text} as done, {percent(story.speed.mfu_common)} by 6N + 12LHT",
         "memory": numbers.figure(story, "peak_gib").text + " at the peak",
         "phases": "  ".join(f"{clean(phase.name)} {100 * phase.share:.1f}%" for phase in phases) or "n/a",
         "criteria": story.judged,
@@ -161,9 +163,9 @@ def line(story: Story) -> str:
         f"loss {_loss(story)}",
         f"lr {_lr(story)}",
         _speed(story),
-        f"MFU {percent(story.recent.mfu)}",
+        f"MFU {numbers.figure(story, 'mfu').text}",
         f"mem {numbers.figure(story, 'peak_gib').text}",
-        *(f"! {clean(finding.sentence)}" for finding in hints.findings(story)[:1]),
+        *(f"! {clean(finding.sentence)}" for finding in findings_of(story)[:1]),
     ]
     return "  ".join(parts)
 
@@ -225,15 +227,20 @@ def _tasks(story: Story) -> str:
         first, last = scores[0], scores[-1]
         began = f"{score_text(first.metric, first.value)} -> " if first is not last else ""
         span = interval_text(last.metric, last.low, last.high, brackets=True)
-        said.append(f"{clean(task)} {began}{score_text(last.metric, last.value)}{span} at step {last.step:,}")
+        value = f"{began}{score_text(last.metric, last.value)}{span}{last.ungraded}"
+        said.append(f"{clean(task)} {clean(last.metric)} {value} at step {last.step:,}")
     return "  ".join(said)
 
 
 def _lr(story: Story) -> str:
-    lr = story.last.extra.get("lr") if story.last else None
-    return f"{lr:.2e}" if isinstance(lr, int | float) else "n/a"
+    lr = story.last.extra.lr if story.last else None
+    return "n/a" if lr is None else f"{lr:.2e}"
 
 
 def _speed(story: Story) -> str:
-    a_second = None if not story.recent.step_s else 1 / story.recent.step_s
-    return f"{number(story.recent.tokens_per_s)} tok/s, {number(a_second)} it/s"
+    """Of the whole run; while it goes on, also of its last steps."""
+    speed, recent = story.speed, story.recent
+    now = "" if story.state.over else f" (last {recent.steps} steps: {number(recent.tokens_per_s)} tok/s)"
+    a_second = None if not speed.step_s else 1 / speed.step_s
+    whole = f"{number(speed.tokens_per_s)} tok/s, {number(a_second)} it/s, {number(speed.step_s, unit=' s')} a step"
+    return f"{whole}{now}"

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from flatout.config.settings import Settings
-    from flatout.recipes.verdict import Outcome
-    from flatout.record import Sink
+    from flatout.record import Outcome, Sink
 
 
 def run(settings: Settings, *, folder: Path, resume: bool = False, sinks: Sequence[Sink] = ()) -> Outcome:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 
 from flatout.config.settings import Settings
@@ -13,8 +12,8 @@ from flatout.recipes.material import OpenMaterial
 from flatout.recipes.session import Session
 from flatout.recipes.setup import Training, set_up
 from flatout.recipes.validation import every
-from flatout.recipes.verdict import Outcome, judge
-from flatout.record import Sink
+from flatout.record import Outcome, Sink, events
+from flatout.verdict import judge
 
 # A loader worker is added when more than this share of the time is spent waiting for data, checked this often.
 WAIT_SHARE, WAIT_STEPS = 0.02, 20
@@ -74,7 +73,7 @@ def _loop(training: Training) -> Outcome:
 
     ledger.write(engine.finished(all=True))
     if (left_out := training.facts.summary()) != training.left_out:  # a stream knows more at its end
-        session.recorder.event("notice", text=f"not learnt from: {left_out}")
+        session.recorder.event(events.Notice(text=f"not learnt from: {left_out}"))
     return _finish(training, step, stopped_by)
 
 
@@ -103,17 +102,17 @@ def _take_less_memory(training: Training, step: int, error: OutOfMemory) -> None
     if error.recorded:
         training.batches.again(step)
         how = "from here on it runs without CUDA graphs"
-        record.event("notice", text=f"step {step} ran out of memory ({error}): {how}")
+        record.event(events.Notice(text=f"step {step} ran out of memory ({error}): {how}"))
     else:
         before, after = training.batches.shrink(step, cause=error)
-        record.event("oom", step=step, micro_batch=before, now=after, error=str(error))
+        record.event(events.MemoryRanOut(step=step, micro_batch=before, now=after, error=str(error)))
 
 
 def _feed_more(training: Training, step: int) -> None:
     """Adds a loader worker if the device has waited for data since the last check."""
     share, limit = training.ledger.data_share_since_last(), (training.hardware.num_cpus or 1) // training.ranks.world
     if share is not None and share > WAIT_SHARE and (workers := training.batches.feed_more(limit=limit)):
-        training.session.recorder.event("workers", step=step, workers=workers, data_share=share)
+        training.session.recorder.event(events.WorkerAdded(step=step, workers=workers, data_share=share))
 
 
 def _finish(training: Training, step: int, stopped_by: str) -> Outcome:
@@ -130,6 +129,6 @@ def _finish(training: Training, step: int, stopped_by: str) -> Outcome:
             "Fix that, then continue with --resume"
         )
     outcome = training.ledger.outcome(steps=step, stopped_by=stopped_by or "end", saved_step=saving.step)
-    verdicts = [asdict(verdict) for verdict in judge(settings.criteria, outcome)]
-    training.session.recorder.event("end", step=step, outcome=outcome.to_json(), verdicts=verdicts)
+    verdicts = tuple(judge(settings.criteria, outcome))
+    training.session.recorder.event(events.Ended(step=step, outcome=outcome, verdicts=verdicts))
     return outcome

@@ -14,8 +14,7 @@ from flatout.recipes.batches import Streamed
 from flatout.recipes.loop import train
 from flatout.recipes.material import Material
 from flatout.recipes.validation import validation_batches
-from flatout.recipes.verdict import Outcome
-from flatout.record import Sink
+from flatout.record import Outcome, Sink
 
 
 def run(settings: Settings, *, folder: Path, resume: bool = False, sinks: Sequence[Sink] = ()) -> Outcome:

@@ -6,6 +6,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from flatout.recipes.session import Session
+from flatout.record.events import Profiled
 
 
 class Profile:
@@ -48,7 +49,7 @@ class Profile:
         key = "self_device_time_total" if cuda else "self_cpu_time_total"
         table = traced.key_averages().table(sort_by=key, row_limit=60, max_name_column_width=80)
         kernels.write_text(table)
-        self.session.recorder.event("profile", step=step, folder=str(folder))
+        self.session.recorder.event(Profiled(step=step, folder=str(folder)))
 
     def __enter__(self) -> Profile:
         return self

@@ -20,6 +20,7 @@ from flatout.engine.step import Engine
 from flatout.evaluate import chosen, evaluate
 from flatout.model import Model
 from flatout.recipes.session import Session
+from flatout.record.events import TaskResult, TasksScored
 from flatout.sample import Sampling, sampler_of
 from flatout.tasks import open_task
 
@@ -83,14 +84,15 @@ class Questions:
         if on_gpu:
             torch.cuda.empty_cache()
         self.session.recorder.event(
-            "tasks",
-            step=step,
-            temperature=self.sampling.temperature,
-            max_tokens=self.sampling.max_tokens,
-            samples=1,
-            limit=self.limit,
-            template=self.tokenizer.has_template,
-            tasks=[score.brief() for score in scores],
+            TasksScored(
+                step=step,
+                temperature=self.sampling.temperature,
+                max_tokens=self.sampling.max_tokens,
+                samples=1,
+                limit=self.limit,
+                template=self.tokenizer.has_template,
+                tasks=tuple(TaskResult(**score.brief()) for score in scores),
+            )
         )
         values = [score.value for score in scores if score.metric != "perplexity"]
         return repr(sum(values) / len(values)) if values else ""

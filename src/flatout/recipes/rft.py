@@ -21,8 +21,7 @@ from flatout.recipes.sealed import Seals
 from flatout.recipes.session import begun, open_session
 from flatout.recipes.setup import plan_for
 from flatout.recipes.stages import Asked, Stages, alone, by_question, nothing_trained, total
-from flatout.recipes.verdict import Outcome
-from flatout.record import Sink
+from flatout.record import Outcome, Sink, events
 
 
 def run(
@@ -44,7 +43,7 @@ def run(
         seals = Seals(
             root=session.run.path,
             run=session.run.id,
-            tell=lambda text: session.recorder.event("notice", text=text),
+            tell=lambda text: session.recorder.event(events.Notice(text=text)),
         )
         stages = Stages(settings=settings, asked=asked, plan=plan, session=session, resume=resume, seals=seals)
         for written_into in (session.run.path, session.run.samples_dir, *session.run.samples_dir.glob("round-*/")):

@@ -24,6 +24,8 @@ from flatout.data.tokenizer import Tokenizer
 from flatout.engine.faults import is_out_of_memory
 from flatout.errors import RunFailed, UsageError
 from flatout.recipes.sealed import Seals
+from flatout.record import Event
+from flatout.record.events import RowsHalved, SamplingProgress
 from flatout.sample import Completion, Sampler, Sampling, prompt_ids, text_of
 from flatout.tasks import Graded, Grader, Task
 
@@ -34,11 +36,11 @@ PROGRESS_S = 5.0
 END = "</answer>"
 
 T = TypeVar("T")
-# (kind, facts): an event for the record
-Tell = Callable[..., None]
+# An event for the record.
+Tell = Callable[[Event], None]
 
 
-def _untold(kind: str, **data: Any) -> None:
+def _untold(event: Event) -> None:
     """Where nobody keeps a record."""
 
 
@@ -187,7 +189,7 @@ class Fitting:
             self._sampler = None
             free_memory()
             self.rows //= 2
-            self.tell("rows", rows=2 * self.rows, now=self.rows, error=said)
+            self.tell(RowsHalved(rows=2 * self.rows, now=self.rows, error=said))
 
 
 def free_memory() -> None:
@@ -375,14 +377,15 @@ class _Progress:
         took, done, here = self.told - self.began, self.total.questions + self.settled, self.fresh + self.settled
         sofar = self.total + self.chunk
         self.of.tell(
-            "sampling",
-            questions=done,
-            of=self.questions,
-            samples=self.total.samples + self.samples,
-            kept=sofar.kept,
-            success_rate=sofar.success_rate,
-            tokens_per_s=self.tokens / took if took and self.tokens else None,
-            left_s=took / here * (self.questions - done) if here else None,
-            rows=self.of.fitting.rows,
-            memory=dict(self.of.memory()),
+            SamplingProgress(
+                questions=done,
+                of=self.questions,
+                samples=self.total.samples + self.samples,
+                kept=sofar.kept,
+                success_rate=sofar.success_rate,
+                tokens_per_s=self.tokens / took if took and self.tokens else None,
+                left_s=took / here * (self.questions - done) if here else None,
+                rows=self.of.fitting.rows,
+                memory=dict(self.of.memory()),
+            )
         )

@@ -16,6 +16,7 @@ from flatout.engine.step import Engine
 from flatout.engine.trained import check_tokenizer, tokenizer_fingerprint
 from flatout.errors import EnvironmentLacks, RunFailed, UsageError
 from flatout.recipes.session import Ledger, Session, identity_of
+from flatout.record import events
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,11 +125,13 @@ class Saving:
         """The newest whole checkpoint; None if the run never saved one."""
         checkpoint, problems = self.checkpoints.latest()
         for problem in problems:
-            self.session.recorder.event("bad-checkpoint", text=problem)
+            self.session.recorder.event(events.BadCheckpoint(text=problem))
         if checkpoint is None:
             if problems:
                 raise RunFailed("no checkpoint of this run can be trusted: " + "; ".join(problems))
-            self.session.recorder.event("notice", text="the run had saved nothing yet: it starts from the beginning")
+            self.session.recorder.event(
+                events.Notice(text="the run had saved nothing yet: it starts from the beginning")
+            )
         elif not checkpoint.resumable:
             raise UsageError(f"{checkpoint.folder} holds weights only (save.weights_only): it cannot be resumed")
         return checkpoint
@@ -141,7 +144,7 @@ class Saving:
         ledger.tokens, ledger.seconds, ledger.saves = state.tokens, state.seconds, state.saves
         ledger.val_losses, ledger.task_scores = state.val_losses, state.task_scores
         ledger.remember(self.session.run.latest_steps(), before_step=checkpoint.step)
-        self.session.recorder.event("resume", step=checkpoint.step, checkpoint=checkpoint.folder.name)
+        self.session.recorder.event(events.Resumed(step=checkpoint.step, checkpoint=checkpoint.folder.name))
         self.step = checkpoint.step
         return checkpoint.step
 
@@ -151,9 +154,11 @@ class Saving:
             try:
                 self.checkpoints.mark_best(step)
             except OSError as error:
-                self.session.recorder.event("save-failed", step=step, error=str(error))
+                self.session.recorder.event(events.SaveFailed(step=step, error=str(error)))
             else:
-                self.session.recorder.event("best", step=step, **found)
+                self.session.recorder.event(
+                    events.BestKept(step=step, val_loss=found.get("val_loss"), task_score=found.get("task_score"))
+                )
 
     def save(self, step: int) -> bool:
         """Saves on the first rank while the others wait. One that fails, as on a full disk, is told and survived."""
@@ -176,9 +181,9 @@ class Saving:
                 path = self.checkpoints.save(step, model=engine.model, optimizer=optimizer, state=asdict(state))
             except OSError as error:
                 self.failed, failed = error.strerror or str(error), True
-                self.session.recorder.event("save-failed", step=step, error=str(error))
+                self.session.recorder.event(events.SaveFailed(step=step, error=str(error)))
             else:
-                self.session.recorder.event("save", step=step, checkpoint=path.name)
+                self.session.recorder.event(events.Saved(step=step, checkpoint=path.name))
         if self.ranks.any(failed):
             return False
         ledger.saves += 1

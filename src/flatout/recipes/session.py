@@ -25,8 +25,9 @@ from flatout.engine.step import StepFacts
 from flatout.files import inside
 from flatout.plan import Plan, compile_break_even
 from flatout.probe import Monitor, describe
-from flatout.recipes.verdict import LossTrend, Outcome, Speedometer
-from flatout.record import WARM_STEPS, Recorder, Run, Sink, StepRecord
+from flatout.record import WARM_STEPS, Outcome, Recorder, Run, Sink, StepExtra, StepRecord
+from flatout.record.events import Compiled, Notice, UpdateSkipped
+from flatout.verdict import LossTrend, Speedometer
 
 # Steps between collections of Python garbage when the plan takes them out of Python's hands.
 GC_STEPS = 500
@@ -80,9 +81,8 @@ def open_session(
                     )
                 recorder = stack.enter_context(run.recorder(sinks=[*sinks, *_trackers(settings, run, plan, config)]))
                 if restarted:
-                    recorder.event(
-                        "notice", text=f"{folder} was not whole when the run was stopped: it starts from the beginning"
-                    )
+                    text = f"{folder} was not whole when the run was stopped: it starts from the beginning"
+                    recorder.event(Notice(text=text))
         attempt = ranks.agree(str(recorder.attempt) if ranks.first else "")
         if not ranks.first:
             run = Run.open(folder)
@@ -124,13 +124,15 @@ class Ledger:
 
     def write(self, finished: Iterable[StepFacts]) -> None:
         for facts in finished:
-            extra: dict[str, Any] = {"lr": facts.lr, "grad_norm": facts.grad_norm, "targets": facts.target_tokens}
-            if facts.skipped:
-                extra["skipped"] = True
-            if facts.loss_scale is not None:
-                extra["loss_scale"] = facts.loss_scale
-            if self.active.compile != "none":
-                extra["graphs"] = recompiles()
+            extra = StepExtra(
+                lr=facts.lr,
+                grad_norm=facts.grad_norm,
+                targets=facts.target_tokens,
+                skipped=facts.skipped,
+                loss_scale=facts.loss_scale,
+                graphs=recompiles() if self.active.compile != "none" else None,
+                metrics=facts.metrics,
+            )
             utilisation = self.session.monitor.utilisation()
             record = StepRecord(
                 attempt=self.session.recorder.attempt,
@@ -156,7 +158,7 @@ class Ledger:
             if facts.step % GC_STEPS == GC_STEPS - 1 and not gc.isenabled():
                 gc.collect()
             if self.skips.see(step=facts.step, loss=facts.loss, grad_norm=facts.grad_norm):
-                self.session.recorder.event("skipped", step=facts.step, loss=facts.loss, grad_norm=facts.grad_norm)
+                self.session.recorder.event(UpdateSkipped(step=facts.step, loss=facts.loss, grad_norm=facts.grad_norm))
 
     def _compile_payback(self, record: StepRecord) -> None:
         """Says once what compiling took, from the first steps, and from which step on it has paid."""
@@ -166,13 +168,16 @@ class Ledger:
         if len(self._early) > WARM_STEPS:
             took = max(0.0, self._early[0] - self._early[-1])
             paid = compile_break_even(self.plan.job, precision=self.plan.decisions.precision, compile_s=took)
-            self.session.recorder.event("compile", step=record.step, seconds=took, break_even=paid)
+            self.session.recorder.event(Compiled(step=record.step, seconds=took, break_even=paid))
 
     def remember(self, steps: Iterable[StepRecord], *, before_step: int) -> None:
         """Takes in what earlier attempts recorded, so that the run is judged as a whole."""
         for record in steps:
-            if record.step < before_step and record.loss is not None:
-                self.trend.see(record.loss)
+            if record.step < before_step:
+                self.speed.see(record)
+                if record.loss is not None:
+                    self.trend.see(record.loss)
+        self._looked = (self.speed.data, self.speed.seconds)
 
     def data_share_since_last(self) -> float | None:
         """Share of the time spent waiting for data since this was last asked."""

@@ -35,7 +35,7 @@ from flatout.recipes.questions import Questions, check_tasks
 from flatout.recipes.saving import Saving
 from flatout.recipes.session import Ledger, Session, begun, open_session
 from flatout.recipes.validation import Validation
-from flatout.record import Run, Sink
+from flatout.record import Run, Sink, events
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -253,7 +253,7 @@ def build_engine(
     """The model with its weights, prepared for this device, and the optimizer that trains it."""
 
     def note(text: str) -> None:
-        session.recorder.event("notice", text=text)
+        session.recorder.event(events.Notice(text=text))
 
     model = build_model(settings, plan, active, note=note)
     head_loss, eight = prepare(
@@ -338,10 +338,11 @@ def with_found_micro_batch(
         trials = search.search(engine, plan, ranks, lambda size: material.source.rehearsal(ranks, micro_batch=size))
         source = "measured here"
         session.recorder.event(
-            "micro_batch",
-            trials=[asdict(trial) for trial in trials],
-            seconds=time.perf_counter() - began,
-            compile_seconds=sum(trial.first_s for trial in trials),
+            events.MicroBatchSearched(
+                trials=tuple(events.Trial(**asdict(trial)) for trial in trials),
+                seconds=time.perf_counter() - began,
+                compile_seconds=sum(trial.first_s for trial in trials),
+            )
         )
         if ranks.first:
             search.remember(folder, key, trials)
@@ -370,19 +371,19 @@ def introduce(
     for name, value in asdict(plan.decisions).items():
         if name in begun and begun[name] != value:
             text = f"this run began with plan.{name} {begun[name]} and goes on with {value}: not bit for bit the same"
-            record.event("notice", text=text)
-    record.event("hardware", **hardware.to_json())
+            record.event(events.Notice(text=text))
+    record.event(events.HardwareFound(facts=hardware.to_json()))
     described = facts.describe()
-    record.event("data", **described)
+    record.event(events.DataOpened(**described))
     if left_out := str(described["left_out"]):
-        record.event("notice", text=f"not learnt from: {left_out}")
-    record.event("plan", **plan.to_json())
-    record.event("active", **dict[str, Any](active.facts))
+        record.event(events.Notice(text=f"not learnt from: {left_out}"))
+    record.event(events.Planned(facts=plan.to_json()))
+    record.event(events.PathsActive(facts=active.facts))
     if ranks.world == 1 and hardware.num_gpus > 1:
-        record.event(
-            "notice",
-            text=f"this machine has {hardware.num_gpus} GPUs and this run uses one; to use all: "
-            f"torchrun --nproc-per-node {hardware.num_gpus} -m flatout train ...",
+        text = (
+            f"this machine has {hardware.num_gpus} GPUs and this run uses one; to use all: "
+            f"torchrun --nproc-per-node {hardware.num_gpus} -m flatout train ..."
         )
-    record.event("start", folder=str(session.run.path), total_steps=total_steps)
+        record.event(events.Notice(text=text))
+    record.event(events.Started(folder=str(session.run.path), total_steps=total_steps))
     return left_out

@@ -20,8 +20,7 @@ from flatout.recipes.loop import train
 from flatout.recipes.material import Material
 from flatout.recipes.session import Session
 from flatout.recipes.validation import held_out
-from flatout.recipes.verdict import Outcome
-from flatout.record import Sink
+from flatout.record import Outcome, Sink
 
 
 def run(

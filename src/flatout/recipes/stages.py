@@ -38,8 +38,7 @@ from flatout.recipes import sft
 from flatout.recipes.sampling import Chunk, Counts, Fitting, Kept, Sampled, Stopped, free_memory
 from flatout.recipes.sealed import Seals, seal_of, unwritable
 from flatout.recipes.session import Session, device_memory, identity_of
-from flatout.recipes.verdict import Outcome, Speed
-from flatout.record import Run
+from flatout.record import Outcome, Run, Speed, events
 from flatout.sample import Sampler, Sampling, plain_prompt, sampler_of, stop_texts
 from flatout.tasks import Messages, Task, Texts, Worked, asking, open_task
 
@@ -158,7 +157,7 @@ class Stages:
         identity = identity_of(how=how, weights=model.checksum or weights_of(name))
         self.seals.write(path, score.to_json() | {"identity": identity})
         brief = {key: value for key, value in score.to_json().items() if key not in ("indices", "rewards")}
-        self.session.recorder.event("score", round=number, **brief)
+        self.session.recorder.event(events.StudentScored(round=number, **brief))
         self._leave_if_asked()
         return score
 
@@ -185,16 +184,17 @@ class Stages:
         )
         fitting = self._fitting(model)
         session.recorder.event(
-            "sample",
-            round=number,
-            task=self.asked.sampled,
-            questions=len(self.asked.questions),
-            oversample=rft.oversample,
-            adaptive=rft.adaptive,
-            temperature=sampling.temperature,
-            model=name,
-            on=model.where,
-            rows=fitting.rows,
+            events.SamplingBegan(
+                round=number,
+                task=self.asked.sampled,
+                questions=len(self.asked.questions),
+                oversample=rft.oversample,
+                adaptive=rft.adaptive,
+                temperature=sampling.temperature,
+                model=name,
+                on=model.where,
+                rows=fitting.rows,
+            )
         )
         device = model.model.head_weight.device
         return Sampled(
@@ -224,7 +224,7 @@ class Stages:
             for one in kept
         )
         self.seals.write_rows(path, "".join(json.dumps(one) + "\n" for one in rows))
-        self.session.recorder.event("dataset", round=number, path=str(path), **counts.to_json())
+        self.session.recorder.event(events.DatasetMade(round=number, path=str(path), **counts.to_json()))
         if len(kept) < least:
             raise RunFailed(
                 f"too little to learn from: {counts.solved} of {counts.questions} questions solved in {counts.samples} "
@@ -255,15 +255,16 @@ class Stages:
         before, after = scores[0], scores[-1]
         difference = compare(before, after)
         self.session.recorder.event(
-            "rft",
-            task=self.asked.measured,
-            n=after.n,
-            accuracy=[score.value for score in scores],
-            intervals=[[score.low, score.high] for score in scores],
-            answered=[score.details["answered"] for score in scores],
-            difference=None if difference is None else asdict(difference),
-            dataset=counts.to_json(),
-            seconds=seconds,
+            events.StudentJudged(
+                task=self.asked.measured,
+                n=after.n,
+                accuracy=tuple(score.value for score in scores),
+                intervals=tuple((score.low, score.high) for score in scores),
+                answered=tuple(score.details["answered"] for score in scores),
+                difference=None if difference is None else events.Gain(**asdict(difference)),
+                dataset=counts.to_json(),
+                seconds=seconds,
+            )
         )
 
     def _teach(self, folder: Path) -> Outcome:
@@ -284,9 +285,8 @@ class Stages:
             lr=rft.teach_lr or settings.train.lr,
             warmup_steps=min(settings.train.warmup_steps, rft.teach_steps // 2),
         )
-        self.session.recorder.event(
-            "notice", text=f"taught the solutions of {rft.teach}: {train.steps} steps in {folder}"
-        )
+        text = f"taught the solutions of {rft.teach}: {train.steps} steps in {folder}"
+        self.session.recorder.event(events.Notice(text=text))
         alike = as_sft(settings, student=None, rows=path)
         return self._stage(replace(alike, train=train, lora=LoraSettings()), folder)
 
@@ -303,12 +303,13 @@ class Stages:
         self._clear_unborn(folder)
         outcome = sft.run(quiet, folder=folder, resume=Run.is_at(folder))
         self.session.recorder.event(
-            "stage",
-            folder=str(folder),
-            steps=outcome.steps,
-            seconds=outcome.hours * 3600,
-            loss=outcome.loss_last_tenth,
-            val_loss=outcome.val_losses[-1] if outcome.val_losses else None,
+            events.StageTrained(
+                folder=str(folder),
+                steps=outcome.steps,
+                seconds=outcome.hours * 3600,
+                loss=outcome.loss_last_tenth,
+                val_loss=outcome.val_losses[-1] if outcome.val_losses else None,
+            )
         )
         free_memory()
         return outcome
@@ -341,7 +342,7 @@ class Stages:
 
     def _tell(self, notices: Iterable[str]) -> None:
         for text in notices:
-            self.session.recorder.event("bad-checkpoint", text=text)
+            self.session.recorder.event(events.BadCheckpoint(text=text))
 
     def _fitting(self, model: Opened) -> Fitting:
         return Fitting(

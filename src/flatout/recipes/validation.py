@@ -12,6 +12,7 @@ from flatout.engine.ranks import Ranks
 from flatout.engine.step import Engine
 from flatout.recipes.questions import Questions
 from flatout.recipes.session import Ledger, Session
+from flatout.record.events import Evaluated, PatienceEnded, TargetReached
 
 # Windows are taken in whole groups of this many, where there are as many, so that they split evenly.
 GROUP = 64
@@ -91,7 +92,7 @@ class Validation:
         if by_loss:
             self.loss_step, loss = step, self.engine.evaluate(self.batches)
             self.ledger.val_losses.append(loss)
-            self.session.recorder.event("eval", step=step, val_loss=loss)
+            self.session.recorder.event(Evaluated(step=step, val_loss=loss))
         if by_tasks and self.questions is not None:
             self.tasks_step, score = step, self.questions.ask(step)
             if score is not None:
@@ -103,17 +104,18 @@ class Validation:
             self.ledger.write(self.engine.finished(all=True))
             seconds = self.ledger.seconds
             self.session.recorder.event(
-                "target",
-                step=step,
-                val_loss=self.ledger.val_losses[-1],
-                seconds=seconds,
-                tokens=self.ledger.tokens,
-                gpu_hours=seconds / 3600 * self.ledger.plan.job.num_ranks,
+                TargetReached(
+                    step=step,
+                    val_loss=self.ledger.val_losses[-1],
+                    seconds=seconds,
+                    tokens=self.ledger.tokens,
+                    gpu_hours=seconds / 3600 * self.ledger.plan.job.num_ranks,
+                )
             )
             return "target"
         if judged and self.patience is not None and since_best(self._values(), self.min_delta) >= self.patience:
             best = abs(min(self._values()))
-            self.session.recorder.event("patience", step=step, best=best, patience=self.patience)
+            self.session.recorder.event(PatienceEnded(step=step, best=best, patience=self.patience))
             return "patience"
         return ""
 

@@ -10,25 +10,33 @@
 Standard library only, so a run opens on any machine. No other module knows a file name in the folder.
 """
 
-from flatout.record.records import BESIDE, WARM_STEPS, Diagnosis, Event, Finding, Sink, Span, StepRecord
+from flatout.record.events import Event, event_from_json, event_of
+from flatout.record.outcome import Outcome, Speed, Verdict
+from flatout.record.records import WARM_STEPS, Diagnosis, Finding, Sink, Span, StepExtra, StepRecord
 from flatout.record.redact import redact, redact_command, redacted
-from flatout.record.rollup import Rollup
+from flatout.record.rollup import LARGEST_LOSS, Rollup
 from flatout.record.run import Recorder, Run
 from flatout.record.schemas import GPU_NUMBERS
 
 __all__ = [
-    "BESIDE",
     "GPU_NUMBERS",
+    "LARGEST_LOSS",
     "WARM_STEPS",
     "Diagnosis",
     "Event",
     "Finding",
+    "Outcome",
     "Recorder",
     "Rollup",
     "Run",
     "Sink",
     "Span",
+    "Speed",
+    "StepExtra",
     "StepRecord",
+    "Verdict",
+    "event_from_json",
+    "event_of",
     "redact",
     "redact_command",
     "redacted",

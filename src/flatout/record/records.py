@@ -1,21 +1,28 @@
-"""What one line of a run folder says: a step, one phase of it, an event, a finding; and who else may be told.
+"""What one line of a run folder says: a step, one phase of it, a finding; and who else may be told.
 
 Records hold raw facts; tokens per second, MFU and shares are derived by whoever reads them.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, ClassVar, Literal, Protocol
 
 from flatout.files import Count, Finite, typed
-from flatout.record.schemas import EVENTS, Scalar
+from flatout.record.events import Event
+from flatout.record.schemas import Scalar
 
 # Phases that are not training: a step's speed is what is left without them.
 BESIDE = ("eval", "save", "profile")
 # Steps at the start of an attempt that compile, warm caches and fill queues; they do not count towards speed.
 WARM_STEPS = 3
+
+
+def training_s(seconds: float, phases: Mapping[str, float]) -> float:
+    """Seconds without what was done beside training."""
+    return max(seconds - sum(phases.get(phase, 0.0) for phase in BESIDE), 1e-9)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,6 +33,36 @@ class Span:
     seconds: Finite
     role: str = "train"
     tokens: Count | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepExtra:
+    """What else is known of a step; None where it does not apply."""
+
+    ignores_unknown: ClassVar[bool] = True
+
+    lr: float | None = None
+    grad_norm: float | None = None
+    targets: Count | None = None  # tokens that the loss was taken over
+    skipped: bool = False  # the update was left out: its gradient was not finite
+    loss_scale: float | None = None
+    graphs: Count | None = None  # compiled so far in this process
+    stage: str | None = None  # of a watched script, as are its micro-batches
+    micro_batches: Count | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)  # an objective's, by their names
+
+    def to_json(self) -> dict[str, Any]:
+        """Only what is known, as it is written."""
+        return {
+            name: value
+            for name, value in vars(self).items()
+            if value is not None and value is not False and value != {}
+        }
+
+    def numbers(self) -> dict[str, float]:
+        """Everything that can be averaged, by its name."""
+        own = {name: value for name, value in self.to_json().items() if isinstance(value, int | float)}
+        return {**self.metrics, **own}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,23 +79,23 @@ class StepRecord:
     spans: tuple[Span, ...] = ()
     memory: Mapping[str, Finite] = field(default_factory=dict)  # allocated_gib, reserved_gib, peak_gib, total_gib
     utilisation: Mapping[str, Finite] = field(default_factory=dict)  # fractions: gpu, cpu, ram
-    extra: Mapping[str, Scalar] = field(default_factory=dict)  # lr, grad_norm, loss_scale, skipped, recompiles
+    extra: StepExtra = field(default_factory=StepExtra)
+
+    @property
+    def num_steps(self) -> int:
+        return 1
+
+    @property
+    def phases(self) -> Mapping[str, float]:
+        """Seconds by phase; by role/phase where the role is not "train"."""
+        spent: dict[str, float] = defaultdict(float)
+        for span in self.spans:
+            spent[span.phase if span.role == "train" else f"{span.role}/{span.phase}"] += span.seconds
+        return spent
 
     @property
     def training_s(self) -> float:
-        """Seconds without what was done beside training."""
-        return max(self.seconds - sum(span.seconds for span in self.spans if span.phase in BESIDE), 1e-9)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Event:
-    """Something that happened beside the steps: an evaluation, a save, a fault."""
-
-    attempt: Count
-    time: Finite  # unix seconds
-    kind: str
-    step: Count | None = None
-    data: Mapping[str, Any] = field(default_factory=dict)
+        return training_s(self.seconds, self.phases)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,30 +142,12 @@ def step_to_json(record: StepRecord) -> dict[str, Any]:
         "spans": [_span_to_json(span) for span in record.spans],
         "memory": dict(record.memory),
         "utilisation": dict(record.utilisation),
-        "extra": dict(record.extra),
+        "extra": record.extra.to_json(),
     }
 
 
 def step_from_json(value: Mapping[str, Any], *, source: str) -> StepRecord:
     return typed(StepRecord, value, source=source)
-
-
-def event_to_json(event: Event) -> dict[str, Any]:
-    return {
-        "attempt": event.attempt,
-        "time": event.time,
-        "kind": event.kind,
-        "step": event.step,
-        "data": dict(event.data),
-    }
-
-
-def event_from_json(value: Mapping[str, Any], *, source: str) -> Event:
-    """An event whose data is what its kind promises to readers."""
-    event = typed(Event, value, source=source)
-    if event.kind in EVENTS:
-        typed(EVENTS[event.kind], event.data, source=f"{source} an event {event.kind!r},")
-    return event
 
 
 def _span_to_json(span: Span) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
 MASK = "***"
@@ -72,7 +73,7 @@ def redact(text: str) -> str:
 
 
 def redacted(value: Any) -> Any:
-    """The same for JSON-like data: text inside it is redacted, and text under a secret's name is masked."""
+    """The same for JSON-like data and dataclasses of it: text inside is redacted, text under a secret's name masked."""
     return _walked(value, _known_secrets())
 
 
@@ -123,6 +124,9 @@ def _walked(value: Any, secrets: Sequence[str]) -> Any:
         return {
             key: _hidden(item) if _NAMED.fullmatch(str(key)) else _walked(item, secrets) for key, item in value.items()
         }
+    if is_dataclass(value) and not isinstance(value, type):
+        facts = {field.name: getattr(value, field.name) for field in fields(value) if field.init}
+        return replace(value, **_walked(facts, secrets))
     if isinstance(value, list | tuple):
         walked = (_walked(item, secrets) for item in value)
         return tuple(walked) if isinstance(value, tuple) else list(walked)

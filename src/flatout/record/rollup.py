@@ -15,7 +15,7 @@ from pathlib import Path
 from flatout.errors import UsageError
 from flatout.files import Count, Finite, typed, write_atomic
 from flatout.record.lines import Line, encode, read_lines
-from flatout.record.records import StepRecord, step_from_json
+from flatout.record.records import StepRecord, step_from_json, training_s
 
 STEPS_PER_ROLLUP = 256
 # A loss beyond this has overflowed any sum: it counts as not finite.
@@ -47,6 +47,14 @@ class Rollup:
     memory: Mapping[str, Finite]  # highest
     utilisation: Mapping[str, Finite]  # mean
     extra: Mapping[str, float]  # mean of the finite numbers
+
+    @property
+    def phases(self) -> Mapping[str, float]:
+        return self.spans
+
+    @property
+    def training_s(self) -> float:
+        return training_s(self.seconds, self.spans)
 
     @property
     def whole(self) -> bool:
@@ -196,8 +204,8 @@ def _summary(steps: Sequence[_Step]) -> Rollup:
     finite = [loss for loss in losses if abs(loss) <= LARGEST_LOSS]
     spans: dict[str, float] = defaultdict(float)
     for record in records:
-        for span in record.spans:
-            spans[span.phase if span.role == "train" else f"{span.role}/{span.phase}"] += span.seconds
+        for phase, seconds in record.phases.items():
+            spans[phase] += seconds
     return Rollup(
         attempt=first.attempt,
         first_step=first.step,
@@ -219,7 +227,7 @@ def _summary(steps: Sequence[_Step]) -> Rollup:
         spans=dict(spans),
         memory={key: max(values) for key, values in _columns(record.memory for record in records).items()},
         utilisation=_means(record.utilisation for record in records),
-        extra=_means(record.extra for record in records),
+        extra=_means(record.extra.numbers() for record in records),
     )
 
 

@@ -11,7 +11,7 @@ import socket
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
@@ -29,19 +29,12 @@ from flatout.files import (
     write_atomic,
 )
 from flatout.record import rollup
+from flatout.record.events import AttemptBegan, Event, LinesDropped, SinkFailed, event_from_json, event_of
 from flatout.record.lines import Line, LineWriter, decode, encode, last_line, read_lines, spread_lines
-from flatout.record.records import (
-    Diagnosis,
-    Event,
-    Sink,
-    StepRecord,
-    event_from_json,
-    event_to_json,
-    step_to_json,
-)
+from flatout.record.records import Diagnosis, Sink, StepRecord, step_to_json
 from flatout.record.redact import redact, redacted
 from flatout.record.rollup import Rollup
-from flatout.record.schemas import ConfigView, EnvironmentView, LimitView, PlanView, Sample
+from flatout.record.schemas import ConfigView, EnvironmentView, HardwareView, LimitView, PlanView, Sample
 from flatout.record.sealed import is_sealed, seal, unseal
 
 log = logging.getLogger(__name__)
@@ -236,14 +229,13 @@ class Run:
         with _writing(self.path):
             return Recorder(self, rank=rank, attempt=attempt, sinks=sinks)
 
-    def note(self, kind: str, *, step: int | None = None, **data: Any) -> None:
+    def note(self, event: Event) -> None:
         """Add an event to a run that nobody is training: what was found out about it later is no new attempt."""
         attempt = max(self._last_attempt("events"), self._last_attempt("steps"))
-        event = Event(attempt=attempt, time=time.time(), kind=kind, step=step, data=redacted(data))
         with self.lock(), _writing(self.path):
             file = LineWriter(self.file("events", 0))
             try:
-                if not file.append(event_to_json(event)):
+                if not file.append(_stamped(event, attempt=attempt).to_json()):
                     raise OSError("no room for another line")
             finally:
                 file.close()
@@ -349,7 +341,7 @@ class Run:
 
     @property
     def hardware(self) -> Mapping[str, Any]:
-        return self._unsealed(_HARDWARE)
+        return dict(typed(HardwareView, self._unsealed(_HARDWARE), source=self.path / _HARDWARE))
 
     @property
     def environment(self) -> Mapping[str, Any]:
@@ -451,7 +443,7 @@ class Recorder:
         rollup.save(rollups_path, known + complete + growing)
         self._rollups: LineWriter | None = LineWriter(rollups_path)
         self._blocks = rollup.Blocks()
-        self.event("attempt", rank=rank, pid=os.getpid(), host=socket.gethostname())
+        self.event(AttemptBegan(rank=rank, pid=os.getpid(), host=socket.gethostname()))
 
     def step(self, record: StepRecord) -> None:
         start_byte = self._steps.end_byte
@@ -461,9 +453,12 @@ class Recorder:
         for sink in tuple(self._sinks):
             self._tell(sink, record)
 
-    def event(self, kind: str, *, step: int | None = None, **data: Any) -> None:
-        event = Event(attempt=self.attempt, time=time.time(), kind=kind, step=step, data=redacted(data))
-        self._put(self._events, event_to_json(event))
+    def event(self, event: Event | str, *, step: int | None = None, **data: Any) -> None:
+        """An event, or its kind, step and data."""
+        if isinstance(event, str):
+            event = event_of(event, data, step=step, source="what was to be recorded:")
+        event = _stamped(event, attempt=self.attempt)
+        self._put(self._events, event.to_json())
         for sink in tuple(self._sinks):
             self._tell(sink, event)
 
@@ -499,10 +494,8 @@ class Recorder:
         return written
 
     def _put_drop_event(self) -> bool:
-        data = {"num_lines": self.num_dropped}
-        return self._events.append(
-            event_to_json(Event(attempt=self.attempt, time=time.time(), kind="lines_dropped", data=data))
-        )
+        dropped = LinesDropped(num_lines=self.num_dropped)
+        return self._events.append(_stamped(dropped, attempt=self.attempt).to_json())
 
     def _put_rollup(self, done: Rollup) -> None:
         if self._rollups is not None and not self._put(self._rollups, asdict(done)):
@@ -522,7 +515,13 @@ class Recorder:
         except (Exception, SystemExit) as error:  # rich leaves the program when its reader is gone
             self._sinks.remove(sink)
             log.warning("%s failed and is off from here on: %s", type(sink).__name__, redact(str(error)))
-            self.event("sink_failed", sink=type(sink).__name__, error=f"{type(error).__name__}: {error}")
+            self.event(SinkFailed(sink=type(sink).__name__, error=f"{type(error).__name__}: {error}"))
+
+
+def _stamped(event: Event, *, attempt: int) -> Event:
+    """As it is recorded: with its attempt and time, secrets masked."""
+    stamped: Event = redacted(replace(event, attempt=attempt, time=time.time()))
+    return stamped
 
 
 def _sample_of(line: Line) -> Mapping[str, Any]:

@@ -1,4 +1,4 @@
-"""What readers rely on in data that is written elsewhere: of events, of plan.json and config.json, of the monitor.
+"""What readers rely on in data that is written elsewhere: of plan.json and config.json, of the monitor.
 
 Only what somebody reads is named; other fields are left alone. A folder whose data is of other types is refused by
 the name of its file, so that no reader meets a text where it computes with a number.
@@ -63,6 +63,8 @@ class _Decisions(TypedDict, total=False):
     accumulation: Count | None
     workers: Count | None
     recompute: str | None
+    precision: str | None
+    tf32: bool | None
 
 
 class PlanView(TypedDict, total=False):
@@ -84,6 +86,18 @@ class ConfigView(TypedDict, total=False):
     criteria: Mapping[str, Any]
     target: _Target | None
     train: Mapping[str, Any] | None
+    plan: Mapping[str, Any] | None
+    eval: Mapping[str, Any] | None
+    save: Mapping[str, Any] | None
+
+
+class _Measured(TypedDict, total=False):
+    flops: Mapping[str, Finite]
+
+
+class HardwareView(TypedDict, total=False):
+    gpu: str | None
+    measured: _Measured | None
 
 
 class EnvironmentView(TypedDict, total=False):
@@ -121,220 +135,3 @@ class Sample(TypedDict):
     ram_gib: NotRequired[Finite]
     ram_total_gib: NotRequired[Finite]
     gpus: NotRequired[list[_Gpu]]
-
-
-# -- the data of events, by their kind
-
-
-class _Attempt(TypedDict, total=False):
-    pid: Process | None
-    host: str | None
-
-
-class _Start(TypedDict, total=False):
-    total_steps: Count | None
-
-
-class _Eval(TypedDict):
-    val_loss: float
-
-
-class _Task(TypedDict):
-    task: str
-    spec: str
-    metric: str
-    value: float
-    low: float | None
-    high: float | None
-    n: Count
-    samples: Count
-
-
-class _Tasks(TypedDict):
-    tasks: list[_Task]
-
-
-class _Save(TypedDict):
-    checkpoint: str
-
-
-class _Failed(TypedDict, total=False):
-    error: Scalar
-
-
-class _Target_(TypedDict):
-    seconds: Finite
-
-
-@dataclass
-class _Verdict:
-    criterion: str
-    wanted: str
-    got: str
-    met: bool | None
-
-
-class _Outcome(TypedDict):
-    stopped_by: str
-
-
-class _End(TypedDict):
-    outcome: _Outcome
-    verdicts: list[_Verdict]
-
-
-class _Dropped(TypedDict):
-    num_lines: Count
-
-
-class _Skipped(TypedDict):
-    loss: Scalar
-    grad_norm: Scalar
-
-
-class _Patience(TypedDict):
-    patience: Count
-    best: float
-
-
-class _Resume(TypedDict):
-    checkpoint: str
-
-
-class _Profile(TypedDict):
-    folder: str
-
-
-class _Compile(TypedDict):
-    seconds: Finite
-    break_even: Count | None
-
-
-class _Trial(TypedDict):
-    micro_batch: Count
-    tokens_per_s: Finite | None
-
-
-class _MicroBatch(TypedDict):
-    trials: list[_Trial]
-    seconds: Finite
-    compile_seconds: Finite
-
-
-class _Oom(TypedDict):
-    micro_batch: Count
-    now: Count
-
-
-class _Stage(TypedDict):
-    folder: str
-    steps: Count
-    seconds: Finite
-    loss: float | None
-    val_loss: float | None
-
-
-class _Sample(TypedDict):
-    round: Count
-    questions: Count
-    task: str
-    adaptive: bool
-    oversample: Count
-    temperature: Finite
-    model: str
-    on: str
-
-
-class _Dataset(TypedDict):
-    round: Count
-    path: str
-    solved: Count
-    questions: Count
-    kept: Count
-    correct: Count
-    samples: Count
-    tokens: Count
-    seconds: Finite
-    success_rate: Finite | None
-    correct_share: Finite | None
-    answered_share: Finite | None
-    tokens_per_s: Finite | None
-    duplicates: Count
-    unfinished: Count
-    cut_short: Count
-    too_long: Count
-    killed: Count
-
-
-class _Details(TypedDict):
-    answered: Finite | None
-
-
-class _Score(TypedDict):
-    round: Count
-    value: Finite
-    n: Count
-    details: _Details
-
-
-class _Rows(TypedDict):
-    rows: Count
-    now: Count
-
-
-class _Difference(TypedDict):
-    value: Finite
-    low: Finite
-    high: Finite
-    p: Finite | None
-
-
-class _Rft(TypedDict):
-    difference: _Difference | None
-    seconds: Finite | None
-
-
-class _Workers(TypedDict):
-    workers: Count
-    data_share: Finite | None
-
-
-class _SinkFailed(TypedDict):
-    sink: str
-    error: Scalar
-
-
-class _Notice(TypedDict):
-    text: Scalar
-
-
-EVENTS: Mapping[str, Any] = {
-    "attempt": _Attempt,
-    "plan": PlanView,
-    "active": Mapping[str, str],
-    "start": _Start,
-    "eval": _Eval,
-    "tasks": _Tasks,
-    "save": _Save,
-    "save-failed": _Failed,
-    "target": _Target_,
-    "end": _End,
-    "lines_dropped": _Dropped,
-    "skipped": _Skipped,
-    "patience": _Patience,
-    "resume": _Resume,
-    "profile": _Profile,
-    "compile": _Compile,
-    "micro_batch": _MicroBatch,
-    "oom": _Oom,
-    "stage": _Stage,
-    "sample": _Sample,
-    "dataset": _Dataset,
-    "score": _Score,
-    "rows": _Rows,
-    "rft": _Rft,
-    "workers": _Workers,
-    "sink_failed": _SinkFailed,
-    "notice": _Notice,
-    "bad-checkpoint": _Notice,
-}

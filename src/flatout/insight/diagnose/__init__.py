@@ -46,6 +46,7 @@ CAUSES = (
     "oom-risk",
     "unstable-loss",
     "slow-convergence",
+    "stalled",
 )
 _RULES = (*host.ALL, *device.ALL, *health.ALL)
 

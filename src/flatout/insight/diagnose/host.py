@@ -223,7 +223,7 @@ def _finding(
     return Finding(
         cause=cause,
         sentence=sentence,
-        share=share,
+        share=share if share is not None and share > 0 else None,
         gain=bounded,
         status="estimated",
         evidence=tuple(evidence),

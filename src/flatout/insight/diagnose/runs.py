@@ -1,22 +1,31 @@
-"""What a run folder of ours tells (`flatout doctor RUN`): from its phases, memory, losses and events."""
+"""What a run folder tells by itself: one set of rules and thresholds for `flatout doctor RUN`, the report and watch.
+
+Each rule is a plain reading of recorded numbers, so each finding is called estimated.
+"""
 
 from __future__ import annotations
 
 import math
-from collections import defaultdict
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from flatout.cost import Rates
 from flatout.errors import UsageError
 from flatout.insight.diagnose import ranked, verdict_of
 from flatout.insight.diagnose.health import loss_finding, throttle_finding
 from flatout.insight.diagnose.host import RARER, WORTH, _finding
-from flatout.record import Diagnosis, Event, Finding, Rollup, Run
+from flatout.insight.story import RECENT_STEPS, Story, tell
+from flatout.record import Diagnosis, Finding, Run, events
+from flatout.words import duration, number, percent
 
-# Phases that are not training.
-_BESIDE = ("eval", "save", "profile")
+# Shares from which on something is worth a change, where `WORTH` would be too little.
+MUCH_EVALUATION, MUCH_UNATTRIBUTED, MUCH_PADDING = 0.1, 0.1, 0.15
+LITTLE_MEMORY, MUCH_MEMORY = 0.5, 0.95
+# A run that has not finished a step in the time of this many usual ones stands still.
+STALL_STEPS, STALL_S = 20, 10.0
+# The first evaluation compiles graphs of its own, as many as a decoder has kinds of parts.
+GRAPHS_OF_EVALUATION = 3
+# Fewer steps than these say nothing.
+FEWEST_STEPS = 4
 
 
 def diagnose(run: Run) -> Diagnosis:
@@ -25,182 +34,189 @@ def diagnose(run: Run) -> Diagnosis:
         if (said := run.diagnosis) is not None:
             return said
         raise UsageError(f"{run.path} is of a script that was watched, but not to its end: watch it again")
-    parts = run.latest_rollups()
-    if not parts or sum(part.num_steps for part in parts) < 4:
+    story = tell(run, doctor=False)
+    if sum(part.num_steps for part in story.parts) < FEWEST_STEPS:
         raise UsageError(f"{run.path} has too few steps to say anything: let it train longer")
-    seen = _Seen.of(parts)
-    events = list(run.events())
-    limit = _limit(run, seen)
-    findings = ranked(_findings(run, seen, parts, events))
+    findings, limit = ranked(rules(story)), _limit(story)
     return Diagnosis(verdict=verdict_of(findings, limit), limit=limit, findings=findings)
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Seen:
-    """Sums over the run."""
-
-    steps: int
-    seconds: float
-    tokens: int
-    padded_tokens: int
-    spans: dict[str, float]
-    peak_gib: float | None
-    total_gib: float | None
-
-    @classmethod
-    def of(cls, parts: list[Rollup]) -> _Seen:
-        spans: dict[str, float] = defaultdict(float)
-        for part in parts:
-            for phase, seconds in part.spans.items():
-                spans[phase] += seconds
-        peaks = [part.memory["peak_gib"] for part in parts if "peak_gib" in part.memory]
-        totals = [part.memory["total_gib"] for part in parts if "total_gib" in part.memory]
-        return cls(
-            steps=sum(part.num_steps for part in parts),
-            seconds=sum(part.seconds for part in parts),
-            tokens=sum(part.tokens for part in parts),
-            padded_tokens=sum(part.padded_tokens for part in parts),
-            spans=dict(spans),
-            peak_gib=max(peaks) if peaks else None,
-            total_gib=max(totals) if totals else None,
-        )
-
-    def share(self, phase: str) -> float:
-        return self.spans.get(phase, 0.0) / max(self.seconds, 1e-9)
-
-    @property
-    def training_s(self) -> float:
-        return self.seconds - sum(self.spans.get(phase, 0.0) for phase in _BESIDE)
+def findings_of(story: Story) -> Sequence[Finding]:
+    """The doctor's, where it was asked; otherwise what the record says by itself, the costliest first."""
+    return story.findings if story.verdict is not None else ranked(rules(story))
 
 
-def _limit(run: Run, seen: _Seen) -> dict[str, Any]:
-    plan = run.plan
-    if "rates" not in plan:
-        raise UsageError(f"{run.path}/plan.json holds no rates to judge the speed by: it is no plan of flatout's")
-    rates = Rates.from_json(plan["rates"])
-    speed = seen.tokens / seen.training_s if seen.training_s > 0 else None
+def rules(story: Story) -> Iterator[Finding]:
+    for rule in (_data, _beside, _padding, _unattributed, _memory, _losses, _late, _machine, _recompiled, _stalled):
+        yield from rule(story)
+    yield from _lost(story)
+
+
+def _limit(story: Story) -> dict[str, Any]:
+    if story.rates is None:
+        raise UsageError(f"{story.path}/plan.json holds no rates to judge the speed by: it is no plan of flatout's")
+    rates, speed = story.rates, story.speed
     peak = rates.peak_flops
-    ceiling = None if not peak else peak * rates.num_devices / rates.flops.done
     return {
-        "tokens_per_s": speed,
-        "ceiling_tokens_per_s": ceiling,
-        "share": None if ceiling is None or speed is None else speed / ceiling,
+        "tokens_per_s": speed.tokens_per_s,
+        "ceiling_tokens_per_s": None if not peak else peak * rates.num_devices / rates.flops.done,
+        "share": speed.mfu,
         "peak_flops": peak,
         "flops_per_token": rates.flops.done,
-        "source": f"the plan's peak of {rates.peak_words}" if peak else "the device has no peak in the table",
+        "source": f"MFU {percent(speed.mfu)} of {story.peak}" if peak else "the device has no peak in the table",
         "model": "the plan's shape",
     }
 
 
-def _findings(run: Run, seen: _Seen, parts: list[Rollup], events: list[Event]) -> Iterable[Finding]:
-    data, evaluation, saving = seen.share("data"), seen.share("eval"), seen.share("save")
-    decided = run.plan.get("decisions", {})
-    if data >= WORTH:
-        workers = decided.get("workers")
+def _data(story: Story) -> Iterator[Finding]:
+    share = story.speed.data_share
+    if share is None or share < WORTH:
+        return
+    workers = _decided(story, "workers")
+    yield _finding(
+        "data-starvation",
+        f"The device waited for data in {percent(share)} of the training time.",
+        share,
+        share,
+        [f"steps.jsonl, phase data, {story.speed.steps:,} steps", f"{number(workers)} loader workers planned"],
+        f"plan.workers={2 * (workers or 1)}, or `flatout data prepare` once, so that shards only have to be read",
+    )
+
+
+def _beside(story: Story) -> Iterator[Finding]:
+    spent = {phase.name: phase.share for phase in story.phases}
+    for cause, phase, least, kind, words in (
+        ("evaluation", "eval", MUCH_EVALUATION, events.Evaluated, "Evaluation takes"),
+        ("checkpointing", "save", WORTH, events.Saved, "Saving takes"),
+    ):
+        share = spent.get(phase, 0.0)
+        if share < least:
+            continue
+        times = sum(isinstance(event, kind) for event in story.events)
+        every = (story.config.get(phase) or {}).get("every")
+        rarer = f"{phase}.every={RARER * every}" if isinstance(every, int) else f"a larger {phase}.every"
         yield _finding(
-            "data-starvation",
-            "Training waits for its next batch.",
-            data,
-            data,
-            [f"phase data is {data:.1%} of {seen.seconds:.0f} s (steps.jsonl)", f"{workers} loader workers planned"],
-            f"plan.workers={2 * (workers or 1)}, or `flatout data prepare` once, so that shards are read as they are",
+            cause,
+            f"{words} {percent(share)} of the run.",
+            share,
+            share * (1 - 1 / RARER),
+            [f"steps.jsonl, phase {phase}; {times} times in {story.num_steps:,} steps (events.jsonl)"],
+            rarer + (", or fewer eval.tokens" if phase == "eval" else ""),
         )
-    if evaluation >= 0.1:
-        yield _finding(
-            "evaluation",
-            f"Evaluation takes {evaluation:.0%} of the run.",
-            evaluation,
-            evaluation * (1 - 1 / RARER),
-            [f"phase eval, {sum(event.kind == 'eval' for event in events)} evaluations in {seen.steps} steps"],
-            "eval.every five times as large, or fewer batches",
-        )
-    if saving >= WORTH:
-        yield _finding(
-            "checkpointing",
-            f"Saving takes {saving:.0%} of the run.",
-            saving,
-            saving * (1 - 1 / RARER),
-            [f"phase save, {sum(event.kind == 'save' for event in events)} saves in {seen.steps} steps"],
-            "save.every five times as large",
-        )
-    padded = 1 - seen.tokens / seen.padded_tokens if seen.padded_tokens else 0.0
-    if padded >= 0.15:
+
+
+def _padding(story: Story) -> Iterator[Finding]:
+    share = 1 - story.tokens / story.padded_tokens if story.padded_tokens else 0.0
+    if share >= MUCH_PADDING:
         yield _finding(
             "padding",
-            f"{padded:.0%} of the tokens computed are padding.",
-            padded,
-            padded,
-            [f"{seen.tokens:,} of {seen.padded_tokens:,} tokens are real"],
-            "data.packing=true",
+            f"{percent(share)} of the tokens computed are padding.",
+            share,
+            share,
+            [f"steps.jsonl: {story.tokens:,} of {story.padded_tokens:,} tokens are real"],
+            "a data.sequence_length that more examples fill, or that several fit into",
         )
-    rest = 1 - sum(seen.spans.values()) / max(seen.seconds, 1e-9)
-    if rest >= 0.1:
+
+
+def _unattributed(story: Story) -> Iterator[Finding]:
+    share = story.speed.unattributed_share
+    if share is not None and share >= MUCH_UNATTRIBUTED:
         yield _finding(
             "host-sync",
-            f"{rest:.0%} of the time belongs to no phase: the host did something between two steps.",
-            rest,
+            f"{percent(share)} of the time belongs to no phase: the host did something between two steps.",
+            share,
             None,
-            ["seconds of the steps against the sum of their phases"],
-            "profile.steps=[10, 12] writes a trace that shows it",
+            ["steps.jsonl: the seconds of the steps against the sum of their phases"],
+            "profile.steps=[10, 12] writes a trace that shows what it was",
         )
-    yield from _by_memory(seen, decided)
-    losses = [part.loss for part in parts if part.loss is not None]
-    if any(part.num_non_finite for part in parts):
-        bad = sum(part.num_non_finite for part in parts)
-        yield _finding(
-            "unstable-loss",
-            f"{bad} of {seen.steps} losses were no numbers.",
-            bad / seen.steps,
-            bad / seen.steps,
-            ["losses in steps.jsonl"],
-            "as advice: a tenth of train.lr, a longer warm-up, train.clip=1.0",
-        )
-    elif len(losses) < 6 and seen.steps <= 20000:
-        yield from _maybe(
-            loss_finding([s.loss for s in run.latest_steps() if s.loss is not None], clipped=None, lr=None)
-        )
-    else:
-        yield from _maybe(loss_finding(losses, clipped=None, lr=None))
-    yield from _maybe(_late(run, events))
-    yield from _maybe(throttle_finding(list(run.samples())))
-    recompiled = [part.extra["recompiles"] * part.num_steps for part in parts if part.extra.get("recompiles")]
-    if sum(recompiled) > 2:
-        yield _finding(
-            "recompiles",
-            "Blocks were compiled more than once.",
-            None,
-            None,
-            [f"{sum(recompiled):.0f} recompilations in {seen.steps} steps"],
-            "keep shapes fixed: data.packing=true, or plan.compile=false",
-        )
-    if ooms := [event for event in events if event.kind == "oom"]:
+
+
+def _memory(story: Story) -> Iterator[Finding]:
+    if ran_out := [event for event in story.events if isinstance(event, events.MemoryRanOut)]:
+        often = "once" if len(ran_out) == 1 else f"{len(ran_out)} times"
         yield _finding(
             "oom-risk",
-            f"Memory ran out {len(ooms)} times and the micro-batch was halved.",
+            f"Memory ran out {often} and the micro-batch was halved.",
             None,
             None,
-            [f"step {event.step}: {event.data['micro_batch']} to {event.data['now']}" for event in ooms[:3]],
-            f"plan.micro_batch={ooms[-1].data['now']} from the start",
+            [f"step {event.step}: {event.micro_batch} to {event.now}" for event in ran_out[:3]],
+            f"plan.micro_batch={ran_out[-1].now} from the start",
+        )
+    share = story.memory_share
+    if share is None:
+        return
+    evidence = f"steps.jsonl, memory: {number(story.peak_gib)} of {number(story.total_gib)} GiB at the peak"
+    free, recompute, accumulation = 1 - share, _decided(story, "recompute"), _decided(story, "accumulation")
+    if share > MUCH_MEMORY:
+        yield _finding(
+            "oom-risk",
+            f"The peak took {percent(share)} of the memory: a longer batch may not fit.",
+            None,
+            None,
+            [evidence],
+            "plan.preset=safe, or a smaller plan.micro_batch",
+        )
+    elif not story.hardware.get("gpu") or share >= LITTLE_MEMORY:
+        return  # the memory of a CPU is not there to be filled
+    elif recompute not in (None, "none"):
+        yield _finding(
+            "needless-recompute",
+            f"Activations are recomputed though {percent(free)} of the device's memory stays free.",
+            None,
+            None,
+            [f"{evidence}; plan.json, recompute: {recompute}"],
+            "plan.recompute=none",
+        )
+    elif (accumulation or 1) > 1 and _pinned_batch(story):
+        yield _finding(
+            "small-batch",
+            f"{percent(free)} of the device's memory stays free while {accumulation} micro-batches make a step.",
+            None,
+            None,
+            [f"{evidence}; plan.json, micro_batch: {_decided(story, 'micro_batch')}, set in the configuration"],
+            "plan.micro_batch=auto and plan.accumulation=auto let the plan find the size; the effective batch stays",
         )
 
 
-def _late(run: Run, events: list[Event]) -> Finding | None:
+def _pinned_batch(story: Story) -> bool:
+    """Whether the configuration chose the micro-batch. Where the plan did, it took the fastest or all that fits."""
+    pins = story.config.get("plan") or {}
+    searched = any(isinstance(event, events.MicroBatchSearched) for event in story.events)
+    return not searched and any(pins.get(name) for name in ("micro_batch", "accumulation"))
+
+
+def _losses(story: Story) -> Iterator[Finding]:
+    if bad := story.num_non_finite:
+        lr = (story.config.get("train") or {}).get("lr")
+        lower = f"train.lr={lr / 10:g}" if isinstance(lr, float) else "a tenth of train.lr"
+        yield _finding(
+            "unstable-loss",
+            f"The loss of {bad:,} of {story.num_steps:,} steps was not finite.",
+            bad / story.num_steps,
+            bad / story.num_steps,
+            ["steps.jsonl, loss"],
+            f"as advice: {lower}, a longer train.warmup_steps, train.clip=1.0; look at the data of those steps",
+        )
+    else:
+        losses = [part.loss for part in story.parts if part.loss is not None]
+        yield from _maybe(loss_finding(losses, clipped=None, lr=story.last.extra.lr if story.last else None))
+
+
+def _late(story: Story) -> Iterator[Finding]:
     """The target is out of reach even if the loss went on falling as it lately did, which losses do not."""
-    target = (run.config.get("target") or {}).get("val_loss")
-    total = next((event.data.get("total_steps") for event in reversed(events) if event.kind == "start"), None)
-    losses = {event.step: float(event.data["val_loss"]) for event in events if event.kind == "eval" and event.step}
-    seen = {step: loss for step, loss in losses.items() if math.isfinite(loss)}
+    target, total = (story.config.get("target") or {}).get("val_loss"), story.total_steps
+    seen = {one.step: one.val_loss for one in story.evaluations if one.step and math.isfinite(one.val_loss)}
     steps = sorted(seen)
     if target is None or total is None or len(steps) < 4 or min(seen.values()) <= target:
-        return None
+        return
     then, now = steps[len(steps) // 2 - 1], steps[-1]
     fall = (seen[then] - seen[now]) / (now - then)
     needed = math.inf if fall <= 0 else (seen[now] - target) / fall
     if needed <= total - now:
-        return None
-    train = run.config.get("train") or {}
+        return
+    train = story.config.get("train") or {}
     speed = "it does not fall any more" if fall <= 0 else f"at the speed since step {then} it needs {needed:,.0f} more"
-    return _finding(
+    yield _finding(
         "slow-convergence",
         f"The validation loss will not reach its target of {target:g} in this run.",
         None,
@@ -215,37 +231,60 @@ def _late(run: Run, events: list[Event]) -> Finding | None:
     )
 
 
-def _by_memory(seen: _Seen, decided: Any) -> Iterable[Finding]:
-    if seen.peak_gib is None or not seen.total_gib:
+def _machine(story: Story) -> Iterator[Finding]:
+    yield from _maybe(throttle_finding(story.samples))
+
+
+def _recompiled(story: Story) -> Iterator[Finding]:
+    if story.recompiled > GRAPHS_OF_EVALUATION:
+        yield _finding(
+            "recompiles",
+            "Blocks were compiled again after the first steps: their shapes change.",
+            None,
+            None,
+            [f"steps.jsonl, extra.graphs: {story.recompiled} more graphs than after the warm-up"],
+            "plan.compile=none, or data whose batches all have the same shape",
+        )
+
+
+def _stalled(story: Story) -> Iterator[Finding]:
+    if story.state.kind != "running" or story.last is None or story.recent.step_s is None:
         return
-    used = seen.peak_gib / seen.total_gib
-    if used > 0.95:
+    silent = story.told_at - story.last.time
+    if silent > max(STALL_S, STALL_STEPS * story.recent.step_s):
         yield _finding(
-            "oom-risk",
-            f"Memory is {used:.0%} used at the peak.",
+            "stalled",
+            f"No step has ended for {duration(silent)}; usual is {number(story.recent.step_s, unit=' s')}.",
             None,
             None,
-            [f"{seen.peak_gib:.1f} of {seen.total_gib:.1f} GiB (steps.jsonl)"],
-            "plan.preset=balanced, or a smaller plan.micro_batch",
+            [f"steps.jsonl, time of the last step and mean of the last {RECENT_STEPS}"],
+            "wait if it is evaluating or saving; py-spy dump --pid shows where it is",
         )
-    elif used < 0.5 and decided.get("recompute") not in (None, "none"):
+
+
+def _lost(story: Story) -> Iterator[Finding]:
+    if failed := [event for event in story.events if isinstance(event, events.SaveFailed)]:
         yield _finding(
-            "needless-recompute",
-            f"Activations are recomputed though only {used:.0%} of memory is used.",
+            "checkpointing",
+            f"{len(failed)} checkpoints could not be saved.",
             None,
             None,
-            [f"plan.recompute={decided['recompute']}, peak {seen.peak_gib:.1f} of {seen.total_gib:.1f} GiB"],
-            "plan.recompute=none",
+            [f"events.jsonl, save-failed: {failed[-1].error}"],
+            "make room on that disk: the next save is tried as planned",
         )
-    elif used < 0.5 and (decided.get("accumulation") or 1) > 1:
+    if dropped := [event.num_lines for event in story.events if isinstance(event, events.LinesDropped)]:
         yield _finding(
-            "small-batch",
-            f"Only {used:.0%} of memory is used while {decided['accumulation']} micro-batches make a step.",
+            "logging",
+            f"{sum(dropped):,} lines of the record were dropped.",
             None,
             None,
-            [f"plan.micro_batch={decided.get('micro_batch')}, peak {seen.peak_gib:.1f} of {seen.total_gib:.1f} GiB"],
-            "a larger plan.micro_batch; the effective batch stays",
+            ["events.jsonl, lines_dropped"],
+            "make room on the disk of the run folder; the charts have holes there",
         )
+
+
+def _decided(story: Story, name: str) -> Any:
+    return (story.plan.get("decisions") or {}).get(name)
 
 
 def _maybe(finding: Finding | None) -> Iterable[Finding]:

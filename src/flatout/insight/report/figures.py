@@ -8,7 +8,6 @@ from functools import partial
 from typing import Any
 
 from flatout.insight.report.charts import Band, Bands, Chart, Level, Line, Point, share, short
-from flatout.insight.speed import training_s
 from flatout.insight.story import Story
 from flatout.record import Rollup
 
@@ -101,7 +100,7 @@ def speed_chart(stories: Sequence[Story], *, id: str) -> Chart:
 def _mfu(story: Story, *, id: str) -> Chart:
     def by(convention: str) -> Callable[[Rollup], Point | None]:
         def read(part: Rollup) -> Point | None:
-            shares = story.rates.shares(tokens=part.tokens, seconds=training_s(part)) if story.rates else None
+            shares = story.rates.shares(tokens=part.tokens, seconds=part.training_s) if story.rates else None
             value = getattr(shares, convention, None)
             return None if value is None else Point(x=part.last_step + 1, y=value)
 
@@ -199,7 +198,7 @@ def _speed(part: Rollup) -> Point:
     a_step = part.tokens / part.num_steps
     return Point(
         x=part.last_step + 1,
-        y=part.tokens / training_s(part),
+        y=part.tokens / part.training_s,
         low=a_step / part.slowest_s,
         high=a_step / part.fastest_s,
     )

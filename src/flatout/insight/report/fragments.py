@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from flatout.insight import hints, numbers
+from flatout.insight import numbers
+from flatout.insight.diagnose.runs import findings_of
 from flatout.insight.machine import Machine
 from flatout.insight.report.charts import Bands, Chart, draw, draw_bands
 from flatout.insight.report.figures import charts, loss_chart, phase_colour, speed_chart
 from flatout.insight.report.html import Child, Html, join, tag, text
 from flatout.insight.story import Choice, Forecast, Gpu, Story
 from flatout.record import Finding
-from flatout.terminal import duration, interval_text, notice, number, percent, score_text, task_words
+from flatout.words import duration, interval_text, number, percent, score_text
 
 T = TypeVar("T")
 
@@ -116,12 +117,12 @@ def _state(story: Story) -> str:
 
 
 def findings(story: Story, *, id: str, level: int) -> Html:
-    found = hints.findings(story)
+    found = findings_of(story)
     asked = story.verdict is not None
     who = (
         "By the doctor, the costliest first."
         if asked
-        else "From the record alone; the doctor was not asked. It looks deeper: flatout doctor RUN."
+        else "From the record alone; flatout doctor RUN also compares the speed with the limit of the device."
     )
     body: Child = [_finding(finding, level=level + 1) for finding in found]
     if not found:
@@ -235,7 +236,7 @@ def tasks(story: Story, *, id: str, level: int) -> Html:
             score.task,
             f"{score.step:,}",
             score.metric + (f", mean of {score.samples}" if score.samples > 1 else ""),
-            score_text(score.metric, score.value),
+            score_text(score.metric, score.value) + score.ungraded,
             interval_text(score.metric, score.low, score.high),
             f"{score.n:,}",
         ]
@@ -380,34 +381,15 @@ def now(machine: Machine, *, level: int = 2) -> Html:
 
 
 def happened(story: Story, *, id: str, level: int) -> Html:
-    said = [(event, _sentence(event.kind, event.data) or notice(event)) for event in story.events]
     rows: list[list[Child]] = [
-        ["" if event.step is None else f"{event.step:,}", event.kind, sentence] for event, sentence in said if sentence
+        ["" if event.step is None else f"{event.step:,}", event.kind, sentence]
+        for event in story.events
+        if (sentence := event.sentence())
     ]
     left = len(rows) - NUM_EVENTS
     note = tag("p", f"{left:,} more before these, in events.jsonl.", class_="note") if left > 0 else None
     body = table(["step", "event", "what"], rows[-NUM_EVENTS:], caption="Events") if rows else _none("nothing of note")
     return _section("What happened", note, body, id=f"{id}events", level=level)
-
-
-def _sentence(kind: str, data: Mapping[str, Any]) -> str | None:
-    match kind:
-        case "eval":
-            return f"validation loss {number(data['val_loss'], digits=4)}"
-        case "tasks":
-            return task_words(data)
-        case "save":
-            return f"saved {data['checkpoint']}"
-        case "save-failed":
-            return f"NOT saved: {data.get('error')}"
-        case "attempt":
-            return f"attempt began: process {data.get('pid')} on {data.get('host')}"
-        case "end":
-            return f"ended by {data['outcome']['stopped_by']}"
-        case "target":
-            return f"target reached after {duration(data['seconds'])}"
-        case _:
-            return None
 
 
 def environment(story: Story, *, id: str, level: int) -> Html:

@@ -8,12 +8,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from flatout.insight import hints, numbers
+from flatout.insight import numbers
 from flatout.insight.clean import clean
+from flatout.insight.diagnose.runs import findings_of
 from flatout.insight.report.fragments import GRADES, differences, nothing_found
-from flatout.insight.speed import training_s
 from flatout.insight.story import Story
-from flatout.terminal import duration, interval_text, number, percent, score_text
+from flatout.words import duration, interval_text, number, percent, score_text
 
 _MEANS_SOMETHING = re.compile(r"([\\`*_{}\[\]<>|#!~&])")
 
@@ -33,7 +33,7 @@ def _raw(story: Story) -> dict[str, Any]:
         "verdict": story.verdict,
         "limit": dict(story.limit),
         "figures": {figure.key: {"value": figure.value, "source": figure.source} for figure in numbers.figures(story)},
-        "findings": [asdict(finding) for finding in hints.findings(story)],
+        "findings": [asdict(finding) for finding in findings_of(story)],
         "criteria": [asdict(verdict) for verdict in story.criteria],
         "phases": [asdict(phase) for phase in story.phases],
         "plan": [asdict(choice) for choice in story.choices],
@@ -50,7 +50,7 @@ def _raw(story: Story) -> dict[str, Any]:
                 "loss_low": part.loss_low,
                 "loss_high": part.loss_high,
                 "num_non_finite": part.num_non_finite,
-                "tokens_per_s": part.tokens / training_s(part),
+                "tokens_per_s": part.tokens / part.training_s,
                 "peak_gib": part.memory.get("peak_gib"),
                 "utilisation": dict(part.utilisation),
                 "spans": dict(part.spans),
@@ -91,7 +91,7 @@ def _run(story: Story, *, level: int) -> list[str]:
     lines += ["", _text(story.verdict)] if story.verdict else []
     lines += ["", *_table(["number", "value", "source"], [[f.name, f.text, f.source] for f in numbers.figures(story)])]
     lines += ["", f"{sub} Findings", ""]
-    found = hints.findings(story)
+    found = findings_of(story)
     lines += [
         f"- **{_text(finding.sentence)}** {_text(finding.fix)} "
         f"({_text(finding.cause)}, share {percent(finding.share)}, gain {percent(finding.gain)}, {finding.status}; "
@@ -104,7 +104,14 @@ def _run(story: Story, *, level: int) -> list[str]:
         lines += ["", f"{sub} Criteria", "", *_table(["criterion", "wanted", "got", "verdict"], rows)]
     if story.tasks:
         scores: list[list[Any]] = [
-            [s.task, s.step, s.metric, score_text(s.metric, s.value), interval_text(s.metric, s.low, s.high), s.n]
+            [
+                s.task,
+                s.step,
+                s.metric,
+                score_text(s.metric, s.value) + s.ungraded,
+                interval_text(s.metric, s.low, s.high),
+                s.n,
+            ]
             for s in story.tasks
         ]
         lines += ["", f"{sub} Tasks", "", *_table(["task", "step", "metric", "value", "95 % interval", "n"], scores)]

@@ -7,8 +7,8 @@ import pytest
 
 from flatout.config.settings import CriteriaSettings
 from flatout.cost import Flops, Rates
-from flatout.recipes.verdict import WARM_STEPS, LossTrend, Outcome, Speed, Speedometer, Verdict, judge
-from flatout.record import Span, StepRecord
+from flatout.record import WARM_STEPS, Outcome, Span, Speed, StepRecord, Verdict
+from flatout.verdict import LossTrend, Speedometer, judge
 
 RATES = Rates(flops=Flops(forward=1.0, backward=2.0, recomputed=1.0, common=4.0), peak_flops=1000.0)
 
@@ -68,7 +68,7 @@ def test_an_unknown_peak_leaves_the_speed_known() -> None:
 
 
 def outcome(*, speed: Speed | None = None, **known: Any) -> Outcome:
-    return Outcome(steps=10, tokens=1000, hours=2.0, speed=speed or Speed(steps=0), **known)
+    return Outcome(stopped_by="end", steps=10, tokens=1000, hours=2.0, speed=speed or Speed(steps=0), **known)
 
 
 FAST = Speed(steps=5, tokens_per_s=1000.0, mfu=0.3, mfu_common=0.4)

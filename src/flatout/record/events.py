@@ -1,0 +1,605 @@
+"""What happens beside the steps, one dataclass for each kind of event, with the sentence it is told in.
+
+A line of events.jsonl holds `attempt`, `time`, `kind`, `step` and `data`; the fields of the dataclass are the data.
+Fields that a version does not know are left alone, a kind that it does not know is read as `Other`, and data of another
+type than the fields' is refused, so that no reader meets a text where it computes with a number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, is_dataclass
+from typing import Any, ClassVar, TypedDict
+
+from flatout.files import Count, Finite, typed
+from flatout.record.outcome import Outcome, Verdict
+from flatout.record.schemas import HardwareView, PlanView, Process, Scalar
+from flatout.words import duration, interval_text, loss_text, number, percent, score_text
+
+EVENTS: dict[str, type[Event]] = {}
+# What every event has; the recorder fills in the first two.
+_STAMP = ("attempt", "time", "step")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Event:
+    """Something that happened beside the steps: an evaluation, a save, a fault."""
+
+    ignores_unknown: ClassVar[bool] = True
+    _kind: ClassVar[str] = ""
+
+    attempt: Count = 0
+    time: Finite = 0.0  # unix seconds
+    step: Count | None = None
+
+    def __init_subclass__(cls, *, kind: str = "") -> None:
+        if kind:
+            cls._kind = kind
+            EVENTS[kind] = cls
+
+    @property
+    def kind(self) -> str:
+        return self._kind
+
+    @property
+    def data(self) -> Mapping[str, Any]:
+        """As it is written; an optional field that is not known is left out."""
+        known = {one.name: (getattr(self, one.name), one.default) for one in fields(self) if one.name not in _STAMP}
+        return {name: _plain(value) for name, (value, default) in known.items() if not value is default is None}
+
+    def sentence(self) -> str | None:
+        """The event in one sentence, the same wherever it is told; None for those that need none."""
+        return None
+
+    def to_json(self) -> dict[str, Any]:
+        stamp = {"attempt": self.attempt, "time": self.time, "kind": self.kind, "step": self.step}
+        return {**stamp, "data": dict(self.data)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Facts(Event):
+    """An event whose data is a mapping that is defined elsewhere."""
+
+    schema: ClassVar[Any] = Mapping[str, Any]
+
+    facts: Mapping[str, Any]
+
+    @property
+    def data(self) -> Mapping[str, Any]:
+        return self.facts
+
+
+@dataclass(frozen=True, kw_only=True)
+class Other(Facts):
+    """An event of a kind that this version does not know."""
+
+    name: str
+
+    @property
+    def kind(self) -> str:
+        return self.name
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Line:
+    attempt: Count
+    time: Finite
+    kind: str
+    step: Count | None = None
+    data: Mapping[str, Any] = field(default_factory=dict)
+
+
+def event_from_json(value: Mapping[str, Any], *, source: str) -> Event:
+    """A line of events.jsonl, whose data is what its kind promises to readers."""
+    line = typed(_Line, value, source=source)
+    return event_of(line.kind, line.data, attempt=line.attempt, time=line.time, step=line.step, source=source)
+
+
+def event_of(kind: str, data: Mapping[str, Any], *, source: str, **stamp: Any) -> Event:
+    known = EVENTS.get(kind)
+    if known is None:
+        return Other(name=kind, facts=data, **stamp)
+    source = f"{source} an event {kind!r},"
+    if issubclass(known, Facts):
+        typed(known.schema, data, source=source)
+        return known(facts=data, **stamp)
+    return typed(known, {**data, **stamp}, source=source)
+
+
+def _plain(value: Any) -> Any:
+    if is_dataclass(value):
+        return {one.name: _plain(getattr(value, one.name)) for one in fields(value)}
+    if isinstance(value, list | tuple):
+        return [_plain(one) for one in value]
+    return dict(value) if isinstance(value, Mapping) else value
+
+
+# -- how a run begins and ends
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttemptBegan(Event, kind="attempt"):
+    rank: Count = 0
+    pid: Process | None = None
+    host: str | None = None
+
+    def sentence(self) -> str:
+        return f"attempt {self.attempt} began: process {self.pid or 'n/a'} on {self.host or 'n/a'}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class HardwareFound(Facts, kind="hardware"):
+    """`Hardware.to_json`."""
+
+    schema: ClassVar[Any] = HardwareView
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataOpened(Event, kind="data"):
+    source: str
+    train_tokens: Count
+    valid_tokens: Count
+    tokenizer: str
+    vocab: Count
+    complete: bool = True
+    fingerprint: str | None = None
+    left_out: str = ""
+    bad_rows: Mapping[str, Any] | None = None
+    train_examples: Count | None = None
+    valid_examples: Count | None = None
+    trained_tokens: Count | None = None
+    too_long: Mapping[str, Any] | None = None
+
+    def sentence(self) -> str:
+        return (
+            f"{self.source}: {self.train_tokens:,} tokens to train on, {self.valid_tokens:,} held out, "
+            f"tokenizer {self.tokenizer} ({self.vocab:,} ids)"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Planned(Facts, kind="plan"):
+    """`Plan.to_json`, as the run went by it."""
+
+    schema: ClassVar[Any] = PlanView
+
+
+@dataclass(frozen=True, kw_only=True)
+class PathsActive(Facts, kind="active"):
+    """What the device granted of the plan."""
+
+    schema: ClassVar[Any] = Mapping[str, str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Started(Event, kind="start"):
+    total_steps: Count | None = None
+    folder: str | None = None
+
+    def sentence(self) -> str:
+        return f"Run folder {self.folder or 'n/a'}, {number(self.total_steps)} steps"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Resumed(Event, kind="resume"):
+    checkpoint: str
+
+    def sentence(self) -> str:
+        return f"resumed from {self.checkpoint}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TargetReached(Event, kind="target"):
+    seconds: Finite
+    val_loss: float | None = None
+    tokens: Count | None = None
+    gpu_hours: Finite | None = None
+
+    def sentence(self) -> str:
+        return (
+            f"target reached: validation loss {loss_text(self.val_loss)} after {duration(self.seconds)}, "
+            f"{number(self.tokens)} tokens, {number(self.gpu_hours)} device-hours"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class PatienceEnded(Event, kind="patience"):
+    patience: Count
+    best: float
+
+    def sentence(self) -> str:
+        return f"no improvement in {self.patience} evaluations (best {loss_text(self.best)})"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ended(Event, kind="end"):
+    outcome: Outcome
+    verdicts: tuple[Verdict, ...]
+
+    def sentence(self) -> str:
+        met = [verdict.met for verdict in self.verdicts]
+        return f"ended by {self.outcome.stopped_by}" + (
+            f", {met.count(True)} of {len(met)} criteria met" if met else ""
+        )
+
+
+# -- what is measured and kept on the way
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluated(Event, kind="eval"):
+    val_loss: float
+
+    def sentence(self) -> str:
+        return f"validation loss {loss_text(self.val_loss)}"
+
+
+class _Details(TypedDict, total=False):
+    answered: Finite | None
+    killed: Count
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskResult:
+    """One task's score; `low` and `high` are its 95 % interval."""
+
+    ignores_unknown: ClassVar[bool] = True
+
+    task: str
+    spec: str
+    metric: str
+    value: float
+    low: float | None
+    high: float | None
+    n: Count
+    samples: Count
+    of: Count | None = None
+    seconds: Finite | None = None
+    details: _Details = field(default_factory=_Details)
+
+    @property
+    def score(self) -> str:
+        """With the name of its metric, and a word on what was not graded."""
+        told = f"{self.metric} {score_text(self.metric, self.value)}"
+        return told + interval_text(self.metric, self.low, self.high, brackets=True) + self.ungraded
+
+    @property
+    def ungraded(self) -> str:
+        """What is said behind the score where graders were killed and the metric's name does not say so."""
+        killed = 0 if "not graded" in self.metric else self.details.get("killed", 0)
+        return f", {killed:,} not graded" if killed else ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TasksScored(Event, kind="tasks"):
+    """Asked during the run, or later by `flatout eval`."""
+
+    tasks: tuple[TaskResult, ...]
+    temperature: Finite | None = None
+    max_tokens: Count | None = None
+    samples: Count | None = None
+    limit: Count | None = None
+    template: bool | None = None
+    model: str | None = None
+    on: str | None = None
+    top_p: Finite | None = None
+    seed: int | None = None
+    notices: tuple[str, ...] = ()
+
+    def sentence(self) -> str:
+        return "; ".join(f"{task.task} {task.score}, n {task.n:,}" for task in self.tasks)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Saved(Event, kind="save"):
+    checkpoint: str
+
+    def sentence(self) -> str:
+        return f"saved {self.checkpoint}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class SaveFailed(Event, kind="save-failed"):
+    error: Scalar = None
+
+    def sentence(self) -> str:
+        return f"NOT saved, training goes on: {self.error or 'the reason was not recorded'}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class BestKept(Event, kind="best"):
+    val_loss: float | None = None
+    task_score: float | None = None
+
+    def sentence(self) -> str:
+        if self.task_score is not None:
+            return f"the best so far, kept: task score {percent(self.task_score)}"
+        return f"the best so far, kept: validation loss {loss_text(self.val_loss)}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Profiled(Event, kind="profile"):
+    folder: str
+
+    def sentence(self) -> str:
+        return f"trace and kernel table in {self.folder}"
+
+
+# -- what had to be done about something
+
+
+@dataclass(frozen=True, kw_only=True)
+class UpdateSkipped(Event, kind="skipped"):
+    loss: Scalar
+    grad_norm: Scalar
+
+    def sentence(self) -> str:
+        return f"update skipped, loss {self.loss}, gradient norm {self.grad_norm}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compiled(Event, kind="compile"):
+    seconds: Finite
+    break_even: Count | None
+
+    def sentence(self) -> str:
+        paid = f"paid back at step {self.break_even} (estimated)" if self.break_even else "gain not known"
+        return f"compiling took {self.seconds:.1f} s, {paid}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trial:
+    ignores_unknown: ClassVar[bool] = True
+
+    micro_batch: Count
+    tokens_per_s: Finite | None
+    first_s: Finite | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class MicroBatchSearched(Event, kind="micro_batch"):
+    trials: tuple[Trial, ...]
+    seconds: Finite
+    compile_seconds: Finite
+
+    def sentence(self) -> str:
+        tried = ", ".join(
+            f"{one.micro_batch} {f'{one.tokens_per_s:,.0f} tokens/s' if one.tokens_per_s else 'did not fit'}"
+            for one in self.trials
+        )
+        compiling = f", {self.compile_seconds:.1f} of them first passes" if self.compile_seconds else ""
+        return f"micro-batches tried in {self.seconds:.1f} s{compiling}: {tried}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryRanOut(Event, kind="oom"):
+    micro_batch: Count
+    now: Count
+    error: Scalar = None
+
+    def sentence(self) -> str:
+        return (
+            f"out of memory with micro-batch {self.micro_batch}; the same step is taken again, and all after it, "
+            f"with {self.now} and more accumulation"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerAdded(Event, kind="workers"):
+    workers: Count
+    data_share: Finite | None
+
+    def sentence(self) -> str:
+        return f"{percent(self.data_share)} waiting for data, now {self.workers} workers"
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinesDropped(Event, kind="lines_dropped"):
+    num_lines: Count
+
+    def sentence(self) -> str:
+        return f"{self.num_lines:,} lines of the record found no room on the disk and were dropped"
+
+
+@dataclass(frozen=True, kw_only=True)
+class SinkFailed(Event, kind="sink_failed"):
+    sink: str
+    error: Scalar
+
+    def sentence(self) -> str:
+        return f"{self.sink} failed and is off: {self.error}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Notice(Event, kind="notice"):
+    text: Scalar
+
+    def sentence(self) -> str:
+        return str(self.text)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BadCheckpoint(Event, kind="bad-checkpoint"):
+    text: Scalar
+
+    def sentence(self) -> str:
+        return str(self.text)
+
+
+# -- recipe rft
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageTrained(Event, kind="stage"):
+    folder: str
+    steps: Count
+    seconds: Finite
+    loss: float | None
+    val_loss: float | None
+
+    def sentence(self) -> str:
+        ended = f"loss {number(self.loss)}, validation loss {number(self.val_loss)}"
+        return f"{self.folder}: {self.steps} steps in {duration(self.seconds)}, {ended}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingBegan(Event, kind="sample"):
+    round: Count
+    task: str
+    questions: Count
+    oversample: Count
+    adaptive: bool
+    temperature: Finite
+    model: str
+    on: str
+    rows: Count | None = None
+
+    def sentence(self) -> str:
+        how = "at most" if self.adaptive else "always"
+        return (
+            f"round {self.round}: {self.questions:,} questions of {self.task}, {how} {self.oversample} "
+            f"samples each at temperature {self.temperature:g}, by {self.model} ({self.on})"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingProgress(Event, kind="sampling"):
+    """How far sampling has come. Told as a `line` that the next one replaces, not as a sentence."""
+
+    questions: Count
+    of: Count
+    samples: Count
+    kept: Count
+    success_rate: Finite | None
+    tokens_per_s: Finite | None
+    left_s: Finite | None
+    rows: Count
+    memory: Mapping[str, Finite]
+
+    def line(self) -> str:
+        used, total = self.memory.get("peak_gib", self.memory.get("allocated_gib")), self.memory.get("total_gib")
+        parts = [
+            f"questions {self.questions:,}/{self.of:,}",
+            f"samples {self.samples:,}",
+            f"kept {self.kept:,}",
+            f"success {percent(self.success_rate)}",
+            f"{number(self.tokens_per_s)} tok/s",
+            f"{self.rows} rows",
+            f"mem {number(used)}/{number(total)} GiB" + (f" ({percent(used / total)})" if used and total else ""),
+            f"ETA {duration(self.left_s)}",
+        ]
+        return "  ".join(parts)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowsHalved(Event, kind="rows"):
+    rows: Count
+    now: Count
+    error: Scalar = None
+
+    def sentence(self) -> str:
+        return f"out of memory with {self.rows} completions at once; the same are drawn again with {self.now}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class DatasetMade(Event, kind="dataset"):
+    round: Count
+    path: str
+    questions: Count
+    solved: Count
+    kept: Count
+    correct: Count
+    samples: Count
+    tokens: Count
+    seconds: Finite
+    success_rate: Finite | None
+    correct_share: Finite | None
+    answered_share: Finite | None
+    tokens_per_s: Finite | None
+    duplicates: Count
+    unfinished: Count
+    cut_short: Count
+    too_long: Count
+    killed: Count
+    answered: Count | None = None
+
+    def sentence(self) -> str:
+        told = [
+            f"round {self.round}: {self.solved:,} of {self.questions:,} questions solved "
+            f"({percent(self.success_rate)}), {self.kept:,} rows kept of {self.correct:,} correct among "
+            f"{self.samples:,} samples ({percent(self.correct_share)}; {percent(self.answered_share)} answered), "
+            f"{self.tokens:,} tokens in {duration(self.seconds)}, {number(self.tokens_per_s)} tokens/s",
+        ]
+        left_out = {
+            "said before": self.duplicates,
+            "correct but cut off": self.unfinished,
+            "cut short": self.cut_short,
+            "longer than the window": self.too_long,
+            "graders killed": self.killed,
+        }
+        told += [f"{count:,} {words}" for words, count in left_out.items() if count]
+        return f"{', '.join(told)}; {self.path}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class StudentScored(Event, kind="score"):
+    round: Count
+    value: Finite
+    n: Count
+    details: _Details
+    task: str | None = None
+    spec: str | None = None
+    metric: str = "accuracy"
+    low: float | None = None
+    high: float | None = None
+    of: Count | None = None
+    samples: Count = 1
+    seconds: Finite | None = None
+
+    def sentence(self) -> str:
+        when = f"after round {self.round}" if self.round else "before"
+        answered = percent(self.details.get("answered"))
+        return f"{when}: {percent(self.value)} of {self.n:,} questions right, {answered} answered"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gain:
+    ignores_unknown: ClassVar[bool] = True
+
+    value: Finite
+    low: Finite
+    high: Finite
+    p: Finite | None
+    n: Count | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class StudentJudged(Event, kind="rft"):
+    """The student on the same held-out questions, before and after each round."""
+
+    difference: Gain | None
+    seconds: Finite | None
+    task: str = ""
+    n: Count = 0
+    accuracy: tuple[float, ...] = ()
+    intervals: tuple[tuple[float | None, float | None], ...] = ()
+    answered: tuple[float | None, ...] = ()
+    dataset: Mapping[str, Any] | None = None
+
+    def sentence(self) -> str:
+        found, took = self.difference, duration(self.seconds)
+        if found is None:
+            return f"too few questions to say whether accuracy changed; {took} in all"
+        words = "rose" if found.low > 0 else "fell" if found.high < 0 else "did not change for certain"
+        return (
+            f"accuracy {words}: {100 * found.value:+.1f} points (95 % interval {100 * found.low:+.1f} to "
+            f"{100 * found.high:+.1f}, McNemar p {number(found.p, digits=2)}), {took} in all"
+        )
+
+
+# -- a foreign script under the doctor
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScriptWatched(Facts, kind="observed"):
+    """What the doctor's agent saw of it."""

@@ -1,0 +1,60 @@
+"""What a run came to, in numbers: the last thing that is recorded of it."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any, ClassVar
+
+from flatout.files import Count, Finite
+
+
+@dataclass(frozen=True, kw_only=True)
+class Speed:
+    """Training speed of the steps after warm-up, evaluations and saves apart. None: too few steps to say."""
+
+    ignores_unknown: ClassVar[bool] = True
+
+    steps: Count = 0
+    tokens_per_s: Finite | None = None
+    step_s: Finite | None = None
+    mfu: Finite | None = None
+    hfu: Finite | None = None
+    mfu_common: Finite | None = None
+    data_share: Finite | None = None
+    unattributed_share: Finite | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """Everything a criterion may ask about. None is unknown, never a guess."""
+
+    ignores_unknown: ClassVar[bool] = True
+
+    stopped_by: str
+    # Versions that recorded less left these out.
+    steps: Count = 0
+    tokens: Count = 0
+    hours: Finite = 0.0
+    speed: Speed = field(default_factory=Speed)
+    loss_first_tenth: float | None = None
+    loss_last_tenth: float | None = None
+    val_losses: tuple[float, ...] = ()
+    task_scores: tuple[float, ...] = ()  # means over the tasks that have answers
+    peak_gib: Finite | None = None
+    memory_share: Finite | None = None
+    utilisation: Finite | None = None
+    saves: Count = 0
+    saved_step: Count | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """How one criterion came out."""
+
+    criterion: str
+    wanted: str
+    got: str
+    met: bool | None  # None: could not be measured here

@@ -1,0 +1,201 @@
+"""How fast a run trained, where its loss began and ended, and whether it met its criteria.
+
+The one place for these numbers: a run that trains and whoever reads its folder later come to the same ones.
+"""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import fields
+from itertools import islice
+from typing import Any
+
+from flatout.config.settings import CriteriaSettings
+from flatout.cost import Rates, Shares
+from flatout.record import LARGEST_LOSS, WARM_STEPS, Outcome, Rollup, Run, Speed, StepRecord, Verdict
+
+
+class Speedometer:
+    """Sums up steps as they finish, or many at once, so that a long run costs no memory.
+
+    The first steps of each attempt only warm up; what was done beside training does not count.
+    """
+
+    def __init__(self, rates: Rates | None, *, warm_steps: int = WARM_STEPS) -> None:
+        self.rates, self.warm_steps = rates, warm_steps
+        self.steps, self.tokens = 0, 0
+        self.seconds, self.wall = 0.0, 0.0
+        self._phases: dict[str, float] = defaultdict(float)
+        self._seen: Counter[int] = Counter()  # by attempt
+
+    @property
+    def data(self) -> float:
+        """Seconds spent waiting for data."""
+        return self._phases.get("data", 0.0)
+
+    def see(self, record: StepRecord) -> None:
+        self._seen[record.attempt] += 1
+        if self._seen[record.attempt] > self.warm_steps:
+            self.add(record)
+
+    def add(self, some: StepRecord | Rollup, *, sign: int = 1) -> None:
+        """Counts all of it, warm or not; with a `sign` of -1 takes it out again."""
+        self.steps += sign * some.num_steps
+        self.tokens += sign * some.tokens
+        self.wall += sign * some.seconds
+        self.seconds += sign * some.training_s
+        for phase, seconds in some.phases.items():
+            self._phases[phase] += sign * seconds
+
+    def read(self) -> Speed:
+        if self.steps <= 0 or self.seconds <= 0:
+            return Speed()
+        shares = self.rates.shares(tokens=self.tokens, seconds=self.seconds) if self.rates else Shares()
+        timed = bool(self._phases)
+        return Speed(
+            steps=self.steps,
+            tokens_per_s=self.tokens / self.seconds,
+            step_s=self.seconds / self.steps,
+            mfu=shares.mfu,
+            hfu=shares.hfu,
+            mfu_common=shares.mfu_common,
+            data_share=max(0.0, self.data / self.seconds) if timed else None,
+            # Two clocks never agree to the last digit.
+            unattributed_share=max(0.0, 1 - sum(self._phases.values()) / self.wall) if timed else None,
+        )
+
+
+def speed_of(run: Run, parts: Sequence[Rollup], *, rates: Rates | None, rank: int = 0) -> Speed:
+    """Of a run folder, from its `latest_rollups`: a million steps cost no more than a few thousand lines."""
+    meter = Speedometer(rates)
+    for part in parts:
+        meter.add(part)
+    for step in warm_up(run, parts, rank=rank):
+        meter.add(step, sign=-1)
+    return meter.read()
+
+
+def speed_of_steps(records: Iterable[StepRecord], *, rates: Rates | None) -> Speed:
+    """Of a few steps, warm or not: how fast it goes now."""
+    meter = Speedometer(rates, warm_steps=0)
+    for record in records:
+        meter.see(record)
+    return meter.read()
+
+
+def warm_up(run: Run, parts: Sequence[Rollup], *, rank: int = 0) -> list[StepRecord]:
+    """The first steps of each attempt that still count."""
+    left = Counter({part.attempt: WARM_STEPS for part in parts})
+    found: list[StepRecord] = []
+    for part in parts:
+        if left[part.attempt]:
+            found += islice(run.steps_in(part, rank=rank), left[part.attempt])
+            left[part.attempt] -= min(left[part.attempt], part.num_steps)
+    return found
+
+
+class LossTrend:
+    """Mean loss of the first and the last tenth of the steps a run has taken."""
+
+    def __init__(self) -> None:
+        self.losses = array("d")
+
+    def see(self, loss: float) -> None:
+        self.losses.append(loss)
+
+    def ends(self) -> tuple[float | None, float | None]:
+        """None where there are too few steps for two ends."""
+        if len(self.losses) < 2:
+            return None, None
+        tenth = max(1, len(self.losses) // 10)
+        return _mean_loss(self.losses[:tenth]), _mean_loss(self.losses[-tenth:])
+
+
+def loss_ends(run: Run, parts: Sequence[Rollup]) -> tuple[float | None, float | None]:
+    """The same of a run folder, from its `latest_rollups`; only where a tenth ends are steps read."""
+    parts = [part for part in parts if part.loss is not None or part.num_non_finite]
+    steps = sum(part.num_steps for part in parts)
+    if steps < 2:
+        return None, None
+    tenth = max(1, steps // 10)
+    return _end(run, parts, tenth, last=False), _end(run, parts[::-1], tenth, last=True)
+
+
+def _end(run: Run, parts: Sequence[Rollup], count: int, *, last: bool) -> float:
+    total, finite = 0.0, 0
+    for part in parts:
+        if part.num_steps <= count:
+            number = part.num_steps - part.num_non_finite
+            total, finite, count = total + (part.loss or 0.0) * number, finite + number, count - part.num_steps
+            continue
+        losses = [step.loss for step in run.steps_in(part) if step.loss is not None]
+        of_it = (losses[-count:] if last else losses[:count]) if count else []
+        known = [loss for loss in of_it if abs(loss) <= LARGEST_LOSS]
+        total, finite = total + sum(known), finite + len(known)
+        break
+    return total / finite if finite else math.nan
+
+
+def _mean_loss(losses: Iterable[float]) -> float:
+    """Of those that are numbers: an update that is skipped may have none, and a run in ruins has nothing else."""
+    known = [loss for loss in losses if abs(loss) <= LARGEST_LOSS]
+    return sum(known) / len(known) if known else math.nan
+
+
+def peak_words(rates: Rates | None, hardware: Mapping[str, Any]) -> str | None:
+    """What MFU is a share of, such as `989 TFLOPS bf16 (datasheet)`; None where no peak is known."""
+    if rates is None or not rates.peak_flops:
+        return None
+    measured = ((hardware.get("measured") or {}).get("flops") or {}).get(rates.precision)
+    beside = f"; {measured / 1e12:.3g} measured here" if measured and rates.peak_source != "measured" else ""
+    return rates.peak_words + beside
+
+
+def judge(criteria: CriteriaSettings, outcome: Outcome) -> list[Verdict]:
+    """One line per criterion that was set."""
+    losses, vals = (outcome.loss_first_tenth, outcome.loss_last_tenth), outcome.val_losses
+    speed = outcome.speed
+    measured: dict[str, float | None] = {
+        "tokens_per_s": speed.tokens_per_s,
+        "mfu": speed.mfu_common,
+        "utilisation": outcome.utilisation,
+        "memory_share": outcome.memory_share,
+        "hours": outcome.hours,
+        "saves": float(outcome.saves),
+    }
+    at_most = {"memory_share", "hours"}
+    verdicts = []
+    for criterion in fields(criteria):
+        name, wanted = criterion.name, getattr(criteria, criterion.name)
+        if wanted is None:
+            continue
+        if name == "loss_falling":
+            verdicts.append(_trend(name, wanted, *losses))
+        elif name == "validation_improving":
+            ends = (vals[0], vals[-1]) if len(vals) > 1 else (None, None)
+            verdicts.append(_trend(name, wanted, *ends))
+        else:
+            got = measured[name]
+            sign = "at most" if name in at_most else "at least"
+            met = None if got is None else (got <= wanted if name in at_most else got >= wanted)
+            shown = "not measured" if got is None else _figure(got)
+            verdicts.append(Verdict(criterion=name, wanted=f"{sign} {_figure(wanted)}", got=shown, met=met))
+    return verdicts
+
+
+def _figure(value: float) -> str:
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+
+
+def _trend(name: str, wanted: bool, first: float | None, last: float | None) -> Verdict:
+    if first is None or last is None:
+        return Verdict(criterion=name, wanted=str(wanted).lower(), got="not measured", met=None)
+    return Verdict(
+        criterion=name,
+        wanted=str(wanted).lower(),
+        got=f"{first:.4f} to {last:.4f}",
+        met=(last < first) == wanted,
+    )
