@@ -1,10 +1,10 @@
-"""Sampling throughput beside Hugging Face's `generate`, on one GPU, in one call, repeats interleaved.
+"""Sampling throughput against Hugging Face's `generate`, on one GPU, in one call, repeats interleaved.
 
     python -m benchmarks.generate --peer-script FILE --peers hf-generate-bf16-bs1024 --repeats 3
-    python -m benchmarks.generate --sweep       # rows in flight and context length, with the share of the bandwidth
+    python -m benchmarks.generate --sweep       # by concurrent sequences and context length, with the share of bandwidth
 
-The workload is the peers': the SmolLM2-360M shape with random weights, 64 prompts of 120 tokens, 16 samples of each,
-128 new tokens at temperature 0.7, no stop token. `flatout-apart` has 1,024 prompts that share nothing. A peer is a
+The workload is that of the peers: the SmolLM2-360M shape with random weights, 64 prompts of 120 tokens, 16 samples of
+each, 128 new tokens at temperature 0.7, no stop token. `flatout-apart` has 1,024 prompts that share nothing. A peer is a
 script that takes a variant's name and prints one JSON line with `gen_tok_s` and `mem_gib`.
 """
 
@@ -40,7 +40,7 @@ SWEEP_CONTEXTS = (120, 500, 1500)
 
 
 class Vocabulary(ByteTokenizer):
-    """Every id of the model may be drawn; nothing is ever decoded."""
+    """Every id of the model may be sampled; nothing is ever decoded."""
 
     def __init__(self, size: int) -> None:
         super().__init__()
@@ -83,7 +83,7 @@ def peer(script: Path, variant: str, *, seconds: float) -> dict[str, float] | No
 
 
 def sweep(model: Decoder, tokenizer: Vocabulary, *, rows: list[int], contexts: list[int], new: int) -> None:
-    """Decoding alone, from the difference of a long and a short generation, and the bytes it must read at least."""
+    """Decoding alone, from the difference of a long and a short generation, and the minimum of bytes it must read."""
     shape = model.shape
     bandwidth = detect().bandwidth
     for context in contexts:
