@@ -54,7 +54,7 @@ def main() -> None:
     parser.add_argument("--tokens", required=True, help="folder of prepared shards")
     parser.add_argument("--steps", type=int, default=500)
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--variants", default="kernels,kernels-fp8", help=f"beside plain, of {', '.join(VARIANTS)}")
+    parser.add_argument("--variants", default="kernels,kernels-fp8", help=f"besides plain: {', '.join(VARIANTS)}")
     parser.add_argument("--override", action="append", default=[], metavar="KEY=VALUE", help="for every run")
     parser.add_argument("--commit", default=None, help="where there is no git")
     parser.add_argument("--to", type=Path, default=FOLDER / "parity.jsonl")

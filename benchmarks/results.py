@@ -83,7 +83,7 @@ class Call:
 def measuring(
     benchmark: str, *, commit: str | None, units: Mapping[str, str], to: Path | None
 ) -> Iterator[dict[str, list[dict[str, float]]]]:
-    """Repeats by variant and metric, to be filled in; written and printed at the end, also when SIGTERM ends it early."""
+    """Repeats by variant and metric, to be filled in; written and printed at the end, also after an early SIGTERM."""
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     measured: dict[str, list[dict[str, float]]] = defaultdict(list)
     try:

@@ -44,7 +44,7 @@ UNITS = {
 
 
 def write_rows(path: Path, task: str, *, limit: int | None) -> Path:
-    """Writes a task's questions with their worked solutions: with the task's prompt, and every other one as in a chat."""
+    """Writes a task's questions with worked solutions: with the task's prompt, and every other one as in a chat."""
     asked: Any = open_task(task)
     assert isinstance(asked, Worked)
     with path.open("w") as file:
