@@ -1,1 +1,1 @@
-"""Measurements with their provenance: rivals side by side in one call, recorded as JSON lines in `results/`."""
+"""Measurements with their provenance: flatout and its peers in one call, recorded as JSON lines in `results/`."""

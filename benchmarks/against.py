@@ -1,11 +1,11 @@
-"""Two commits in turn, in one call: is the newer one as fast?
+"""Compares the speed of two commits, in turn, in one call.
 
     python -m benchmarks.against --trees 8c5f4e3=FOLDER abc1234=. --repeats 2
 
-A tree is a checkout. Each measurement is a process of its own with that tree's package and that tree's benchmarks:
+A tree is a checkout. Each measurement runs in a separate process with that tree's package and benchmarks:
 tokens per second of `pretrain-124m`, of `lora-360m` and of `sample-360m`, and for `startup` the seconds from the
 command to the end of the first step, with empty caches (`fresh`) and with filled ones (`warm`), and those of a save.
-The order of the trees is turned around with every repeat.
+The order of the trees is reversed with every repeat.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ START = ["train.steps=6", "train.warmup_steps=2", "data.embedded_mb=24", "eval.e
 
 
 def environment(tree: Path, caches: Path) -> dict[str, str]:
-    """A tree's own code before anything that is installed, and caches that no other tree fills."""
+    """The environment of a tree: its own code comes before installed packages, and its caches are separate."""
     paths = [str(tree / "src"), str(tree), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     kept = {"FLATOUT_CACHE": "data", "TRITON_CACHE_DIR": "triton", "TORCHINDUCTOR_CACHE_DIR": "inductor"}
     return os.environ | {"PYTHONPATH": os.pathsep.join(paths)} | {name: str(caches / of) for name, of in kept.items()}

@@ -1,13 +1,13 @@
-"""The doctor on planted GPU causes: is the cause named first, and was its gain estimated before it was measured?
+"""Runs the doctor on planted GPU causes: is the cause named first, and is its estimated gain near the measured one?
 
     python -m benchmarks.doctor_gpu --budget 280 --to benchmarks/results/doctor-gpu.jsonl
     python -m benchmarks.doctor_gpu --causes fp32-matmul,host-sync --repeats 2
     python -m benchmarks.doctor_gpu --causes none --tables docs/doctor --script 'trainer=python train.py --lr 3e-4'
 
-Each cause is `benchmarks/doctor_job.py CAUSE`, looked at once; its own fix, where it is a switch, is then proved by
-runs with and without it in turns. One line a cause as it comes, appended to `--to`, so that a call cut short keeps what
-it has; what can be proved comes first. `--script NAME=COMMAND` looks at any script as it is and writes the doctor's
-table to NAME.md in `--tables`; COMMAND may be `bash -c 'cd FOLDER && python train.py'`.
+Each cause is `benchmarks/doctor_job.py CAUSE`, examined once; its fix, if it is a switch, is then measured by runs with
+and without it in turn. Each cause appends one line to `--to` when it is done, so a call that is cut short keeps its
+results; causes whose fix can be measured come first. `--script NAME=COMMAND` examines any script and writes the
+doctor's table to NAME.md in `--tables`; COMMAND may be `bash -c 'cd FOLDER && python train.py'`.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ PLANTED: dict[str, str | None] = {
 
 
 class Budget:
-    """Seconds that may be spent; nothing is begun that would take longer than what is left."""
+    """Seconds that may be spent; work that would take longer than the rest is not started."""
 
     def __init__(self, seconds: float | None) -> None:
         self.until = None if seconds is None else time.monotonic() + seconds
@@ -124,7 +124,7 @@ def keep(row: dict[str, Any], *, to: Path | None) -> None:
 
 
 def examined(planted: str, *, options: argparse.Namespace, budget: Budget) -> dict[str, Any]:
-    """One look at the job, and the proof of its own fix where there is time for it."""
+    """Examines the job once, and measures its fix if there is time."""
     command = [sys.executable, str(JOB), planted, "100000", options.device]
     variables = {"CUDA_LAUNCH_BLOCKING": "1"} if planted == "launch-blocking" else {}
     asked = Asked(steps=options.steps, seconds=options.seconds, variables=variables, quiet=True, limit_s=90)
@@ -153,7 +153,7 @@ def looked_at(command: Sequence[str], asked: Asked) -> Looked:
 def judged(
     planted: str, looked: Looked | None, *, proofs: Sequence[Proof], look_s: float | None, error: str | None = None
 ) -> dict[str, Any]:
-    """Whether it was named first, and how the estimate compares with the proof."""
+    """Whether the cause was named first, and how the estimate compares with the measurement."""
     wanted = PLANTED[planted]
     findings = looked.diagnosis.findings if looked is not None else ()
     gains = {finding.cause: finding.gain for finding in findings}
@@ -180,7 +180,7 @@ def judged(
 
 
 def written(name: str, command: Sequence[str], *, options: argparse.Namespace) -> dict[str, Any]:
-    """Look at a script as it is, and write the doctor's table of it."""
+    """Examines a script and writes the doctor's table of it."""
     asked = Asked(steps=options.steps, seconds=options.seconds, stdout_to_stderr=True, limit_s=240)
     try:
         looked = looked_at(command, asked)

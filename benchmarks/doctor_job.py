@@ -1,7 +1,7 @@
-"""A GPT training loop, healthy but for one planted cause: `python benchmarks/doctor_job.py CAUSE [STEPS] [DEVICE]`.
+"""A GPT training loop with one planted cause of slowness: `python benchmarks/doctor_job.py CAUSE [STEPS] [DEVICE]`.
 
-Read by `benchmarks.doctor_gpu`, run by the doctor. Random tokens; every plant is one that people do make. On a CPU the
-model is tiny: that only shows that a job runs.
+`benchmarks.doctor_gpu` runs it under the doctor. It trains on random tokens; every planted cause is a common mistake.
+On a CPU the model is tiny: that only shows that a job runs.
 """
 
 import contextlib

@@ -1,4 +1,4 @@
-"""A Lightning loop as most scripts have one: default precision, rows made as they are asked for.
+"""A typical Lightning loop: default precision, rows created when they are requested.
 
 python -m benchmarks.doctor_gpu --causes none --script 'lightning=python benchmarks/doctor_lightning.py'
 """

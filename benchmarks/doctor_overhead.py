@@ -1,11 +1,11 @@
-"""What watching costs a script outside the profiled window: the same loop with and without the agent, in turns.
+"""The doctor's overhead outside the profiled window: the same loop with and without the agent, in turn.
 
     python -m benchmarks.doctor_overhead [--device cuda] [--pairs 3] [--blocks 4] [--steps 40] [--budget 60]
 
-A pair is two processes, one of them watched, that run one block of steps each in turns; several pairs, so that one
-process's luck is not taken for the agent's cost. The agent stays in its timed stage all along, stack samples included.
-Printed: a line for each two blocks, then the mean ratio and its upper 95 % bound. On CUDA the loop forbids whatever
-waits for the device unasked, so that a wait of the agent's own would show as an error of it.
+A pair is two processes, one of them watched, that run one block of steps each in turn. Several pairs average out
+differences between processes. The agent stays in its timed stage throughout, stack samples included. It prints a line
+for each two blocks, then the mean ratio and its upper 95 % bound. On CUDA the loop makes implicit synchronisations an
+error, so that one caused by the agent would show.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ def started(options: argparse.Namespace, *, watched: bool) -> Iterator[subproces
 
 
 def check(folder: Path) -> None:
-    """The agent must have watched to the end, and without an error of its own."""
+    """Checks that the agent watched to the end without an error of its own."""
     (found,) = (json.loads(path.read_text()) for path in folder.glob("facts-*.json"))
     if found["errors"] or found["state"] != "ended":
         raise SystemExit(f"the agent {found['state']} with errors {found['errors']}")

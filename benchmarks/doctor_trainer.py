@@ -1,4 +1,4 @@
-"""The Hugging Face Trainer as most scripts use it: defaults, rows padded to one length. For `benchmarks.doctor_gpu`.
+"""A typical Hugging Face Trainer script: defaults, rows padded to one length. For `benchmarks.doctor_gpu`.
 
 python -m benchmarks.doctor_gpu --causes none --script 'trainer=python benchmarks/doctor_trainer.py'
 """

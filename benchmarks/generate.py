@@ -1,11 +1,11 @@
-"""Sampling throughput beside Hugging Face's `generate`, on one GPU, in one call, repeats interleaved.
+"""Sampling throughput against Hugging Face's `generate`, on one GPU, in one call, repeats interleaved.
 
     python -m benchmarks.generate --peer-script FILE --peers hf-generate-bf16-bs1024 --repeats 3
-    python -m benchmarks.generate --sweep       # rows in flight and context length, with the share of the bandwidth
+    python -m benchmarks.generate --sweep       # by concurrent sequences and context length; the share of bandwidth
 
-The workload is the peers': the SmolLM2-360M shape with random weights, 64 prompts of 120 tokens, 16 samples of each,
-128 new tokens at temperature 0.7, no stop token. `flatout-apart` has 1,024 prompts that share nothing. A peer is a
-script that takes a variant's name and prints one JSON line with `gen_tok_s` and `mem_gib`.
+The workload is that of the peers: the SmolLM2-360M shape with random weights, 64 prompts of 120 tokens, 16 samples of
+each, 128 new tokens at temperature 0.7, no stop token. `flatout-apart` has 1,024 prompts that share nothing. A peer is
+a script that takes a variant's name and prints one JSON line with `gen_tok_s` and `mem_gib`.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ SWEEP_CONTEXTS = (120, 500, 1500)
 
 
 class Vocabulary(ByteTokenizer):
-    """Every id of the model may be drawn; nothing is ever decoded."""
+    """Every id of the model may be sampled; nothing is ever decoded."""
 
     def __init__(self, size: int) -> None:
         super().__init__()
@@ -83,7 +83,7 @@ def peer(script: Path, variant: str, *, seconds: float) -> dict[str, float] | No
 
 
 def sweep(model: Decoder, tokenizer: Vocabulary, *, rows: list[int], contexts: list[int], new: int) -> None:
-    """Decoding alone, from the difference of a long and a short generation, and the bytes it must read at least."""
+    """Decoding alone, from the difference of a long and a short generation, and the minimum of bytes it must read."""
     shape = model.shape
     bandwidth = detect().bandwidth
     for context in contexts:
@@ -118,7 +118,7 @@ def sweep(model: Decoder, tokenizer: Vocabulary, *, rows: list[int], contexts: l
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--rows", type=int, default=None, help="in flight; none: as many as there are by default")
+    parser.add_argument("--rows", type=int, default=None, help="concurrent sequences (default: the sampler's)")
     parser.add_argument("--sweep", action="store_true")
     parser.add_argument("--sweep-rows", default=",".join(map(str, SWEEP_ROWS)))
     parser.add_argument("--sweep-contexts", default=",".join(map(str, SWEEP_CONTEXTS)))

@@ -2,7 +2,7 @@
 
     python -m benchmarks.growth --to benchmarks/results/growth.jsonl
 
-The same tokens in a micro-batch throughout, 32,768; 8-bit matmuls where the plan would take them.
+Every micro-batch has 32,768 tokens; FP8 matmuls are used where the plan chooses them.
 """
 
 from __future__ import annotations

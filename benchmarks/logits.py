@@ -1,4 +1,4 @@
-"""Our logits of real weights beside those of transformers, over 20 prompts and their 64 likeliest next tokens.
+"""Compares our logits of real weights with those of transformers, over 20 prompts and their 64 likeliest next tokens.
 
 python -m benchmarks.logits FOLDER                       # fp32, and bf16 where there is a GPU
 """
@@ -78,7 +78,7 @@ def our_logits(model: Model, tokens_T: Tensor) -> Tensor:
 def compared(theirs: PreTrainedModel, ours: Model, prompts: Sequence[Sequence[int]]) -> dict[str, float]:
     """The largest difference and the least cosine of a text's logits, and how many continuations are the same.
 
-    Ours is the same as theirs exactly if at each of its places our likeliest token is the one that follows.
+    A continuation is the same if at each of its positions our likeliest token is the one that follows.
     """
     differences, cosines, same = [], [], 0
     for prompt in prompts:

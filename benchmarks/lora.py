@@ -1,12 +1,12 @@
-"""Fine-tuning with adapters beside Hugging Face's Trainer with PEFT, on one GPU, in one call, repeats interleaved.
+"""Fine-tuning with adapters against Hugging Face's Trainer with PEFT, on one GPU, in one call, repeats interleaved.
 
     python -m benchmarks.lora --peer-script FILE --peers rft-bf16-bs256,rft-bf16-bs256-compile --repeats 3
-    python -m benchmarks.lora --fit           # what fits 15, 40 and 80 GB, predicted and measured
+    python -m benchmarks.lora --fit           # what fits in 15, 40 and 80 GB, predicted and measured
 
-The workload is the peers': the SmolLM2-360M shape, rank 16 on all projections, examples of 48 to 128 tokens of which
-the first 24 are the prompt. Ours is the command itself, `flatout train` with `recipe: sft`, with clipping, data
-loading and recording on, read from its run folder. A peer is a script that takes a variant's name and prints one JSON
-line with `samples_s` and `mem_gib`. Nothing but torch, numpy, safetensors and tokenizers is needed for ours.
+The workload is that of the peers: the SmolLM2-360M shape, rank 16 on all projections, examples of 48 to 128 tokens of
+which the first 24 are the prompt. We run the command itself, `flatout train` with `recipe: sft`, with clipping, data
+loading and recording on, and read its run folder. A peer is a script that takes a variant's name and prints one JSON
+line with `samples_s` and `mem_gib`. Our side needs only torch, numpy, safetensors and tokenizers.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ BASES = ("16-bit", "4-bit")
 
 
 def write_rows(path: Path, *, count: int) -> None:
-    """Texts in which a character is a token: the prompt, and an answer that its end mark makes complete."""
+    """Writes texts in which a character is a token: the prompt, and an answer that is complete with its EOS."""
     with path.open("w") as file:
         for i in range(count):
             generator = random.Random(i)
@@ -77,7 +77,7 @@ class Done:
 
 
 def ours(file: Path, overrides: list[str], *, folder: Path, seconds: float = 180) -> Done:
-    """One run of the command; its own summary, or why it was refused."""
+    """Runs the command once. Returns its summary, or why it was refused."""
     command = [sys.executable, "-m", "flatout", "train", str(file), *overrides, "--run", str(folder)]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=seconds)
@@ -112,7 +112,7 @@ def peer(script: Path, variant: str, *, seconds: float) -> dict[str, float] | No
 def fit(
     options: argparse.Namespace, scratch: Path, rows: Path, measured: dict[str, list[dict[str, float]]], *, steps: int
 ) -> None:
-    """Shapes on every cap, 16 and 4 bits: trained, with the predicted peak beside the measured, or refused."""
+    """Trains each shape under each memory cap, in 16 and 4 bits: predicted and measured peak, or why it is refused."""
     import torch
 
     total_gb = torch.cuda.get_device_properties(0).total_memory / 1e9

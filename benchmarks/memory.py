@@ -139,7 +139,7 @@ def planned(point: Point, *, hardware: Hardware | None = None) -> Plan:
 
 
 def built(point: Point, plan: Plan) -> Engine:
-    """An engine with fresh weights, as a run has it."""
+    """An engine with random weights, as a run builds it."""
     active = resolve(plan, local_rank=0, deterministic=False)
     with torch.device(active.device):
         model = Decoder(plan.job.shape, compute_dtype=active.dtype)

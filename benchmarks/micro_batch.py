@@ -1,4 +1,4 @@
-"""Is the micro-batch that flatout finds by itself the fastest? A sweep by hand beside the search, on one GPU.
+"""Is the micro-batch that flatout finds the fastest? Compares a manual sweep with the search, on one GPU.
 
 python -m benchmarks.micro_batch
 """

@@ -1,4 +1,4 @@
-"""What measuring costs: the probe and the monitor on and off, in interleaved blocks of steps, on one GPU.
+"""The overhead of measuring: the probe and the monitor on and off, in interleaved blocks of steps, on one GPU.
 
     python -m benchmarks.overhead --blocks 12
 

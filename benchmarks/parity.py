@@ -1,9 +1,9 @@
-"""Do the fast paths learn the same? Validation loss after the same steps on the same data, in pairs by seed.
+"""Do the fast paths train equally well? Validation loss after the same steps on the same data, in pairs by seed.
 
     python -m benchmarks.parity --tokens FOLDER --steps 500 --seeds 3
 
-Every run is `flatout train examples/pretrain-124m.yaml`, 65,536 tokens a step, as overridden. Runs of one seed share
-the weights at the start and the order of the data. Validation is always in bf16, so it judges the weights alone.
+Every run is `flatout train examples/pretrain-124m.yaml` with 65,536 tokens a step and overrides. Runs of one seed share
+the initial weights and the order of the data. Validation is always in bf16, so it depends on the weights alone.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def final_loss(overrides: list[str], *, folder: Path) -> float:
 
 
 def compared(call: Call, losses: dict[str, list[float]]) -> list[Result]:
-    """Losses by variant, and each against the plain path of the same seed, as far as both have ended."""
+    """Losses by variant, each compared with the plain path of the same seed, where both have ended."""
     results = []
     for name, values in losses.items():
         if not values:
@@ -54,7 +54,7 @@ def main() -> None:
     parser.add_argument("--tokens", required=True, help="folder of prepared shards")
     parser.add_argument("--steps", type=int, default=500)
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--variants", default="kernels,kernels-fp8", help=f"beside plain, of {', '.join(VARIANTS)}")
+    parser.add_argument("--variants", default="kernels,kernels-fp8", help=f"besides plain: {', '.join(VARIANTS)}")
     parser.add_argument("--override", action="append", default=[], metavar="KEY=VALUE", help="for every run")
     parser.add_argument("--commit", default=None, help="where there is no git")
     parser.add_argument("--to", type=Path, default=FOLDER / "parity.jsonl")

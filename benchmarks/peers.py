@@ -1,4 +1,4 @@
-"""A rival's script: it takes a variant's name and prints one JSON line."""
+"""A peer's script: it takes a variant's name and prints one JSON line."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 
 def measured(script: Path, variant: str, *, figure: str, seconds: float) -> dict[str, Any] | None:
-    """The line that has this figure; None, with the last words printed, when there is none in time."""
+    """The line that has this figure; None, with the last output printed, if there is no such line in time."""
     try:
         done = subprocess.run([sys.executable, str(script), variant], capture_output=True, text=True, timeout=seconds)
     except subprocess.TimeoutExpired:
@@ -24,7 +24,7 @@ def measured(script: Path, variant: str, *, figure: str, seconds: float) -> dict
 
 
 def _object(line: str) -> dict[str, Any]:
-    """A line that is one JSON object; anything else a script prints, a Python dictionary too, says nothing."""
+    """A line that is one JSON object; anything else that a script prints is ignored, Python dictionaries too."""
     try:
         found = json.loads(line)
     except json.JSONDecodeError:

@@ -1,4 +1,4 @@
-"""Draws the newest call of a results file as horizontal bars, in plain SVG that reads in light and dark.
+"""Draws the newest call of a results file as horizontal bars, in plain SVG that is readable in light and dark mode.
 
 python -m benchmarks.plot pretrain-124m tokens_per_s docs/pretrain-124m.svg
 """

@@ -1,10 +1,10 @@
-"""flatout beside what a user would pick instead, on one GPU, in one call, repeats interleaved.
+"""flatout against its alternatives, on one GPU, in one call, repeats interleaved.
 
     python -m benchmarks.pretrain --tokens FOLDER --peer-script FILE --peers nanogpt,nanochat --repeats 3
 
-Ours is the command itself, `flatout train examples/pretrain-124m.yaml`, with clipping, data loading and recording on,
-read from its run folder. A peer is a script that takes a variant's name and prints one JSON line with `tok_s`, `mfu`
-and `mem_gib`; each variant of each repeat is a process of its own.
+We run the command itself, `flatout train examples/pretrain-124m.yaml`, with clipping, data loading and recording on,
+and read its run folder. A peer is a script that takes a variant's name and prints one JSON line with `tok_s`, `mfu` and
+`mem_gib`; each variant of each repeat is a separate process.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ QUIET = ["eval.every=null", "save.every=null", "save.weights_only=true"]
 
 
 def ours(example: str, overrides: list[str], *, folder: Path) -> dict[str, float]:
-    """One run of the command; its own summary."""
+    """Runs the command once. Returns its summary."""
     command = [sys.executable, "-m", "flatout", "train", example, *overrides, "--run", str(folder)]
     subprocess.run(command, check=True, capture_output=True, text=True)
     run = Run.open(folder)

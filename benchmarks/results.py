@@ -1,4 +1,4 @@
-"""One line per measured figure, with everything needed to judge it or to measure it again."""
+"""One line per measured figure, with everything needed to assess it or to measure it again."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Result:
 class Call:
     """Everything measured in one call shares its id, hardware, versions and commit.
 
-    Commands that run one after the other in one sitting are one call, if BENCHMARK_CALL names it.
+    Commands that run one after the other on one machine are one call, if BENCHMARK_CALL names it.
     """
 
     benchmark: str
@@ -74,7 +74,7 @@ class Call:
         )
 
     def share(self, *, variant: str, metric: str, value: float, low: float, high: float) -> Result:
-        """A share of questions, with its 95 % interval for the spread."""
+        """A share of questions, with its 95 % interval as the spread."""
         row = self.result(variant=variant, metric=metric, unit="share of questions", values=[value])
         return replace(row, low=low, high=high)
 
@@ -83,7 +83,7 @@ class Call:
 def measuring(
     benchmark: str, *, commit: str | None, units: Mapping[str, str], to: Path | None
 ) -> Iterator[dict[str, list[dict[str, float]]]]:
-    """Variants' repeats by metric, to be filled in; written and printed at the end, or where SIGTERM cut it short."""
+    """Repeats by variant and metric, to be filled in; written and printed at the end, also after an early SIGTERM."""
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     measured: dict[str, list[dict[str, float]]] = defaultdict(list)
     try:
@@ -129,7 +129,7 @@ def _cell(result: Result | None) -> str:
 
 
 def command_line(arguments: Sequence[str]) -> str:
-    """How to measure this again; where files lie is nobody's business."""
+    """The command that measures this again, without the folders of files."""
     kept = [Path(a).name if os.sep in a and Path(a).exists() else a for a in arguments[1:]]
     for where in ("--to", "--tables"):
         if where in kept:
@@ -143,7 +143,7 @@ T95 |= {12: 1.782, 13: 1.771, 14: 1.761, 15: 1.753, 16: 1.746, 17: 1.740, 18: 1.
 
 
 def upper_95(values: Sequence[float]) -> float | None:
-    """The upper 95 % bound of their mean; None from fewer than two."""
+    """The upper 95 % bound of the mean of the values; None for fewer than two."""
     if len(values) < 2:
         return None
     # Between two entries of the table the smaller number of degrees, which is the wider bound.
@@ -152,7 +152,7 @@ def upper_95(values: Sequence[float]) -> float | None:
 
 
 def cost_results(call: Call, variant: str, costs: Sequence[float]) -> list[Result]:
-    """What measuring cost by pairs of blocks, and the bound of it."""
+    """The overhead of measuring, by pairs of blocks, and its upper bound."""
     rows = [call.result(variant=variant, metric="cost", unit="share of step time, by pair", values=costs)]
     if (upper := upper_95(costs)) is not None:
         rows.append(call.result(variant=variant, metric="upper_95_bound", unit="share of step time", values=[upper]))
@@ -179,7 +179,7 @@ def versions() -> dict[str, str]:
 
 
 def git_commit() -> str:
-    """The commit of this checkout, marked when files differ from it; `unknown` outside one."""
+    """The commit of this checkout, marked if files differ from it; `unknown` outside a checkout."""
     try:
         head = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True)
         changed = subprocess.run(["git", "status", "--porcelain", "src"], capture_output=True, text=True, check=True)

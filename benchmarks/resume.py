@@ -1,4 +1,4 @@
-"""A run that is killed and resumed beside one that is not: are the weights the same, bit for bit?
+"""Compares a run that is killed and resumed with one that is not: are the weights the same, bit for bit?
 
     python -m benchmarks.resume examples/pretrain-124m.yaml train.deterministic=true
 

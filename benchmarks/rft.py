@@ -1,11 +1,11 @@
-"""Recipe rft end to end on one GPU: unit conversion by real weights, seconds of each part, accuracy before and after.
+"""Recipe rft end to end on one GPU: unit conversion with real weights, seconds of each part, accuracy before and after.
 
     python -m benchmarks.rft FOLDER                       # a model folder, such as SmolLM2-135M-Instruct's
-    python -m benchmarks.rft FOLDER --gsm8k test.jsonl    # and what the training did to word problems
+    python -m benchmarks.rft FOLDER --gsm8k test.jsonl    # also accuracy on word problems, before and after
 
-Ours is the command itself, `flatout train` with `recipe: rft`, read from its run folder: `adaptive` stops early on
-solved questions, `fixed` draws all samples of every question, as the guides do. Accuracies and their difference have
-their 95 % interval as low and high; everything else the lowest and highest of the repeats.
+It runs the command itself, `flatout train` with `recipe: rft`, and reads its run folder: `adaptive` stops early on
+solved questions, `fixed` takes all samples of every question, as the guides do. Low and high are the 95 % interval for
+accuracies and their difference, and the lowest and highest repeat for everything else.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def config(path: Path, *, model: str, oversample: int, questions: int | None) ->
 
 
 def trained(file: Path, overrides: list[str], *, folder: Path) -> float:
-    """One run of the command; its seconds, taken from outside."""
+    """Runs the command once. Returns its seconds, measured from outside."""
     began = time.monotonic()
     command = [sys.executable, "-m", "flatout", "train", str(file), *overrides, "--run", str(folder)]
     done = subprocess.run(command, capture_output=True, text=True)
@@ -79,7 +79,7 @@ def ours(file: Path, overrides: list[str], *, folder: Path) -> dict[str, Any]:
 
 
 def asked_both(model: str, run: Path, task: str, *, limit: int, name: str) -> dict[str, Any]:
-    """The same questions to the model as it came and as it was trained: shares, each with its interval."""
+    """The share of the same questions answered rightly before and after training, each with its interval."""
     command = [sys.executable, "-m", "flatout", "eval", model, "--against", str(run), "--tasks", task]
     done = subprocess.run([*command, "--limit", str(limit), "--json"], capture_output=True, text=True, check=True)
     found = json.loads(done.stdout)
@@ -89,7 +89,7 @@ def asked_both(model: str, run: Path, task: str, *, limit: int, name: str) -> di
 
 
 def results(call: Call, variant: str, runs: list[dict[str, Any]]) -> list[Result]:
-    """Times over the repeats; accuracies of the first, as every repeat draws the same."""
+    """Times over the repeats; accuracies of the first repeat, because every repeat samples the same."""
     rows = [call.result(variant=variant, metric=m, unit=u, values=[run[m] for run in runs]) for m, u in UNITS.items()]
     for name in (name for name in INTERVALS if name in runs[0]):
         value, low, high = runs[0][name]

@@ -1,11 +1,11 @@
 """Adapters on real weights, on one GPU: held-out loss and accuracy before and after, with their intervals.
 
-    python -m benchmarks.sft FOLDER                          # unit conversion, worked solutions of our own
-    python -m benchmarks.sft FOLDER --gsm8k DATA/gsm8k       # and word problems: its train.jsonl and test.jsonl
+    python -m benchmarks.sft FOLDER                          # unit conversion, with its worked solutions
+    python -m benchmarks.sft FOLDER --gsm8k DATA/gsm8k       # also word problems: its train.jsonl and test.jsonl
 
-Ours are the commands themselves, `flatout train` with `recipe: sft`, `flatout eval MODEL --against RUN`, `export` and
-`chat`. Accuracies and their difference, paired by question, have their 95 % interval as low and high. What was learnt
-is opened elsewhere, in fp32: as an adapter by PEFT and merged by transformers, beside our own logits.
+It runs the commands themselves, `flatout train` with `recipe: sft`, `flatout eval MODEL --against RUN`, `export` and
+`chat`. Accuracies and their difference, paired by question, have their 95 % interval as low and high. The
+result is also opened in fp32 as an adapter by PEFT and merged by transformers, and their logits are compared with ours.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ UNITS = {
 
 
 def write_rows(path: Path, task: str, *, limit: int | None) -> Path:
-    """The questions of a task, each with its worked solution: as they are asked, and every other one as in a talk."""
+    """Writes a task's questions with worked solutions: with the task's prompt, and every other one as in a chat."""
     asked: Any = open_task(task)
     assert isinstance(asked, Worked)
     with path.open("w") as file:
@@ -56,7 +56,7 @@ def write_rows(path: Path, task: str, *, limit: int | None) -> Path:
 
 
 def without_examples(prompt: Sequence[Message]) -> list[Message]:
-    """What a model is told, and the question."""
+    """The instructions and the question, without the examples."""
     return [message for message in prompt if message["role"] == "system"] + [prompt[-1]]
 
 
@@ -78,7 +78,7 @@ def ours(file: Path, overrides: list[str], *, folder: Path) -> dict[str, Any]:
 
 
 def elsewhere(model: str, run: Path, task: str, *, scratch: Path) -> dict[str, float]:
-    """How far from ours the logits of 20 questions are: the adapter in PEFT, merged, and the model as it came."""
+    """How far the logits of 20 questions are from ours: of the adapter in PEFT, merged, and of the base model."""
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
@@ -105,9 +105,9 @@ def elsewhere(model: str, run: Path, task: str, *, scratch: Path) -> dict[str, f
 
 
 def talked(run: Path, task: str) -> tuple[int, list[str]]:
-    """How many of ten questions in one talk `flatout chat` answers rightly, and the lines that it says.
+    """How many of ten questions in one conversation `flatout chat` answers rightly, and its lines.
 
-    Answers are one line each, as they were learnt; one of several lines shifts the others, which then count as wrong.
+    Answers have one line each, as in training; an answer of several lines shifts the others, which then count as wrong.
     """
     asked: Any = open_task(task)
     prompts = [without_examples(asked.prompt(i)) for i in range(TALKED)]

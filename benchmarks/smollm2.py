@@ -1,7 +1,7 @@
-"""A Hugging Face folder of a real Llama from a GGUF file: `python benchmarks/smollm2.py FILE.gguf TOKENIZER TO`.
+"""Makes a Hugging Face folder of a real Llama from a GGUF file: `python benchmarks/smollm2.py FILE.gguf TOKENIZER TO`.
 
-transformers cannot save a model that it read from GGUF, hence the copy into a fresh one. The tokenizer is taken from a
-folder, because the one that GGUF carries has lost its end-of-text token. Needs the package `gguf`.
+transformers cannot save a model that it read from GGUF, so the weights are copied into a new one. The tokenizer is
+taken from a folder, because the one in the GGUF file lacks its end-of-text token. Needs the package `gguf`.
 """
 
 from __future__ import annotations

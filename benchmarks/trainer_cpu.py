@@ -1,8 +1,8 @@
-"""flatout beside Hugging Face's Trainer on a CPU: the same model, data, batch and threads, in one run.
+"""flatout against Hugging Face's Trainer on a CPU: the same model, data, batch and threads, in one run.
 
     python -m benchmarks.trainer_cpu --steps 20 --repeats 3
 
-Only the ratio means anything on a CPU; it is printed, not recorded.
+On a CPU only the ratio is meaningful; it is printed, not recorded.
 """
 
 from __future__ import annotations

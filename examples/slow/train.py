@@ -1,7 +1,7 @@
-"""A small decoder trained the way first scripts are: it works, and nothing about it was ever measured.
+"""Trains a small decoder as a typical first script does: it works, and its speed was never measured.
 
-`flatout demo` runs it under `flatout doctor`, and then the same job by `flatout train`. It wants torch and two files
-beside it: documents.jsonl, and the tokenizer.json of a byte-level BPE.
+`flatout demo` runs it under `flatout doctor`, and then the same job with `flatout train`. It needs torch and two files
+in its folder: documents.jsonl, and the tokenizer.json of a byte-level BPE.
 """
 
 import json
