@@ -26,7 +26,7 @@ from flatout.words import number, percent
 
 PLAN = made.h200_plan(32)
 HARDWARE = {**PLAN.job.hardware.to_json(), "measured": {"flops": {"bf16": 8e14}}}
-PEAK = "989 TFLOPS bf16 (datasheet; 800 measured here)"
+PEAK = "989 TFLOPS bf16 (datasheet); 800 measured here"
 # 1000 tokens in an eighth of a second of training, beside slow first steps, an evaluation and a save.
 SPANS = {"data": 0.0125, "forward": 0.0375, "backward": 0.075}
 TOKENS_PER_S, SLOW, BESIDE = 8000.0, (0, 1, 2, 20, 21, 22), {10: {"eval": 2.0}, 15: {"save": 5.0}}

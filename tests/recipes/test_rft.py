@@ -336,9 +336,8 @@ def test_mistakes_are_told_before_anything_is_made(tmp_path: Path, changes: dict
     (tmp_path / "choice.jsonl").write_text(json.dumps(row) + "\n")
     (tmp_path / "text.txt").write_text("Once upon a time.")
     values["rft"] |= {key: value.format(tmp_path) for key, value in changes.items()}
-    settings = from_mapping(values)
     with pytest.raises(UsageError, match=message):
-        rft.run(settings, folder=tmp_path / "run")
+        rft.run(from_mapping(values), folder=tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
 

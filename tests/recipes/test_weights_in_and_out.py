@@ -119,7 +119,7 @@ def test_what_the_adapter_lacks_is_refused_by_name_all_at_once(folder: Path, fla
     asked = ["data.packing=documents", "plan.fp8=true", "plan.fused_qkv=true", "plan.compile=default"]
     done = flatout("train", config, *named(folder), *asked, "plan.recompute=selective")
     words = ["data.packing documents, plan.fused_qkv, plan.fp8, plan.compile default, plan.recompute selective"]
-    refused(done, code=2, words=[*words, "model_type 'gpt2'", "as transformers builds it"])
+    refused(done, code=2, words=[*words, "model_type 'gpt2'", "transformers runs it"])
 
 
 @pytest.mark.parametrize("folder", ["llama", "gpt2"], indirect=True)
