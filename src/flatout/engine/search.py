@@ -116,6 +116,7 @@ def remembered(folder: Path, key: str) -> list[Trial] | None:
 def remember(folder: Path, key: str, trials: Sequence[Trial]) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        files.sweep(folder)
         write_atomic(
             folder / f"{key[:32]}.json", json.dumps(asdict(Remembered(key=key, trials=tuple(trials)))).encode()
         )

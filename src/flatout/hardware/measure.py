@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flatout.errors import EnvironmentLacks, UsageError
-from flatout.files import BadFile, read_json, typed, write_atomic
+from flatout.files import BadFile, read_json, sweep, typed, write_atomic
 from flatout.hardware.detect import unsupported_build
 from flatout.hardware.table import Hardware
 
@@ -156,6 +156,7 @@ def _remember(cache: Path, facts: CpuFacts) -> None:
     path = _cached(cache, cpu=facts.cpu, threads=facts.threads)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        sweep(path.parent)
         write_atomic(path, json.dumps(asdict(facts)).encode())
     except OSError:
         return  # a cache that cannot be written is measured again
