@@ -53,6 +53,16 @@ sys.exit(7)
     assert b"Doctor" in watched.stderr
 
 
+def test_a_script_that_looks_torch_up_before_it_imports_it_is_seen(tmp_path: Path) -> None:
+    """As transformers and datasets do, to know whether it is installed."""
+    name = script(tmp_path, "train(40)\n")
+    looks = "import importlib.util\nassert importlib.util.find_spec('torch') is not None\n"
+    Path(name).write_text(looks + Path(name).read_text())
+    watched = doctor(*("--steps", "8", "--run", str(tmp_path / "run"), "--", sys.executable, name))
+    assert watched.returncode == 0, watched.stderr.decode()
+    assert len((tmp_path / "run" / "steps.jsonl").read_text().splitlines()) >= 8
+
+
 def test_an_interrupt_reaches_the_script_and_its_answer_counts(tmp_path: Path) -> None:
     name = script(
         tmp_path,

@@ -7,6 +7,7 @@ import functools
 import importlib.machinery
 import os
 import sys
+import threading
 import traceback
 from collections.abc import Callable
 from typing import Any
@@ -31,10 +32,15 @@ def quietly(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class ImportHook:
-    """Calls back once a module has been executed, in front of every other finder; the module itself is untouched."""
+    """Calls back once a module has been executed, in front of every other finder; the module itself is untouched.
+
+    A look-up is not an import: libraries ask `importlib.util.find_spec` whether a module is installed, and import it
+    later or never. So a callback waits until the module was executed.
+    """
 
     def __init__(self) -> None:
         self.wanted: dict[str, Callable[[Any], None]] = {}
+        self._finding = threading.local()
 
     def when(self, name: str, callback: Callable[[Any], None]) -> None:
         module = sys.modules.get(name)
@@ -44,20 +50,24 @@ class ImportHook:
             self.wanted[name] = callback
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
-        callback = self.wanted.pop(name, None)
-        if callback is None:
+        # Another hook that asks all finders in turn would ask this one again.
+        if name not in self.wanted or getattr(self._finding, "name", None) == name:
             return None
-        for finder in sys.meta_path:
-            find = getattr(finder, "find_spec", None)
-            spec: importlib.machinery.ModuleSpec | None = (
-                None if finder is self or find is None else find(name, path, target)
-            )
-            if spec is not None:
-                self._listen(spec, callback)
-                return spec
-        return None
+        self._finding.name = name
+        try:
+            for finder in sys.meta_path:
+                find = getattr(finder, "find_spec", None)
+                spec: importlib.machinery.ModuleSpec | None = (
+                    None if finder is self or find is None else find(name, path, target)
+                )
+                if spec is not None:
+                    self._listen(name, spec)
+                    return spec
+            return None
+        finally:
+            self._finding.name = None
 
-    def _listen(self, spec: importlib.machinery.ModuleSpec, callback: Callable[[Any], None]) -> None:
+    def _listen(self, name: str, spec: importlib.machinery.ModuleSpec) -> None:
         loader: Any = spec.loader
         execute = getattr(loader, "exec_module", None)
         if execute is None:
@@ -65,7 +75,9 @@ class ImportHook:
 
         def exec_module(module: Any) -> None:
             execute(module)
-            quietly(callback)(module)
+            callback = self.wanted.pop(name, None)
+            if callback is not None:
+                quietly(callback)(module)
 
         with contextlib.suppress(AttributeError):  # a loader without a __dict__ is left alone
             loader.exec_module = exec_module
