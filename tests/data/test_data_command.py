@@ -105,7 +105,7 @@ def test_a_folder_of_others_is_left_alone(flatout: Command, rows: Path, tmp_path
         before = tree(tmp_path / folder)
         done = flatout("data", "prepare", "embedded", "--to", folder)
         assert (done.code, tree(tmp_path / folder)) == (2, before)
-        assert f"{folder} holds something else, and nothing is overwritten" in done.err
+        assert f"{folder} holds other files, and nothing is overwritten" in done.err
 
 
 def test_files_of_another_tokenizer_do_not_stay(flatout: Command, tmp_path: Path) -> None:
@@ -219,7 +219,7 @@ def test_read_only_media(flatout: Command, tmp_path: Path) -> None:
         done = on_read_only_disk(to)
         assert done.returncode == 3
         assert "Traceback" not in done.stderr
-        assert f"{to} cannot be written (Read-only file system); set --to to a folder of yours" in done.stderr
+        assert f"{to} cannot be written (Read-only file system); set --to to a writable folder" in done.stderr
 
 
 def test_a_writer_that_ended_well_leaves_no_log(rows: Path, tmp_path: Path) -> None:

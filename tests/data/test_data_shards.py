@@ -174,7 +174,7 @@ def test_a_too_small_vocabulary_is_refused_with_the_place(make_shards: Make, tmp
 def test_another_tokenizer_is_refused(make_shards: Make, tmp_path: Path) -> None:
     shards = make_shards(LENGTHS)
     assert shards.check_tokenizer(FACTS.fingerprint) == "same"
-    with pytest.raises(UsageError, match=r"byte \(ffffffffffff\), not by the one configured \(000000000000\)"):
+    with pytest.raises(UsageError, match=r"byte \(ffffffffffff\), not by the configured one \(000000000000\)"):
         shards.check_tokenizer("0" * 64)
     np.save(tmp_path / "raw.npy", np.array([3]))
     assert Shards.raw([tmp_path / "raw.npy"], eos_id=None).check_tokenizer("0" * 64) == "unknown"

@@ -100,19 +100,19 @@ def unprepared(model: Model) -> Model:
     """The same weights without what `prepare` did, for shapes that training never has: prompts, single tokens."""
     if isinstance(model, Foreign):
         return model
-    twin = copy.copy(model)
-    twin._modules = dict(model._modules)
-    twin.blocks = nn.ModuleList(copy.copy(block) for block in model.blocks)
-    twin.norm_kernel = twin.residual_dtype = None
-    for block in twin.blocks:
+    plain = copy.copy(model)
+    plain._modules = dict(model._modules)
+    plain.blocks = nn.ModuleList(copy.copy(block) for block in model.blocks)
+    plain.norm_kernel = plain.residual_dtype = None
+    for block in plain.blocks:
         assert isinstance(block, Block)
         block.recompute, block.qkv_kernel, block.mlp_kernel = "none", None, None
     # Compiled methods stand beside those of the class, and compiled blocks beside themselves.
-    for module in (twin, *twin.blocks):
+    for module in (plain, *plain.blocks):
         for name in ("enter", "leave", "norm_qkv_rope", "norm_mlp"):
             module.__dict__.pop(name, None)
         module._compiled_call_impl = None
-    return twin
+    return plain
 
 
 class EightBits:

@@ -152,12 +152,12 @@ def _try(engine: Engine, batch_of: Callable[[int], Batch], size: int, ranks: Ran
     try:
         batch = longest(batch_of(size))
         start = time.perf_counter()
-        engine.rehearse(batch)
+        engine.trial_pass(batch)
         engine.wait()
         first_s = time.perf_counter() - start
         start = time.perf_counter()
         for _ in range(PASSES):
-            engine.rehearse(batch)
+            engine.trial_pass(batch)
         engine.wait()
         seconds = (time.perf_counter() - start) / PASSES
     except (torch.OutOfMemoryError, RuntimeError) as error:

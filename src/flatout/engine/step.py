@@ -218,8 +218,8 @@ class Engine:
         tally.loss += part.detach()
         tally.add(sums)
 
-    def rehearse(self, host_batch: Batch) -> None:
-        """A forward and a backward pass whose gradients nobody uses; `forget` ends a rehearsal."""
+    def trial_pass(self, host_batch: Batch) -> None:
+        """A forward and a backward pass whose gradients nobody uses; `forget` ends a trial_batch."""
         if self.eight is not None:
             self.eight.ready()
         loss = self.sums(host_batch.to(self.active.device))[LOSS] / max(1, host_batch.num_target_tokens)

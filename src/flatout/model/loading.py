@@ -74,7 +74,7 @@ def load_adapted(
     Every weight goes from its file to the device in the type it is kept in: no wider copy ever exists.
     """
     fill = None if folder is None else weights.filler(folder, shape=shape, note=note)
-    model = lora.hollow(shape, compute_dtype=compute_dtype)
+    model = lora.meta_decoder(shape, compute_dtype=compute_dtype)
     lora.freeze(model, device=device, base_bits=spec.base_bits, seed=seed, fill=fill)
     lora.attach(model, spec, seed=seed)
     return model

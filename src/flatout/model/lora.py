@@ -107,7 +107,7 @@ def _dense(weight: Tensor, scales: Tensor | None, shape: torch.Size | None, dtyp
     return rebuilt(weight, scales, dtype).view(shape)
 
 
-def hollow(shape: ModelShape, *, compute_dtype: torch.dtype) -> Decoder:
+def meta_decoder(shape: ModelShape, *, compute_dtype: torch.dtype) -> Decoder:
     """A decoder whose weights take no memory until `freeze` fills or draws them, one at a time."""
     with torch.device("meta"):
         model = Decoder(shape, compute_dtype=compute_dtype)

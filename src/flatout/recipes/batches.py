@@ -26,7 +26,7 @@ class Streamed:
     def steps_per_epoch(self) -> float | None:
         return self.stream.steps_per_epoch
 
-    def rehearsal(self, ranks: Ranks, *, micro_batch: int) -> Batch:
+    def trial_batch(self, ranks: Ranks, *, micro_batch: int) -> Batch:
         return self.stream.micro_batches(0, rank=ranks.rank, world=ranks.world, micro_batch=micro_batch)[0]
 
     @contextmanager

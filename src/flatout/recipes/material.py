@@ -78,7 +78,7 @@ class Source(Protocol):
     @property
     def steps_per_epoch(self) -> float | None: ...
 
-    def rehearsal(self, ranks: Ranks, *, micro_batch: int) -> Batch:
+    def trial_batch(self, ranks: Ranks, *, micro_batch: int) -> Batch:
         """One micro-batch of the shape that the steps will have, to find the size that runs fastest."""
         ...
 

@@ -114,9 +114,7 @@ def set_up(
         )
         plan = with_found_micro_batch(plan, engine, material, session, ranks, cache=cache_folder(settings.data))
         ledger = Ledger(session, plan=plan, active=active)
-        left_out = introduce(
-            session, plan, active, hardware=hardware, ranks=ranks, facts=facts, total_steps=total_steps
-        )
+        left_out = announce(session, plan, active, hardware=hardware, ranks=ranks, facts=facts, total_steps=total_steps)
 
         # The state to start from.
         saving = Saving(
@@ -335,7 +333,7 @@ def with_found_micro_batch(
         trials, source = [search.Trial(**trial) for trial in json.loads(text)], "measured here before"
     else:
         began = time.perf_counter()
-        trials = search.search(engine, plan, ranks, lambda size: material.source.rehearsal(ranks, micro_batch=size))
+        trials = search.search(engine, plan, ranks, lambda size: material.source.trial_batch(ranks, micro_batch=size))
         source = "measured here"
         session.recorder.event(
             events.MicroBatchSearched(
@@ -355,7 +353,7 @@ def with_found_micro_batch(
     return plan
 
 
-def introduce(
+def announce(
     session: Session,
     plan: Plan,
     active: Active,

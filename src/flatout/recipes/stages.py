@@ -158,7 +158,7 @@ class Stages:
         self.seals.write(path, score.to_json() | {"identity": identity})
         brief = {key: value for key, value in score.to_json().items() if key not in ("indices", "rewards")}
         self.session.recorder.event(events.StudentScored(round=number, **brief))
-        self._leave_if_asked()
+        self._stop_if_requested()
         return score
 
     def samples(self, name: str, *, number: int, before: Mapping[int, Sequence[Kept]]) -> list[Chunk]:
@@ -300,7 +300,7 @@ class Stages:
             criteria=CriteriaSettings(),
             profile=ProfileSettings(),
         )
-        self._clear_unborn(folder)
+        self._remove_unstarted(folder)
         outcome = sft.run(quiet, folder=folder, resume=Run.is_at(folder))
         self.session.recorder.event(
             events.StageTrained(
@@ -314,7 +314,7 @@ class Stages:
         free_memory()
         return outcome
 
-    def _clear_unborn(self, folder: Path) -> None:
+    def _remove_unstarted(self, folder: Path) -> None:
         """Removes what a kill left of a stage that had not begun yet, so that it begins anew."""
         files.sweep(folder)
         if self.resume and folder.is_dir() and not Run.is_at(folder) and not any(p.is_dir() for p in folder.iterdir()):
@@ -351,7 +351,7 @@ class Stages:
             tell=self.session.recorder.event,
         )
 
-    def _leave_if_asked(self) -> None:
+    def _stop_if_requested(self) -> None:
         if self.session.stop:
             raise Stopped
 

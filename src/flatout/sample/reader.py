@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from flatout.model import Block, Decoder
-from flatout.model.lora import Adapter, hollow
+from flatout.model.lora import Adapter, meta_decoder
 from flatout.model.nf4 import Nf4
 
 
@@ -21,7 +21,7 @@ class Reader:
 
     def __init__(self, source: Decoder, *, kernels: bool) -> None:
         self.source = source
-        self.model = source if not kernels or _ready(source) else _twin(source)
+        self.model = source if not kernels or _ready(source) else _plain_copy(source)
         if kernels:
             _fuse(self.model)
         self.refresh()
@@ -46,16 +46,16 @@ def _ready(model: Decoder) -> bool:
     return plain and all(p.dtype == model.compute_dtype and not p.requires_grad for p in matrices)
 
 
-def _twin(model: Decoder) -> Decoder:
-    twin = hollow(model.shape, compute_dtype=model.compute_dtype)
+def _plain_copy(model: Decoder) -> Decoder:
+    copied = meta_decoder(model.shape, compute_dtype=model.compute_dtype)
     device = model.embedding.device
-    for name, parameter in list(twin.named_parameters()):
+    for name, parameter in list(copied.named_parameters()):
         owner, _, leaf = name.rpartition(".")
         dtype = model.compute_dtype if parameter.ndim > 1 else torch.float32
         value = torch.empty(parameter.shape, device=device, dtype=dtype)
-        setattr(twin.get_submodule(owner), leaf, nn.Parameter(value, requires_grad=False))
-    twin.frequencies = model.frequencies
-    return twin.eval()
+        setattr(copied.get_submodule(owner), leaf, nn.Parameter(value, requires_grad=False))
+    copied.frequencies = model.frequencies
+    return copied.eval()
 
 
 def _adapted(model: Decoder, name: str) -> bool:

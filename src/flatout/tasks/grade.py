@@ -25,7 +25,7 @@ _WHOLE_NUMBER = re.compile(_NUMBER)
 _FRACTION = re.compile(r"([-+]?)\\?[dt]?frac\{([^{}]*)\}\{([^{}]*)\}|([^/]*)/([^/]*)")
 _SPACES = re.compile(r"\s+")
 # How a formula is dressed changes nothing about it.
-_DRESS = re.compile(r"\\left|\\right|\\displaystyle|\\[!,;: ]|\\(?=[$%])|[$\s]")
+_MARKUP = re.compile(r"\\left|\\right|\\displaystyle|\\[!,;: ]|\\(?=[$%])|[$\s]")
 _TEXT = re.compile(r"\\(?:text|mathrm|textbf|mathbf)\{([^{}]*)\}")
 
 
@@ -89,7 +89,7 @@ def find(completion: str, finders: Sequence[Finder]) -> str | None:
 
 def number(text: str) -> float | None:
     """A finite number in ASCII digits: 1,234.5, -3e8, $7, 12 %, 3/4, \\frac{3}{4}. Anything else is none."""
-    stripped = _DRESS.sub("", text[: 2 * LONGEST_NUMBER]).removesuffix("%").rstrip(".")
+    stripped = _MARKUP.sub("", text[: 2 * LONGEST_NUMBER]).removesuffix("%").rstrip(".")
     if not stripped or len(text) > 2 * LONGEST_NUMBER:
         return None
     if (plain := _finite(stripped)) is not None:
@@ -122,7 +122,7 @@ def same_text(got: str, want: str) -> bool:
 
 def same_maths(got: str, want: str) -> bool:
     """Equal as text, as numbers or, where math-verify is installed, as mathematics."""
-    got, want = _undressed(got), _undressed(want)
+    got, want = _without_markup(got), _without_markup(want)
     if not got or len(got) > LONGEST_FORMULA:
         return False
     if got == want:
@@ -170,6 +170,6 @@ def _plain(text: str) -> str:
     return _SPACES.sub(" ", tail(text)).strip().rstrip(".").casefold()
 
 
-def _undressed(text: str) -> str:
+def _without_markup(text: str) -> str:
     text = _TEXT.sub(r"\1", tail(text).replace("\\dfrac", "\\frac").replace("\\tfrac", "\\frac"))
-    return _DRESS.sub("", text).rstrip(".")
+    return _MARKUP.sub("", text).rstrip(".")
