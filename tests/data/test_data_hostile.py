@@ -193,7 +193,7 @@ def test_a_source_that_changes_while_it_is_read_is_named(
 
     with pytest.raises(UsageError, match=r"rows\.jsonl was changed while the data was prepared from it"):
         prepare(settings, seed=0, to=tmp_path / "to", progress=progress)
-    with pytest.raises(UsageError, match=r"holds no manifest\.json"):
+    with pytest.raises(UsageError, match=r"has no manifest\.json"):
         Shards.open(tmp_path / "to" / "train")
     # The same command works on what is there now, and nothing of before is left in it.
     prepare(settings, seed=0, to=tmp_path / "to")
@@ -565,7 +565,7 @@ def test_damaged_examples_are_named_with_the_way_out(
     name, spoil = DAMAGE[damage]
     spoil(root / name)
     with (
-        pytest.raises(UsageError, match=rf"{root}/.*remove {root}, and it is made again"),
+        pytest.raises(UsageError, match=rf"{root}/.*remove {root}, and it is rebuilt"),
         open_conversations(data, seed=0, tokenizer=str(tokenizer)),
     ):
         pass

@@ -431,7 +431,7 @@ def test_an_orphaned_writer_ends(held: Held, tmp_path: Path) -> None:
     manifest = read_manifest(root / "train")
     assert manifest is not None
     assert not manifest.complete
-    assert "is gone" in (root / "writer.log").read_text()
+    assert "has ended" in (root / "writer.log").read_text()
 
 
 def test_what_stops_the_writer_at_once_is_told(tmp_path: Path, cached: Any) -> None:

@@ -157,7 +157,7 @@ def test_documents_do_not_see_one_another(make_shards: Make) -> None:
 
 def test_too_many_documents_for_the_fixed_shape_are_refused(make_shards: Make) -> None:
     made = stream(make_shards([2] * 500), packing="documents", max_documents=2)
-    with pytest.raises(RunFailed, match="allow more than 2 a sequence"):
+    with pytest.raises(RunFailed, match="allow more than 2 per sequence"):
         made.micro_batches(0, micro_batch=4)
 
 
@@ -211,7 +211,7 @@ def test_in_order_a_growing_corpus_is_read_up_to_its_end(tmp_path: Path) -> None
     writer.flush()
     made = stream(Shards.open(tmp_path), shuffle=False)
     assert made.step_arrays(0).windows.tolist() == list(range(12))  # 193 of 201 tokens
-    with pytest.raises(RunFailed, match="stopped at 201 tokens, 385 are needed next"):
+    with pytest.raises(RunFailed, match="stopped at 201 tokens, but 385 are needed next"):
         made.step_arrays(1)
 
 

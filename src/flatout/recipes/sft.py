@@ -1,6 +1,6 @@
 """Supervised fine-tuning: `flatout train` with `recipe: sft`, all weights or adapters (`lora:`).
 
-It learns from whole examples, packed side by side without seeing each other, and only from the answers in them.
+It trains on whole examples, packed without attention between them, and only on the answers in them.
 """
 
 from __future__ import annotations
