@@ -260,7 +260,7 @@ def _(ground: Ground) -> list[Any]:
     return ["chat", folder]
 
 
-@case("an adapter on a base with code", says="adapters go with our own decoder only")
+@case("an adapter on a base with code", says="adapters need flatout's own decoder")
 def _(ground: Ground) -> list[Any]:
     folder = ground.copy("adapter")
     rewrite(folder / "adapter_config.json", base_model_name_or_path=str(ground.with_code()))

@@ -94,7 +94,7 @@ def test_a_talk_through_a_pipe(folder: Path) -> None:
 
 
 def test_what_is_no_model_is_said(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="neither a run folder nor a model folder"):
+    with pytest.raises(UsageError, match="is not a run folder, and not a model folder"):
         open_model(str(tmp_path))
     with pytest.raises(UsageError, match="does not exist"):
         open_model(str(tmp_path / "nothing"))

@@ -135,7 +135,7 @@ def test_what_the_engine_was_built_with_stays() -> None:
     found = search.fitted(adapted, [trial(32, 100.0), trial(64, 101.0)], size=64, source="measured here")
     assert found.decisions.graphs
     assert found.reasons["graphs"] == adapted.reasons["graphs"]
-    assert "launched one by one" in found.reasons["micro_batch"]
+    assert "without CUDA graphs" in found.reasons["micro_batch"]
 
 
 def test_what_was_found_is_remembered_for_this_very_case(tmp_path: Path) -> None:
