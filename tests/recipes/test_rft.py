@@ -349,7 +349,7 @@ def test_a_row_is_learnt_after_the_very_prompt_it_was_sampled_with(tmp_path: Pat
         if not template
         else load_tokenizer(str(tokenizer_folder(tmp_path)), documents=None, cache=Path())
     )
-    task = stages.written("units:train")
+    task = stages.questions_of("units:train")
     encoder = Encoder(DataSettings(source="jsonl", path="x"), tokenizer)
     row = stages.row(tokenizer, task.prompt(0), "It is <answer>3</answer>")
     [(ids, trained)] = encoder.encode([encoder.draft(json.loads(json.dumps(row)))])

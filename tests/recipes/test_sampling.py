@@ -257,7 +257,9 @@ def test_a_full_disk_is_told_and_what_stands_is_kept(tmp_path: Path, monkeypatch
 
     monkeypatch.setattr(sealed, "write_atomic", full)
     work = sampled(Scripted(lambda question, sample: right(question)))
-    with pytest.raises(EnvironmentLacks, match=r"00001.json cannot be written: No space left on device. Make room"):
+    with pytest.raises(
+        EnvironmentLacks, match=r"00001.json cannot be written: No space left on device. Free some space"
+    ):
         work.collect(range(6), folder=tmp_path)
     assert Chunk.read(tmp_path / "00000.json", Seals(root=tmp_path), identity="one").questions == (0, 1, 2)
 

@@ -23,7 +23,7 @@ from flatout.cost import Adapters, ModelShape
 from flatout.engine.prepare import prepare
 from flatout.engine.resolve import Active
 from flatout.errors import first_line
-from flatout.kernels.chance import uniform
+from flatout.kernels.uniform import uniform
 from flatout.losses import linear_cross_entropy, row_loss
 from flatout.model import Attend, Block, Decoder, Masked, Padded, Rectangular, Short, Varlen
 from flatout.model.decoder import linear

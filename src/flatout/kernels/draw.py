@@ -39,7 +39,7 @@ def _allowed(logits, base, col, stops, early, KNOWN, STOPS: tl.constexpr, EARLY:
 
 @triton.jit
 def _uniform(key, position):
-    """`kernels.chance.uniform`, in fp32; there is no number between the largest and 1."""
+    """`kernels.uniform.uniform`, in fp32; there is no number between the largest and 1."""
     x = key + (position + 1) * -7046029254386353131
     x = (x ^ ((x >> 30) & 0x3FFFFFFFF)) * -4658895280553007687
     x = (x ^ ((x >> 27) & 0x1FFFFFFFFF)) * -7723592293110705685

@@ -73,7 +73,7 @@ def _loop(training: Training) -> Outcome:
 
     ledger.write(engine.finished(all=True))
     if (left_out := training.facts.summary()) != training.left_out:  # a stream may have left out more since
-        session.recorder.event(events.Notice(text=f"not trained on: {left_out}"))
+        session.recorder.event(events.Notice(text=f"left out: {left_out}"))
     return _finish(training, step, stopped_by)
 
 

@@ -375,7 +375,7 @@ def announce(
     described = facts.describe()
     record.event(events.DataOpened(**described))
     if left_out := str(described["left_out"]):
-        record.event(events.Notice(text=f"not trained on: {left_out}"))
+        record.event(events.Notice(text=f"left out: {left_out}"))
     record.event(events.Planned(facts=plan.to_json()))
     record.event(events.PathsActive(facts=active.facts))
     if ranks.world == 1 and hardware.num_gpus > 1:
