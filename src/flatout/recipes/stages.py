@@ -40,7 +40,7 @@ from flatout.recipes.sealed import Seals, seal_of, unwritable
 from flatout.recipes.session import Session, device_memory, identity_of
 from flatout.record import Outcome, Run, Speed, events
 from flatout.sample import Sampler, Sampling, plain_prompt, sampler_of, stop_texts
-from flatout.tasks import Messages, Task, Texts, Worked, asking, open_task
+from flatout.tasks import Messages, Task, Texts, Worked, open_task, with_prompt
 
 # Used where the plan cannot predict how many completions fit.
 ROWS = 64
@@ -61,7 +61,7 @@ class RunTasks:
         assert rft.task is not None
         measured = rft.valid or held_out(rft.task) or ""
         student = rft.student_prompt or rft.prompt
-        made = [asking(rft.task, rft.prompt), asking(rft.task, student), asking(measured, student)]
+        made = [with_prompt(rft.task, rft.prompt), with_prompt(rft.task, student), with_prompt(measured, student)]
         for spec in made:
             task = questions_of(spec)
             limit = rft.valid_questions if spec == made[2] else rft.questions
@@ -271,7 +271,7 @@ class Stages:
         """Fine-tunes all weights on the task's own worked solutions."""
         settings, rft, run = self.settings, self.settings.rft, self.session.run
         assert rft.teach is not None
-        task, prompted = open_task(rft.teach), questions_of(asking(rft.teach, rft.student_prompt or rft.prompt))
+        task, prompted = open_task(rft.teach), questions_of(with_prompt(rft.teach, rft.student_prompt or rft.prompt))
         assert isinstance(task, Worked)
         tokenizer = load_tokenizer(sft.tokenizer_of(settings), documents=None, cache=Path())
         path = run.samples_dir / "solutions.jsonl"
