@@ -50,7 +50,9 @@ def _fuse(model: Decoder, blocks: list[Block], *, active: Active, eight: EightBi
 
     shape = model.shape
     for i, block in enumerate(blocks):
-        lora.settle(block, *(["qkv"] if active.fused_qkv else []), *(["gate_up", "down"] if active.fused_mlp else []))
+        lora.stack_weights(
+            block, *(["qkv"] if active.fused_qkv else []), *(["gate_up", "down"] if active.fused_mlp else [])
+        )
         if active.fused_qkv:
             scales = None if eight is None else eight.qkv[i]
             block.qkv_kernel = partial(
