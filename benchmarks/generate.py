@@ -98,8 +98,8 @@ def sweep(model: Decoder, tokenizer: Vocabulary, *, rows: list[int], contexts: l
             except torch.OutOfMemoryError:
                 line["refused"] = "out of memory"
             else:
-                assert generator._flight is not None
-                if (room := generator._flight.store.rows) < count:
+                assert generator._running is not None
+                if (room := generator._running.store.rows) < count:
                     print(json.dumps(line | {"refused": f"room for {room} rows"}), flush=True)
                     continue
                 step = (long - short) / (new - new // 2)

@@ -200,7 +200,7 @@ def _(ground: Ground) -> list[Any]:
     return ["chat", folder, "--trust-remote-code", pin_of(folder)]
 
 
-@case("code in another folder", says="beside its config.json")
+@case("code in another folder", says="next to its config.json")
 def _(ground: Ground) -> list[Any]:
     folder = ground.with_code(auto_map={"AutoModelForCausalLM": "../own.OwnModel"})
     return ["chat", folder, "--trust-remote-code", pin_of(folder)]
@@ -260,7 +260,7 @@ def _(ground: Ground) -> list[Any]:
     return ["chat", folder]
 
 
-@case("an adapter on a base with code", says="adapters go with our own decoder only")
+@case("an adapter on a base with code", says="adapters need flatout's own decoder")
 def _(ground: Ground) -> list[Any]:
     folder = ground.copy("adapter")
     rewrite(folder / "adapter_config.json", base_model_name_or_path=str(ground.with_code()))
@@ -410,7 +410,7 @@ for _kind, _file in (
     case(f"a pickle called {_file} in {_kind}")(_pickled)
 
 
-@case("an index that names a pickle", says="no safetensors file beside it")
+@case("an index that names a pickle", says="not a safetensors file next to it")
 def _(ground: Ground) -> list[Any]:
     return _indexed(ground, "pytorch_model.bin")
 
@@ -487,7 +487,7 @@ for _place in (
     case(f"an index that names {_place!r}")(lambda ground, place=_place: _indexed(ground, place))
 
 
-@case("an index of a foreign model that names files elsewhere", says="no safetensors file beside it")
+@case("an index of a foreign model that names files elsewhere", says="not a safetensors file next to it")
 def _(ground: Ground) -> list[Any]:
     folder = ground.copy("gpt2")
     tensors = load_file(folder / "model.safetensors")
@@ -625,7 +625,7 @@ for _changes in ABSURD_ADAPTERS:
     case(f"adapter_config.json with {str(_changes)[:60]}")(_adapted)
 
 
-@case("adapter_config.json without r", says="does not say r")
+@case("adapter_config.json without r", says="does not set r")
 def _(ground: Ground) -> list[Any]:
     folder = ground.copy("adapter")
     config = json.loads((folder / "adapter_config.json").read_text())

@@ -37,9 +37,9 @@ def row_loss(logits_RV: Tensor, targets_R: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
-    """The head's matmul and cross-entropy, a chunk of rows at a time, so that all logits never exist at once.
+    """The head's matmul and cross-entropy, one chunk of rows at a time, so that all logits never exist at once.
 
-    The gradients are made in the forward pass, while a chunk's logits are at hand, and scaled in the backward.
+    The gradients are computed in the forward pass, while a chunk's logits exist, and scaled in the backward pass.
     """
 
     @staticmethod
@@ -58,14 +58,14 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 torch.mm(gradient, weight, out=grad_hidden[part])
             if grad_weight is not None:
                 grad_weight += gradient.t() @ hidden
-            del gradient  # before the next chunk's logits are made
+            del gradient  # before the next chunk's logits are allocated
         ctx.save_for_backward(grad_hidden, grad_weight)
         return total
 
     @staticmethod
     def backward(ctx: Any, grad_total: Tensor) -> tuple[Tensor | None, ...]:
         grad_hidden, grad_weight = ctx.saved_tensors
-        # Scaled in place: they were made for this backward alone. The factor stays on the device.
+        # Scaled in place, because nothing else uses them. The factor stays on the device.
         grad_hidden = None if grad_hidden is None else grad_hidden.mul_(grad_total)
         grad_weight = None if grad_weight is None else grad_weight.mul_(grad_total)
         return grad_hidden, grad_weight, None, None, None

@@ -16,7 +16,7 @@ Schedule = Callable[[int], float]
 
 
 class Optimizer(Protocol):
-    """What a checkpoint saves, and what the engine clears after each step."""
+    """The optimizer interface for checkpoints and the engine."""
 
     state: Any
     param_groups: list[dict[str, Any]]
@@ -33,7 +33,7 @@ class FusedAdamW:
 
     def __init__(self, groups: list[dict[str, Any]], *, betas: tuple[float, float], eps: float) -> None:
         self.param_groups, self.betas, self.eps = groups, betas, eps
-        # Allocated now: running out of memory then shows before the first step, never inside an update.
+        # Allocated now, so that running out of memory shows before the first step, never inside an update.
         self.state: dict[nn.Parameter, dict[str, Tensor]] = defaultdict(dict)
         for parameter in (parameter for group in groups for parameter in group["params"]):
             self.state[parameter] = {
@@ -83,7 +83,7 @@ class FusedAdamW:
 
 
 def adamw(model: nn.Module, train: TrainSettings, *, fused: bool) -> FusedAdamW | torch.optim.AdamW:
-    """Matrices are decayed, gains and biases are not."""
+    """AdamW with weight decay on matrices, not on gains and biases."""
     matrices = [p for p in model.parameters() if p.requires_grad and p.ndim >= 2]
     vectors = [p for p in model.parameters() if p.requires_grad and p.ndim < 2]
     groups = [

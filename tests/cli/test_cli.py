@@ -269,7 +269,7 @@ def test_data_is_prepared_and_counted(flatout: Flatout, tmp_path: Path) -> None:
     ("arguments", "says"),
     [
         (["nowhere.jsonl"], "nowhere.jsonl does not exist"),
-        (["picture.png"], "'picture.png' is neither `embedded`, nor hf:NAME"),
+        (["picture.png"], "'picture.png' is not a source: give `embedded`, hf:NAME"),
         (["embedded", "--valid-share", "2"], "--valid-share 2 must be above 0 and below 0.5"),
     ],
 )

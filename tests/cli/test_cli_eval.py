@@ -72,7 +72,7 @@ def test_scores_as_a_table_and_beside_another_model(folder: Path) -> None:
         (["--tasks", "unit"], "did you mean units?"),
         (["--tasks", ","], "--tasks is empty"),
         (["--tasks", "units", "--samples", "3", "--temperature", "0"], "would all be the same"),
-        (["--tasks", "units:endless"], "never ends"),
+        (["--tasks", "units:endless"], "is endless"),
         (["--tasks", "units", "--dtype", "fp99"], "must be one of"),
     ],
 )
@@ -94,7 +94,7 @@ def test_a_talk_through_a_pipe(folder: Path) -> None:
 
 
 def test_what_is_no_model_is_said(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="neither a run folder nor a model folder"):
+    with pytest.raises(UsageError, match="is not a run folder, and not a model folder"):
         open_model(str(tmp_path))
     with pytest.raises(UsageError, match="does not exist"):
         open_model(str(tmp_path / "nothing"))

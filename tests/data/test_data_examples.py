@@ -113,7 +113,7 @@ def test_a_missing_or_broken_template_is_refused(folder: Path, tmp_path: Path) -
         (tmp_path / name).write_text((folder / name).read_text())
     config = json.loads((folder / "tokenizer_config.json").read_text())
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": None}))
-    with pytest.raises(UsageError, match=r"has no chat template.*chat_template\.jinja beside"):
+    with pytest.raises(UsageError, match=r"has no chat template.*chat_template\.jinja next to"):
         Template(codec(tmp_path))
     (tmp_path / "chat_template.jinja").write_text(CHATML)
     assert Template(codec(tmp_path)).encode(TALK) == Template(codec(folder)).encode(TALK)
@@ -138,11 +138,11 @@ BAD = [
     (json.dumps([1]), "not an object"),
     (json.dumps({"text": "x"}), "neither 'messages' nor"),
     (json.dumps({"prompt": "x"}), "missing field 'completion'"),
-    (json.dumps({"messages": [{"role": "robot", "content": "x"}]}), "role 'robot' is none of"),
+    (json.dumps({"messages": [{"role": "robot", "content": "x"}]}), "role 'robot' is not one of"),
     (json.dumps({"messages": [{"role": "user", "content": "x"}]}), "no message of the assistant"),
     (json.dumps({"messages": [{"role": "assistant", "content": " "}]}), "an empty answer"),
     (json.dumps({"messages": [{"role": "assistant", "content": None}]}), "content is not a string"),
-    (json.dumps({"messages": "x"}), "no list of objects"),
+    (json.dumps({"messages": "x"}), "not a list of objects"),
     ('{"prompt": "x", "completion": "\\ud800"}', "invalid Unicode"),
     ('{"messages": [{"role": "assistant", "content": "\\ud800"}]}', "invalid Unicode"),
 ]
@@ -186,7 +186,7 @@ def test_what_does_not_fit_the_window(folder: Path, tmp_path: Path, policy: str)
     )
     if policy == "stop":
         with (
-            pytest.raises(UsageError, match=r"rows\.jsonl:21: \d+ tokens, data\.sequence_length is 64"),
+            pytest.raises(UsageError, match=r"rows\.jsonl:21: \d+ tokens, but data\.sequence_length is 64"),
             open_conversations(data, seed=0, tokenizer=str(folder)),
         ):
             pass
@@ -220,7 +220,7 @@ def test_a_dataset_by_name_is_read_through_datasets(folder: Path, tmp_path: Path
     data = DataSettings(source="hf", name=str(tmp_path / "set"), sequence_length=64, cache=str(tmp_path / "cache"))
     with open_conversations(data, seed=0, tokenizer=str(folder)) as talks:
         assert len(talks.train) + len(talks.valid) == 12
-        with pytest.raises(UsageError, match=r"token id \d+, the model's vocabulary ends at 99"):
+        with pytest.raises(UsageError, match=r"token id \d+, but the model's vocabulary ends at 99"):
             talks.check_vocab(100)
 
 
@@ -234,7 +234,7 @@ def test_examples_are_kept_and_a_changed_cache_is_noticed(folder: Path, tmp_path
     (file,) = (tmp_path / "cache" / "sft").glob("*/train.npz")
     talks.valid.save(file)
     with (
-        pytest.raises(UsageError, match="is not what was written"),
+        pytest.raises(UsageError, match="was changed after it was written"),
         open_conversations(data, seed=0, tokenizer=str(folder)),
     ):
         pass

@@ -73,7 +73,7 @@ def test_a_tokenizer_that_was_changed_in_the_cache_is_refused(
 ) -> None:
     prepared = prepare(settings, seed=0)
     change(prepared.train.parent / "tokenizer")
-    says = rf"tokenizer kept with {prepared.train} was changed .*; put the old files back, or remove .*"
+    says = rf"tokenizer saved with {prepared.train} was changed .*; restore the old files, or remove .*"
     with pytest.raises(UsageError, match=says):
         prepare(settings, seed=0).open()
     with pytest.raises(UsageError, match=says):
@@ -93,7 +93,7 @@ def test_an_interrupted_preparation_does_not_go_on_with_another_tokenizer(
     with pytest.raises(KeyboardInterrupt):
         prepare(settings, seed=0, to=tmp_path / "to", progress=stop)
     changed_vocabulary(tmp_path / "to" / "tokenizer")
-    with pytest.raises(UsageError, match="was changed since the tokens were made"):
+    with pytest.raises(UsageError, match="was changed after the tokens were made"):
         prepare(settings, seed=0, to=tmp_path / "to")
 
 
@@ -111,7 +111,7 @@ def test_exchanged_parts_are_refused(settings: DataSettings, tmp_path: Path) -> 
     to = tmp_path / "to"
     prepare(settings, seed=0, to=to)
     exchange(to / "train", to / "valid")
-    says = "holds the valid part of the data, not the train part: the folders were exchanged"
+    says = "holds the valid part of the data, not the train part: the folders were swapped"
     for use in (
         lambda: prepare(settings, seed=0, to=to),
         lambda: prepare(DataSettings(source="tokens", path=str(to)), seed=0),
@@ -141,7 +141,7 @@ def test_shards_exchanged_with_their_entries_are_refused(tmp_path: Path) -> None
     raw = json.loads(path.read_text())
     raw["shards"].reverse()
     path.write_text(json.dumps(raw))
-    with pytest.raises(UsageError, match="shard 1 stands in the place of shard 0"):
+    with pytest.raises(UsageError, match="shard 1 is in the place of shard 0"):
         Shards.open(tmp_path / "train")
 
 
@@ -193,7 +193,7 @@ def test_a_source_that_changes_while_it_is_read_is_named(
 
     with pytest.raises(UsageError, match=r"rows\.jsonl was changed while the data was prepared from it"):
         prepare(settings, seed=0, to=tmp_path / "to", progress=progress)
-    with pytest.raises(UsageError, match=r"holds no manifest\.json"):
+    with pytest.raises(UsageError, match=r"has no manifest\.json"):
         Shards.open(tmp_path / "to" / "train")
     # The same command works on what is there now, and nothing of before is left in it.
     prepare(settings, seed=0, to=tmp_path / "to")
@@ -259,7 +259,7 @@ def test_a_file_cut_during_training_is_a_failed_run_that_names_it(tmp_path: Path
         tokens.astype("<u2").tofile(path)
     done = script(CUT, path.parent if "-" in kind else path, path)
     assert done.returncode == 0, (done.returncode, done.stderr)
-    assert done.stdout.startswith(f"4 {path} was cut while it was used")
+    assert done.stdout.startswith(f"4 {path} was truncated while it was in use")
 
 
 # -- rows and files that would not fit into memory ----------------------------------------------------------
@@ -420,7 +420,7 @@ def test_named_pipes_are_refused_and_never_waited_for(settings: DataSettings, tm
     answers = done.stdout.splitlines()
     assert len(answers) == 19
     for answer in answers:
-        assert "pipe" in answer or "not a regular file" in answer or "holds something else" in answer, answer
+        assert "pipe" in answer or "not a regular file" in answer or "holds other files" in answer, answer
 
 
 @pytest.mark.parametrize("name", ["train/manifest.json", "valid/tokens-00000.bin", "tokenizer/tokenizer.json", "train"])
@@ -565,7 +565,7 @@ def test_damaged_examples_are_named_with_the_way_out(
     name, spoil = DAMAGE[damage]
     spoil(root / name)
     with (
-        pytest.raises(UsageError, match=rf"{root}/.*remove {root}, and it is made again"),
+        pytest.raises(UsageError, match=rf"{root}/.*remove {root}, and it is rebuilt"),
         open_conversations(data, seed=0, tokenizer=str(tokenizer)),
     ):
         pass

@@ -154,7 +154,7 @@ def test_a_wrong_manifest_is_refused(make_shards: Make, tmp_path: Path, change: 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", "[" * 100_000, "null"])
 def test_a_manifest_that_is_none_is_refused(tmp_path: Path, content: str) -> None:
-    with pytest.raises(UsageError, match=r"holds no manifest\.json"):
+    with pytest.raises(UsageError, match=r"has no manifest\.json"):
         Shards.open(tmp_path)
     (tmp_path / "manifest.json").write_text(content)
     with pytest.raises(UsageError, match=r"manifest\.json"):
@@ -174,7 +174,7 @@ def test_a_too_small_vocabulary_is_refused_with_the_place(make_shards: Make, tmp
 def test_another_tokenizer_is_refused(make_shards: Make, tmp_path: Path) -> None:
     shards = make_shards(LENGTHS)
     assert shards.check_tokenizer(FACTS.fingerprint) == "same"
-    with pytest.raises(UsageError, match=r"byte \(ffffffffffff\), not by the one configured \(000000000000\)"):
+    with pytest.raises(UsageError, match=r"byte \(ffffffffffff\), not by the configured one \(000000000000\)"):
         shards.check_tokenizer("0" * 64)
     np.save(tmp_path / "raw.npy", np.array([3]))
     assert Shards.raw([tmp_path / "raw.npy"], eos_id=None).check_tokenizer("0" * 64) == "unknown"
@@ -295,7 +295,7 @@ def test_growing_shards_are_taken_in(tmp_path: Path) -> None:
     shards.wait_for(15)
     assert shards.num_tokens == 15
     (tmp_path / "writer.log").write_text("noise\nthe disk is on fire\n")
-    with pytest.raises(RunFailed, match=r"stopped at 15 tokens, 16 are needed next: noise\nthe disk is on fire"):
+    with pytest.raises(RunFailed, match=r"stopped at 15 tokens, but 16 are needed next: noise\nthe disk is on fire"):
         shards.wait_for(16)
     writer.finish(consumed=2)
     shards.wait_for(16)

@@ -189,7 +189,7 @@ def test_a_wrong_path_is_explained(fields: dict[str, Any], says: str) -> None:
 
 
 def test_an_empty_corpus_is_explained(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"holds no \.txt"):
+    with pytest.raises(UsageError, match=r"has no \.txt"):
         read(source="text", path=str(tmp_path))
     (tmp_path / "a.txt").write_text("\n<|endoftext|>\n")
     with pytest.raises(UsageError, match=r"no documents in .*1 empty file \(first: .*a\.txt:1\)"):

@@ -157,12 +157,12 @@ def test_documents_do_not_see_one_another(make_shards: Make) -> None:
 
 def test_too_many_documents_for_the_fixed_shape_are_refused(make_shards: Make) -> None:
     made = stream(make_shards([2] * 500), packing="documents", max_documents=2)
-    with pytest.raises(RunFailed, match="allow more than 2 a sequence"):
+    with pytest.raises(RunFailed, match="allow more than 2 per sequence"):
         made.micro_batches(0, micro_batch=4)
 
 
 def test_a_corpus_smaller_than_a_window_is_refused(make_shards: Make) -> None:
-    with pytest.raises(UsageError, match=r"has 16 tokens, one sequence needs 17; shorten data\.sequence_length"):
+    with pytest.raises(UsageError, match=r"has 16 tokens, but one sequence needs 17; shorten data\.sequence_length"):
         stream(make_shards([16], name="small"))
     made = stream(make_shards([17], name="enough"))
     assert made.num_sequences == 1
@@ -171,9 +171,9 @@ def test_a_corpus_smaller_than_a_window_is_refused(make_shards: Make) -> None:
 
 def test_uneven_splits_are_refused(make_shards: Make) -> None:
     made = stream(make_shards(lengths(3000)))
-    with pytest.raises(UsageError, match="12 sequences cannot be split over 5 ranks"):
+    with pytest.raises(UsageError, match="12 sequences cannot be split evenly over 5 ranks"):
         made.step_arrays(0, world=5)
-    with pytest.raises(UsageError, match="6 sequences of a rank cannot be cut into micro-batches of 4"):
+    with pytest.raises(UsageError, match="6 sequences of a rank cannot be split evenly into micro-batches of 4"):
         made.micro_batches(0, world=2, micro_batch=4)
 
 
@@ -211,7 +211,7 @@ def test_in_order_a_growing_corpus_is_read_up_to_its_end(tmp_path: Path) -> None
     writer.flush()
     made = stream(Shards.open(tmp_path), shuffle=False)
     assert made.step_arrays(0).windows.tolist() == list(range(12))  # 193 of 201 tokens
-    with pytest.raises(RunFailed, match="stopped at 201 tokens, 385 are needed next"):
+    with pytest.raises(RunFailed, match="stopped at 201 tokens, but 385 are needed next"):
         made.step_arrays(1)
 
 

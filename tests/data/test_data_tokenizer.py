@@ -116,15 +116,15 @@ def test_another_eos_is_another_fingerprint(bpe: Tokenizer, tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("spec", "says"),
     [
-        ("bpe:many", "SIZE is a number from 257"),
-        ("bpe:256", "SIZE is a number from 257"),
+        ("bpe:many", "SIZE must be a number from 257"),
+        ("bpe:256", "SIZE must be a number from 257"),
         ("./nowhere", "does not exist"),
         ("/nowhere/tokenizer.json", "does not exist"),
         ("a/b/c", "does not exist"),
         ("~/nowhere", "does not exist"),
         ("models/tokenizer.model", "does not exist"),
-        ("bytes", "neither byte, bpe:SIZE"),
-        ("bpe:300", "trained on text"),
+        ("bytes", "is not byte, bpe:SIZE"),
+        ("bpe:300", "needs text to train on"),
     ],
 )
 def test_a_wrong_name_is_explained(spec: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,7 +134,7 @@ def test_a_wrong_name_is_explained(spec: str, says: str, tmp_path: Path, monkeyp
 
 
 def test_damaged_files_are_explained(bpe: Tokenizer, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"holds no tokenizer\.json"):
+    with pytest.raises(UsageError, match=r"has no tokenizer\.json"):
         load_tokenizer(str(tmp_path), documents=None, cache=tmp_path)
     for content in ("{", "[" * 100_000, '{"version": "1.0"}'):
         (tmp_path / "tokenizer.json").write_text(content)
@@ -149,7 +149,7 @@ def test_damaged_files_are_explained(bpe: Tokenizer, tmp_path: Path) -> None:
     raw["model"]["vocab"] = {("<end>" if k == "<|endoftext|>" else k): v for k, v in raw["model"]["vocab"].items()}
     (tmp_path / "tokenizer.json").write_text(json.dumps(raw))
     (tmp_path / "tokenizer_config.json").unlink()
-    with pytest.raises(UsageError, match="which token ends a text"):
+    with pytest.raises(UsageError, match="does not name its EOS token"):
         load_tokenizer(str(tmp_path), documents=None, cache=tmp_path)
 
 

@@ -119,7 +119,7 @@ def test_eight_bit_scales_are_saved_and_a_resumed_run_goes_on_exactly(tmp_path: 
 
 def test_an_abandoned_step_leaves_no_trace_in_the_scales() -> None:
     engine = build(active=active(**ALL, fp8=True))
-    engine.rehearse(micro_batches(0, 4)[0])
+    engine.trial_pass(micro_batches(0, 4)[0])
     assert engine.eight.scales.amax.any()
     engine.forget()
     assert not engine.eight.scales.amax.any()
@@ -130,7 +130,7 @@ def test_an_abandoned_step_leaves_no_trace_in_the_scales() -> None:
 
 def test_weights_loaded_after_a_rehearsal_get_copies_of_their_own() -> None:
     engine = build(active=active(**ALL, fp8=True))
-    engine.rehearse(micro_batches(0, 4)[0])
+    engine.trial_pass(micro_batches(0, 4)[0])
     engine.forget()
     weight, copy = engine.model.blocks[0].qkv, engine.eight.qkv[0].weight
     with torch.no_grad():

@@ -39,14 +39,14 @@ def batch_of(size: int) -> Batch:
 
 def too_large(engine: Engine, limit: int) -> None:
     """As if the device could hold no more than `limit` sequences."""
-    plain = engine.rehearse
+    plain = engine.trial_pass
 
-    def rehearse(batch: Batch) -> None:
+    def trial_pass(batch: Batch) -> None:
         if batch.num_sequences > limit:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate a lot")
         plain(batch)
 
-    engine.rehearse = rehearse  # type: ignore[method-assign]
+    engine.trial_pass = trial_pass  # type: ignore[method-assign]
 
 
 def test_candidates_divide_the_batch() -> None:
@@ -97,7 +97,7 @@ def test_nothing_fits() -> None:
 
 def test_another_error_is_not_taken_for_a_shortage() -> None:
     engine = build()
-    engine.rehearse = lambda _: (_ for _ in ()).throw(RuntimeError("device-side assert"))  # type: ignore[method-assign]
+    engine.trial_pass = lambda _: (_ for _ in ()).throw(RuntimeError("device-side assert"))  # type: ignore[method-assign]
     with pytest.raises(RuntimeError, match="device-side assert"):
         search.search(engine, plan(), Ranks(), batch_of)
 
@@ -135,7 +135,7 @@ def test_what_the_engine_was_built_with_stays() -> None:
     found = search.fitted(adapted, [trial(32, 100.0), trial(64, 101.0)], size=64, source="measured here")
     assert found.decisions.graphs
     assert found.reasons["graphs"] == adapted.reasons["graphs"]
-    assert "launched one by one" in found.reasons["micro_batch"]
+    assert "without CUDA graphs" in found.reasons["micro_batch"]
 
 
 def test_what_was_found_is_remembered_for_this_very_case(tmp_path: Path) -> None:

@@ -121,7 +121,7 @@ def test_a_limit_takes_the_same_questions_for_every_model() -> None:
     assert max(chosen(1000, limit=50)) > 800, "spread over the file"
     assert chosen(10, limit=50) == list(range(10))
     assert chosen(None, limit=3) == [0, 1, 2]
-    with pytest.raises(UsageError, match="never ends"):
+    with pytest.raises(UsageError, match="is endless"):
         chosen(None, limit=None)
 
 
@@ -144,6 +144,6 @@ def test_a_mistake_in_the_last_task_costs_nothing() -> None:
 
     with pytest.raises(UsageError, match="did you mean units"):
         scores(["units", "unitss"], Scripted(says), limit=2)
-    with pytest.raises(UsageError, match="never ends"):
+    with pytest.raises(UsageError, match="is endless"):
         scores(["units", "units:endless"], Scripted(says))
     assert not asked

@@ -117,36 +117,36 @@ def test_lowrank(inputs: int, outputs: int, columns: int) -> None:
     expected = x @ weight.t() + 0.3 * (x @ a.t()) @ b.t()
     gradients = torch.autograd.grad(expected, [x, a, b], dy)
     given = [tensor.detach() for tensor in (x, a, b)]
-    home = lowrank.Home(weight, [(outputs, 0)], rank=columns, scale=0.3)
-    home.place(*given[1:])
-    room = lowrank.room(given[0], home)
+    stacked = lowrank.Stacked(weight, [(outputs, 0)], rank=columns, scale=0.3)
+    stacked.update(*given[1:])
+    room = lowrank.input_buffer(given[0], stacked)
     assert (room is not None) == (outputs > inputs)
-    assert torch.equal(home.weight, weight)
-    layouts: list[dict[str, Any]] = [{}, {"in_place": True}, {"in_place": True, "both": home.both}]
+    assert torch.equal(stacked.weight, weight)
+    layouts: list[dict[str, Any]] = [{}, {"in_place": True}, {"in_place": True, "both": stacked.both}]
     if room is not None:
         room[:, :inputs] = given[0]
-        layouts.append({"beside": room, "in_place": True, "both": home.both})
+        layouts.append({"buffer": room, "in_place": True, "both": stacked.both})
     for layout in layouts:
-        taken = room[:, :inputs] if "beside" in layout and room is not None else given[0]
-        y, between = lowrank.forward(taken, weight, None, home.a, home.b, **layout)
+        taken = room[:, :inputs] if "buffer" in layout and room is not None else given[0]
+        y, between = lowrank.forward(taken, weight, None, stacked.a, stacked.b, **layout)
         assert off(y, expected) < 1e-6
-        at = (dy, taken, between, weight, home.a, home.b, torch.float32)
+        at = (dy, taken, between, weight, stacked.a, stacked.b, torch.float32)
         dx, *learnt = lowrank.backward(*at, both=layout.get("both"))
-        for ours, theirs in zip((dx, *home.learnt(*learnt)), gradients, strict=True):
+        for ours, theirs in zip((dx, *stacked.gradients(*learnt)), gradients, strict=True):
             assert ours.shape == theirs.shape
             assert off(ours, theirs) < 1e-6
 
 
 def test_an_adapter_of_some_parts_at_home() -> None:
     weight, a, b = random(12, 8), random(6, 8, seed=1), random(9, 3, seed=2)
-    home = lowrank.Home(weight, [(4, 0), (3, None), (5, 1)], rank=3, scale=0.5)
-    home.place(a, b)
+    stacked = lowrank.Stacked(weight, [(4, 0), (3, None), (5, 1)], rank=3, scale=0.5)
+    stacked.update(a, b)
     wide = torch.zeros(12, 6, device=DEVICE)
     wide[:4, :3], wide[7:, 3:] = 0.5 * b[:4], 0.5 * b[4:]
-    assert torch.equal(home.b[:, :6], wide)
-    assert not home.b[:, 6:].any()
-    assert torch.equal(home.both, torch.cat((weight, home.b), dim=1))
-    d_a, d_b = home.learnt(random(16, 8, seed=3), found := random(12, 16, seed=4))
+    assert torch.equal(stacked.b[:, :6], wide)
+    assert not stacked.b[:, 6:].any()
+    assert torch.equal(stacked.both, torch.cat((weight, stacked.b), dim=1))
+    d_a, d_b = stacked.gradients(random(16, 8, seed=3), found := random(12, 16, seed=4))
     assert torch.equal(d_a, random(16, 8, seed=3)[:6])
     assert torch.equal(d_b, 0.5 * torch.cat((found[:4, :3], found[7:, 3:6])))
 

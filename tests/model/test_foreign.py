@@ -247,7 +247,7 @@ def test_truncated_and_pickled_weights_are_refused(tmp_path: Path) -> None:
     save("gpt2", tmp_path)
     file = tmp_path / "model.safetensors"
     file.write_bytes(file.read_bytes()[:5000])
-    with pytest.raises(UsageError, match=r"model\.safetensors is no readable safetensors file \(5000 bytes\)"):
+    with pytest.raises(UsageError, match=r"model\.safetensors is not a readable safetensors file \(5000 bytes\)"):
         opened(tmp_path)
     file.unlink()
     torch.save({}, tmp_path / "pytorch_model.bin")
@@ -259,7 +259,7 @@ def test_what_neither_we_nor_transformers_know_is_said(tmp_path: Path) -> None:
     save("gpt2", tmp_path)
     config = json.loads((tmp_path / "config.json").read_text()) | {"model_type": "no-such-thing"}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(UsageError, match=r"'no-such-thing' .* is no causal language model that transformers"):
+    with pytest.raises(UsageError, match=r"'no-such-thing' .* is not a causal language model that transformers"):
         opened(tmp_path)
 
 

@@ -297,18 +297,18 @@ def test_an_adapter_of_another_base_is_refused(base: Path, tmp_path: Path) -> No
 
 def test_what_our_adapters_cannot_do_is_refused_by_name(base: Path, tmp_path: Path) -> None:
     model = saved(base, tmp_path)
-    with pytest.raises(UsageError, match=r"rank 4, this run asks for 8: set lora\.rank"):
+    with pytest.raises(UsageError, match=r"rank 4, but this run has 8: set lora\.rank"):
         peft.load(model, tmp_path, replace(LORA, rank=8), base=None)
     config = json.loads((tmp_path / "adapter_config.json").read_text())
     (tmp_path / "adapter_config.json").write_text(json.dumps(config | {"use_dora": True, "bias": "all"}))
-    with pytest.raises(UsageError, match="asks for use_dora, bias"):
+    with pytest.raises(UsageError, match="sets use_dora, bias"):
         peft.load(model, tmp_path, LORA, base=None)
     (tmp_path / "adapter_config.json").write_text(json.dumps(config))
     tensors = load_file(tmp_path / "adapter_model.safetensors")
     save_file(
         tensors | {"base_model.model.lm_head.lora_A.weight": torch.ones(2)}, tmp_path / "adapter_model.safetensors"
     )
-    with pytest.raises(UsageError, match="sits on nothing this decoder has"):
+    with pytest.raises(UsageError, match="matches no target of this decoder"):
         peft.load(model, tmp_path, LORA, base=None)
 
 

@@ -232,7 +232,7 @@ def test_a_vocabulary_padded_on_one_side_only(rows: int, tmp_path: Path) -> None
     said: list[str] = []
     ours = weights.load(tmp_path, note=said.append)
     assert [
-        f"{name} has {rows} rows, config.json a vocabulary of 96" in text
+        f"{name} has {rows} rows, but config.json a vocabulary of 96" in text
         for name, text in zip(names, said, strict=True)
     ] == [True] * 2
     tokens = torch.randint(0, 80, (2, 40), generator=torch.Generator().manual_seed(0))
@@ -263,14 +263,14 @@ def test_a_tied_head_in_the_file_must_be_the_embedding(tmp_path: Path) -> None:
     write(tmp_path, tensors | {"lm_head.weight": head})
     assert weights.load(tmp_path).head is None
     write(tmp_path, tensors | {"lm_head.weight": head + 1})
-    with pytest.raises(UsageError, match=r"ties the head to the embedding, but lm_head\.weight is another"):
+    with pytest.raises(UsageError, match=r"ties the head to the embedding, but lm_head\.weight differs"):
         weights.load(tmp_path)
 
 
 def test_a_tensor_too_many_or_too_few_is_named(tmp_path: Path) -> None:
     tensors = saved(tmp_path, "llama-bias")
     reconfigure(tmp_path, attention_bias=False)
-    with pytest.raises(UsageError, match=r"holds the tensors model\.layers\.0\.self_attn\.k_proj\.bias, .* and 9 more"):
+    with pytest.raises(UsageError, match=r"has the tensors model\.layers\.0\.self_attn\.k_proj\.bias, .* and 9 more"):
         weights.load(tmp_path)
     reconfigure(tmp_path, attention_bias=True)
     del tensors["model.layers.2.self_attn.o_proj.bias"]
@@ -278,7 +278,7 @@ def test_a_tensor_too_many_or_too_few_is_named(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"lacks the tensor model\.layers\.2\.self_attn\.o_proj\.bias"):
         weights.load(tmp_path)
     write(tmp_path, tensors | {"model.layers.2.self_attn.o_proj.bias": torch.zeros(7)})
-    with pytest.raises(UsageError, match=r"o_proj\.bias has shape \(7,\), config\.json asks for \(64,\)"):
+    with pytest.raises(UsageError, match=r"o_proj\.bias has shape \(7,\), but config\.json needs \(64,\)"):
         weights.load(tmp_path)
 
 
@@ -292,7 +292,7 @@ def test_shards_of_transformers_load_and_broken_ones_are_named(tmp_path: Path) -
     content = shards[1].read_bytes()
     shards[1].write_bytes(content[: len(content) // 2])
     with pytest.raises(
-        UsageError, match=rf"{shards[1].name} is no readable safetensors file \({len(content) // 2} bytes"
+        UsageError, match=rf"{shards[1].name} is not a readable safetensors file \({len(content) // 2} bytes"
     ):
         weights.load(tmp_path)
     shards[1].unlink()
@@ -306,7 +306,7 @@ def test_an_index_cannot_point_out_of_its_folder(tmp_path: Path) -> None:
     (tmp_path / "model" / "model.safetensors").unlink()
     index = {"weight_map": dict.fromkeys(tensors, "../elsewhere/model.safetensors")}
     (tmp_path / "model" / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(UsageError, match=r"names '\.\./elsewhere/model\.safetensors', which is no safetensors file"):
+    with pytest.raises(UsageError, match=r"names '\.\./elsewhere/model\.safetensors', which is not a safetensors file"):
         weights.load(tmp_path / "model")
 
 
@@ -324,7 +324,7 @@ def test_broken_folders_are_said_clearly(tmp_path: Path) -> None:
     ours.initialise(0)
     weights.export(ours, tmp_path)
     (tmp_path / "model.safetensors").write_bytes(b"not a tensor file")
-    with pytest.raises(UsageError, match=r"model\.safetensors is no readable safetensors file"):
+    with pytest.raises(UsageError, match=r"model\.safetensors is not a readable safetensors file"):
         weights.load(tmp_path)
     (tmp_path / "model.safetensors").unlink()
     (tmp_path / "pytorch_model.bin").write_bytes(b"pickle")

@@ -123,7 +123,7 @@ def test_a_foreign_model(foreign: Path, tmp_path: Path) -> None:
     wanted = theirs.generate(torch.tensor([prompt]), max_new_tokens=12, do_sample=False)[0, len(prompt) :].tolist()
     assert list(answers(foreign)[0]) == wanted
     asked(foreign, tmp_path)
-    with pytest.raises(UsageError, match="--backend flatout runs our own decoder only, take hf"):
+    with pytest.raises(UsageError, match="--backend flatout runs only flatout's own decoder, use hf"):
         sampler_of(opened, backend="flatout")
     lacks = CliRunner().invoke(app, ["chat", str(foreign), "--backend", "vllm"])
     assert lacks.exception is not None

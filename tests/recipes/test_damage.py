@@ -82,7 +82,7 @@ def test_the_best_checkpoint_is_exported_or_none(run: Path, tmp_path: Path) -> N
     (run / "checkpoints/best").write_text("../../elsewhere\n")
     done = warm.flatout("export", run, "--best", "--to", "hf", cwd=tmp_path)
     assert done.returncode == 2
-    assert "best names no checkpoint" in done.stderr
+    assert "best does not name a checkpoint" in done.stderr
 
 
 def test_a_resumed_run_sweeps_up_and_names_its_newest_checkpoint(whole: Path, run: Path) -> None:
@@ -107,7 +107,7 @@ def test_a_changed_tokenizer_is_refused_by_all(whole: Path, run: Path, tmp_path:
     code, said = resume(whole, run)
     assert (export.returncode, asked.returncode, code) == (2, 2, 2)
     for words in (export.stderr, asked.stderr, said):
-        assert f"{run}/tokenizer was changed since step-00000012 was saved" in words
+        assert f"{run}/tokenizer was changed after step-00000012 was saved" in words
     shutil.rmtree(run / "tokenizer")
     code, said = resume(whole, run)
     assert code == 0, said

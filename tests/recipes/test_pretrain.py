@@ -227,7 +227,7 @@ def test_a_resumed_run_keeps_its_plan_and_says_what_is_pinned_anew(flatout: Call
     assert flatout("train", config, "plan.micro_batch=2", "--run", run).returncode == 0
     done = flatout("train", config, "train.steps=14", "plan.precision=bf16", "--run", run, "--resume")
     assert done.returncode == 0, done.stderr
-    assert "began with plan.precision fp32 and goes on with bf16" in done.stdout
+    assert "started with plan.precision fp32 and continues with bf16" in done.stdout
     planned = [dict(event.data) for event in Run.open(run).events() if event.kind == "plan"]
     assert [plan["decisions"]["micro_batch"] for plan in planned] == [2, 2]
 

@@ -164,7 +164,7 @@ def test_what_a_stage_left_for_a_later_one_is_checked_before_it_is_used(
 ) -> None:
     damage(damaged)
     before = [event for event in Run.open(damaged).events() if event.kind == "rft"]
-    with pytest.raises(UsageError, match=rf"{named} is not what this run wrote there.*remove .*it is made again"):
+    with pytest.raises(UsageError, match=rf"{named} is not what this run wrote there.*remove .*it is rebuilt"):
         go_on(damaged)
     assert [event for event in Run.open(damaged).events() if event.kind == "rft"] == before
 
@@ -321,12 +321,12 @@ def test_nothing_solved_ends_the_run_with_the_figures(trained: tuple[Path, str],
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"task": "arc-challenge:{}/choice.jsonl"}, "answers are written"),
-        ({"task": "perplexity:{}/text.txt"}, "asks nothing"),
+        ({"task": "arc-challenge:{}/choice.jsonl"}, "answers are generated"),
+        ({"task": "perplexity:{}/text.txt"}, "has no questions"),
         ({"task": "gsm8k:{}/nowhere.jsonl"}, "there is no file"),
         ({"prompt": "{}/nowhere.yaml"}, "there is no file"),
         ({"valid": "unitz"}, "did you mean units"),
-        ({"teach": "units:endless"}, "units:endless has no worked solutions, or no end of them"),
+        ({"teach": "units:endless"}, "units:endless has no worked solutions, or is endless"),
         ({"teach": "perplexity:{}/text.txt"}, "has no worked solutions"),
     ],
 )
@@ -348,7 +348,7 @@ def test_a_row_is_learnt_after_the_very_prompt_it_was_sampled_with(tmp_path: Pat
         if not template
         else load_tokenizer(str(tokenizer_folder(tmp_path)), documents=None, cache=Path())
     )
-    task = stages.written("units:train")
+    task = stages.questions_of("units:train")
     encoder = Encoder(DataSettings(source="jsonl", path="x"), tokenizer)
     row = stages.row(tokenizer, task.prompt(0), "It is <answer>3</answer>")
     [(ids, trained)] = encoder.encode([encoder.draft(json.loads(json.dumps(row)))])

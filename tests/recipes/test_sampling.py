@@ -16,7 +16,7 @@ from flatout.config.settings import RftSettings
 from flatout.data.tokenizer import ByteTokenizer
 from flatout.errors import EnvironmentLacks, RunFailed, UsageError
 from flatout.recipes import sampling, sealed
-from flatout.recipes.sampling import Chunk, Fitting, Sampled, Stopped, looks
+from flatout.recipes.sampling import Chunk, Fitting, Sampled, Stopped, sample_counts
 from flatout.recipes.sealed import Seals
 from flatout.sample import Completion, Sampling
 from flatout.tasks import open_task
@@ -81,9 +81,9 @@ def kept(chunks: Sequence[Chunk]) -> list[tuple[int, int, str]]:
 
 
 def test_looks_add_up_to_what_was_asked_for() -> None:
-    assert list(looks(RftSettings(oversample=30, first=4))) == [4, 4, 8, 14]
-    assert list(looks(RftSettings(oversample=3, first=4))) == [3]
-    assert list(looks(RftSettings(oversample=30, adaptive=False))) == [30]
+    assert list(sample_counts(RftSettings(oversample=30, first=4))) == [4, 4, 8, 14]
+    assert list(sample_counts(RftSettings(oversample=3, first=4))) == [3]
+    assert list(sample_counts(RftSettings(oversample=30, adaptive=False))) == [30]
 
 
 def test_solved_questions_are_asked_no_more_and_the_first_right_sample_is_kept(tmp_path: Path) -> None:
@@ -186,7 +186,7 @@ def test_chunks_of_other_settings_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="another task, model or settings"):
         replace(sampled(sampler), identity="two").collect(range(3), folder=tmp_path)
     (tmp_path / "00000.json").write_text('{"identity": ')
-    with pytest.raises(UsageError, match=r"00000.json is not valid JSON.*remove it, and it is made again"):
+    with pytest.raises(UsageError, match=r"00000.json is not valid JSON.*remove it, and it is rebuilt"):
         sampled(sampler).collect(range(3), folder=tmp_path)
 
 
@@ -197,7 +197,7 @@ def test_chunks_in_each_others_place_are_refused(tmp_path: Path) -> None:
     first, second = one.read_bytes(), other.read_bytes()
     one.write_bytes(second)
     other.write_bytes(first)
-    with pytest.raises(UsageError, match=r"00000.json is not what this run wrote there.*remove it, and it is made"):
+    with pytest.raises(UsageError, match=r"00000.json is not what this run wrote there.*remove it, and it is rebuilt"):
         sampled(sampler).collect(range(6), folder=tmp_path)
     one.unlink()
     other.unlink()
@@ -257,7 +257,9 @@ def test_a_full_disk_is_told_and_what_stands_is_kept(tmp_path: Path, monkeypatch
 
     monkeypatch.setattr(sealed, "write_atomic", full)
     work = sampled(Scripted(lambda question, sample: right(question)))
-    with pytest.raises(EnvironmentLacks, match=r"00001.json cannot be written: No space left on device. Make room"):
+    with pytest.raises(
+        EnvironmentLacks, match=r"00001.json cannot be written: No space left on device. Free some space"
+    ):
         work.collect(range(6), folder=tmp_path)
     assert Chunk.read(tmp_path / "00000.json", Seals(root=tmp_path), identity="one").questions == (0, 1, 2)
 

@@ -127,7 +127,7 @@ def test_a_corrupt_base_is_named(flatout: Call, sft: Path, base: Path, tmp_path:
     (copy / "model.safetensors").write_bytes((base / "model.safetensors").read_bytes()[:-1000])
     done = flatout("train", sft, f"model={copy}", "--run", tmp_path / "run")
     assert done.returncode == 2, done.stderr
-    assert "model.safetensors is no readable safetensors file" in " ".join(done.stderr.split())
+    assert "model.safetensors is not a readable safetensors file" in " ".join(done.stderr.split())
 
 
 def test_a_checkpoint_goes_on_with_its_own_base_only(flatout: Call, sft: Path, base: Path, tmp_path: Path) -> None:
@@ -144,7 +144,7 @@ def test_a_checkpoint_goes_on_with_its_own_base_only(flatout: Call, sft: Path, b
     assert "belongs to another run" in " ".join(resumed.stderr.split())
     exported = flatout("export", run, "--to", tmp_path / "out")
     assert exported.returncode == 2
-    assert "holds other weights" in " ".join(exported.stderr.split())
+    assert "does not have the weights" in " ".join(exported.stderr.split())
 
 
 def test_the_plan_knows_about_adapters(flatout: Call, sft: Path) -> None:

@@ -128,7 +128,7 @@ def test_weights_that_cannot_be_read(folder: Path, flatout: Call, config: Path) 
     content = file.read_bytes()
     file.write_bytes(content[:-100])
     done = flatout("train", config, *named(folder))
-    refused(done, code=2, words=["model.safetensors is no readable safetensors file", str(len(content) - 100)])
+    refused(done, code=2, words=["model.safetensors is not a readable safetensors file", str(len(content) - 100)])
     file.unlink()
     torch.save({}, folder / "pytorch_model.bin")
     refused(flatout("train", config, *named(folder)), code=2, words=["only pytorch_model.bin", "pickled"])
@@ -150,4 +150,4 @@ def test_a_padded_vocabulary_is_told(folder: Path, flatout: Call, config: Path, 
     done = flatout("train", config, *named(folder), "train.steps=3", "--run", tmp_path / "run")
     assert done.returncode == 0, done.stderr
     notices = [str(e.data["text"]) for e in Run.open(tmp_path / "run").events() if e.kind == "notice"]
-    assert any("has 257 rows, config.json a vocabulary of 320: 63 are the mean" in text for text in notices)
+    assert any("has 257 rows, but config.json a vocabulary of 320: 63 are the mean" in text for text in notices)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from flatout.cost import ModelShape
 from flatout.data.tokenizer import ByteTokenizer
 from flatout.errors import UsageError
-from flatout.kernels.chance import uniform
+from flatout.kernels.uniform import uniform
 from flatout.model import Decoder
 from flatout.sample import Completion, Generator, Plain, Sampling, cache, logits_of
 from flatout.sample.cache import Cache, Cached

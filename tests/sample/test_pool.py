@@ -15,7 +15,7 @@ from flatout.model import Decoder, lora
 from flatout.sample import Completion, Generator, Sampling
 from flatout.sample.cache import Rows
 from flatout.sample.pool import Pool, Ranges
-from flatout.sample.state import Chance, State
+from flatout.sample.state import State, TokenSampler
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 TOKENIZER = ByteTokenizer()
@@ -34,9 +34,9 @@ def made(**changes: object) -> Decoder:
 
 
 def prompts_of(lengths: list[int], *, begin: int = 0) -> list[list[int]]:
-    chance = random.Random(1)
-    start = [chance.randrange(256) for _ in range(begin)]
-    return [[*start, *(chance.randrange(256) for _ in range(length))] for length in lengths]
+    sampler = random.Random(1)
+    start = [sampler.randrange(256) for _ in range(begin)]
+    return [[*start, *(sampler.randrange(256) for _ in range(length))] for length in lengths]
 
 
 def same(ours: list[Completion], theirs: list[Completion]) -> None:
@@ -79,10 +79,10 @@ def test_a_store_is_kept_for_what_fits_it() -> None:
     model, sampling = made(), Sampling(max_tokens=3)
     fast = Generator(model, TOKENIZER, kernels=True, rows=2)
     list(fast.generate(prompts_of([6, 7]), sampling=sampling))
-    assert fast._flight is not None
-    store = fast._flight.store
+    assert fast._running is not None
+    store = fast._running.store
     again = list(fast.generate(prompts_of([5, 2, 4]), sampling=sampling))
-    assert fast._flight.store is store
+    assert fast._running.store is store
     same(again, list(Generator(model, TOKENIZER, kernels=False).generate(prompts_of([5, 2, 4]), sampling=sampling)))
 
 
@@ -94,17 +94,17 @@ def test_many_samples_and_few_take_turns_in_one_store() -> None:
     for samples in (6, 1, 6):
         ours = list(fast.generate(prompts, sampling=sampling, samples=samples))
         same(ours, list(plain.generate(prompts, sampling=sampling, samples=samples)))
-        assert fast._flight is not None
-        stores.add(fast._flight.store)
-        layouts.add(fast._flight.store.layout)
+        assert fast._running is not None
+        stores.add(fast._running.store)
+        layouts.add(fast._running.store.layout)
     assert (len(stores), len(layouts)) == (1, 2)
 
 
 def test_a_store_that_is_too_small_is_gone_before_the_next_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
     fast = Generator(made(), TOKENIZER, kernels=True, rows=2)
     list(fast.generate(prompts_of([6]), sampling=Sampling(max_tokens=1)))
-    assert fast._flight is not None
-    old = weakref.ref(fast._flight.store)
+    assert fast._running is not None
+    old = weakref.ref(fast._running.store)
     make, seen = Pool.__init__, []
 
     def watched(*inputs: object, **more: int) -> None:
@@ -123,7 +123,7 @@ def test_a_row_is_read_wherever_its_tile_lies() -> None:
     assert pool.per_tile == 16
     pool.tile_for(4)
     pool.admit(prompts, [[0, 2, 3, 4, 5, 6, 7], [1]])
-    pool.leave([2, 3, 4, 5, 6, 7])
+    pool.release([2, 3, 4, 5, 6, 7])
     token, position = torch.tensor([7, 8], device=DEVICE), torch.tensor([5, 9], device=DEVICE)
     found = pool.decode(token, position)
     alone = [Pool(model, rows=1, own=2, prompts=9, samples=1) for _ in prompts]
@@ -192,11 +192,11 @@ def test_draws_of_the_kernel_are_the_plain_ones(asked: dict[str, float], monkeyp
         state = State.make(rows=rows, tokens=tokens, device=DEVICE)
         state.begin(state.places, keys=[11, -7, 2**62], lengths=[5, 6, 7], limits=[tokens] * rows)
         state.end([1])
-        chance = Chance.of(sampling, known=known, kernel=kernel, device=DEVICE)
+        sampler = TokenSampler.of(sampling, known=known, kernel=kernel, device=DEVICE)
         generator = torch.Generator().manual_seed(0)
         for _ in range(tokens):
             logits = (torch.randn(rows, vocab, generator=generator) * 2).bfloat16().to(DEVICE)
-            chance.advance(state, logits, state.places)
+            sampler.advance(state, logits, state.places)
         found.append(state)
     plain, ours = found
     for name in ("token", "position", "count", "alive", "ids_RS"):
@@ -210,8 +210,8 @@ def test_recorded_steps_are_the_plain_ones() -> None:
     """Many rows, refilled and closed up, of prompts that share a beginning; in fp32, so that draws agree."""
     model = made(layers=2, hidden=128, head_dim=32, positions=256)
     stops = frozenset(range(0, 256, 17))
-    chance = random.Random(5)
-    prompts = prompts_of([chance.randrange(1, 60) for _ in range(70)], begin=40)
+    sampler = random.Random(5)
+    prompts = prompts_of([sampler.randrange(1, 60) for _ in range(70)], begin=40)
     sampling = Sampling(max_tokens=40, temperature=1.0, stop_ids=stops, top_p=0.95)
     plain = list(Generator(model, TOKENIZER, kernels=False).generate(prompts, sampling=sampling, samples=4))
     fast = Generator(model, TOKENIZER, rows=64)
@@ -222,5 +222,5 @@ def test_recorded_steps_are_the_plain_ones() -> None:
         # Sums in another order may turn a draw at its very edge.
         same = sum(c.ids == expected[c.prompt, c.sample].ids for c in ours)
         assert same >= 0.98 * len(ours)
-    assert fast._flight is not None
-    assert fast._flight.recorded
+    assert fast._running is not None
+    assert fast._running.recorded

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flatout.errors import UsageError
-from flatout.tasks import Texts, Worked, asking, open_task
+from flatout.tasks import Texts, Worked, open_task, with_prompt
 from flatout.tasks.files import Gsm8k, MultipleChoice
 from flatout.tasks.sums import SIZES, Sums
 from flatout.tasks.units import QUANTITIES, Units
@@ -94,37 +94,37 @@ def test_no_sum_is_in_two_splits_and_every_worked_solution_is_right() -> None:
 def test_a_prompt_of_ones_own_replaces_words_and_examples(tmp_path: Path) -> None:
     file = tmp_path / "prompt one.yaml"
     file.write_text("system: Be brief.\nquestion: 'Q: {question}'\nexamples: [{question: one, answer: two}]\n")
-    spec = asking("units:train", str(file))
+    spec = with_prompt("units:train", str(file))
     task, plain = open_task(spec), open_task("units:train")
     assert not isinstance(task, Texts)
     assert not isinstance(plain, Texts)
     question = plain.prompt(3)[-1]["content"]
     said = [(message["role"], message["content"]) for message in task.prompt(3)]
     assert said == [("system", "Be brief."), ("user", "Q: one"), ("assistant", "two"), ("user", f"Q: {question}")]
-    bare = open_task(asking("units:train", "bare"))
+    bare = open_task(with_prompt("units:train", "bare"))
     assert not isinstance(bare, Texts)
     assert bare.prompt(3) == [{"role": "user", "content": question}]
     right = f"<answer>{Units(split='train').question(3).answer:.6g}</answer>"
     assert (task.reward(3, right), task.reward(4, right), task.size, task.name) == (1.0, 0.0, 1000, "units")
-    assert asking("jsonl:x?grader=math", "a b.yaml") == "jsonl:x?grader=math&prompt=a%20b.yaml"
-    assert asking("units", None) == "units"
+    assert with_prompt("jsonl:x?grader=math", "a b.yaml") == "jsonl:x?grader=math&prompt=a%20b.yaml"
+    assert with_prompt("units", None) == "units"
 
 
 @pytest.mark.parametrize(
     ("text", "says"),
     [
         ("system: [", "not valid YAML"),
-        ("shots: 3", "some of system, examples and question"),
-        ("- one", "some of system, examples and question"),
+        ("shots: 3", "may have system, examples and question"),
+        ("- one", "may have system, examples and question"),
         ("system: 3", "system must be a text"),
         ("examples: [{question: one}]", "each with question and answer"),
-        ("question: What?", "must hold {question}"),
+        ("question: What?", "must contain {question}"),
     ],
 )
 def test_a_broken_prompt_is_told(tmp_path: Path, text: str, says: str) -> None:
     (tmp_path / "p.yaml").write_text(text)
     with pytest.raises(UsageError, match=re.escape(says)):
-        open_task(asking("units", str(tmp_path / "p.yaml")))
+        open_task(with_prompt("units", str(tmp_path / "p.yaml")))
 
 
 # GSM8K
@@ -223,16 +223,16 @@ def test_jsonl_graders(tmp_path: Path) -> None:
         ("jsonl:{good}?grader=eval", "one of auto, exact, number, math"),
         ("jsonl:{good}?tolerance=2", "from 0 to below 1"),
         ("jsonl:{good}?tolerence=2", "it takes question, answer, grader, tolerance"),
-        ("jsonl:{good}?grader=number", "good.jsonl:2: the answer 'x' is no number"),
+        ("jsonl:{good}?grader=number", "good.jsonl:2: the answer 'x' is not a number"),
         ("jsonl:{good}?question=nothing", "good.jsonl:1: needs nothing"),
         ("gsm8k:{good}", "good.jsonl:1: the answer does not end with ####"),
         ("choice:{good}", "good.jsonl:1: 0 options"),
-        ("choice:{good}?form=roman", "form=roman: letters or text"),
-        ("jsonl:{torn}", "torn.jsonl is neither JSON lines nor a JSON list"),
-        ("jsonl:{list}", "list.json, entry 1: holds a int"),
-        ("jsonl:{empty}", "holds no question"),
-        ("perplexity:{empty}", "holds no"),
-        ("mmlu-stem:{folder}", "neither test.jsonl nor test.json"),
+        ("choice:{good}?form=roman", "form=roman: must be letters or text"),
+        ("jsonl:{torn}", "torn.jsonl is not JSON lines or a JSON list"),
+        ("jsonl:{list}", "list.json, entry 1: is a int"),
+        ("jsonl:{empty}", "has no questions"),
+        ("perplexity:{empty}", "has no"),
+        ("mmlu-stem:{folder}", "no test.jsonl or test.json"),
     ],
 )
 def test_mistakes_are_told_with_their_place(tmp_path: Path, spec: str, says: str) -> None:

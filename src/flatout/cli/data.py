@@ -66,5 +66,5 @@ def prepare(
             f"{part}: {counts['tokens']:,} tokens in {counts['documents']:,} documents, {counts['shards']} shards"
         )
     if skipped := left_out(to):
-        print_plain(f"not learnt from: {skipped}")
+        print_plain(f"left out: {skipped}")
     print_plain(f"train on it: data: {json.dumps({'source': 'tokens', 'path': str(to)})}")

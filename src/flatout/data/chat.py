@@ -1,7 +1,7 @@
-"""Conversations to the text a model was taught to read, by the chat template its tokenizer came with.
+"""Renders conversations with the chat template of a model's tokenizer.
 
-The template is Jinja of a stranger's, so it runs in a `sandbox`. What people say is data: a message that spells out
-`<|im_end|>` gets the ids of those characters, while the template's own marks are control tokens.
+The template is untrusted Jinja, so it runs in a `sandbox`. Messages are data: a message that spells out `<|im_end|>`
+gets the ids of those characters, while the template's own marks become control tokens.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from typing import Any
 from flatout.errors import EnvironmentLacks, UsageError, first_line
 from flatout.files import parse_json
 
-# Private-use characters: stand-ins for control tokens that a message spells out, while the template runs.
+# Private-use characters. They replace control tokens that a message spells out while the template runs.
 _STAND_INS = range(0xE000, 0xF8FF)
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token")
 
 
 def template_of(files: Mapping[str, str]) -> str | None:
-    """The chat template among a tokenizer's files; None where there is none."""
+    """The chat template among a tokenizer's files, or None."""
     if "chat_template.jinja" in files:
         return files["chat_template.jinja"]
     found = parse_json(files.get("tokenizer_config.json", "{}"), source="tokenizer_config.json").get("chat_template")
@@ -32,7 +32,7 @@ def template_of(files: Mapping[str, str]) -> str | None:
 
 
 def words_of(files: Mapping[str, str]) -> dict[str, str]:
-    """The names by which a template calls control tokens, and what they spell."""
+    """The variables that hold control tokens in a template, with their text."""
     words = {}
     for side in ("special_tokens_map.json", "tokenizer_config.json"):
         given = parse_json(files.get(side, "{}"), source=side)
@@ -62,13 +62,13 @@ def encoded(
     encode: Callable[[str], list[int]],
     encode_text: Callable[[str], list[int]],
 ) -> list[int]:
-    """Ids of the rendered messages. `encode` makes control tokens of what spells them, `encode_text` never does."""
+    """Ids of the rendered messages. `encode` recognises control tokens in text, `encode_text` does not."""
     said = "\n".join(value for message in messages for value in message.values() if isinstance(value, str))
     spelled = [token for token in control if token and token in said]
     if not spelled:
         return encode(render(messages))
     free = (chr(code) for code in _STAND_INS if chr(code) not in said)
-    # The longest first: one may be part of another.
+    # The longest first, because one may be part of another.
     stand_ins = dict(zip(sorted(spelled, key=len, reverse=True), free, strict=False))
     meant = {mark: token for token, mark in stand_ins.items()}
     spelled_out = re.compile("|".join(map(re.escape, stand_ins)))
@@ -82,7 +82,7 @@ def encoded(
 
 
 class TemplateFailed(ValueError):
-    """A template that gave no text for some messages, and why."""
+    """The template failed on some messages; the text says why."""
 
 
 class Program:
@@ -98,16 +98,16 @@ class Program:
         self._sandbox.begin(said)
         try:
             text: str = self._template.render(messages=said, add_generation_prompt=add_generation_prompt, **words)
-        except self._too_much as error:  # no fault of the row, so the next one would fare no better
+        except self._too_much as error:  # the template's fault, not the row's: every row would fail
             raise UsageError(f"the tokenizer's chat template is not usable: {error}") from None
-        except Exception as error:  # a stranger's program may raise anything
+        except Exception as error:  # untrusted code may raise anything
             raise TemplateFailed(first_line(error)[:100]) from None
         return text
 
 
 @cache
 def compiled(template: str, *, dated: bool = True) -> Program:
-    """The template as a program in a sandbox; not `dated`, one that asks for today's date is refused."""
+    """Compiles a template for the sandbox. Without `dated`, a template that reads today's date is refused."""
     try:
         import jinja2
 
@@ -134,7 +134,7 @@ def compiled(template: str, *, dated: bool = True) -> Program:
     )
     try:
         return Program(sandbox.from_string(template), sandbox, too_much=TooMuch)
-    except Exception as error:  # Jinja's own errors, and Python's of code that is nested too deeply
+    except Exception as error:  # Jinja's own errors, and Python's errors for code that is nested too deeply
         raise UsageError(f"the chat template is not valid Jinja: {first_line(error)[:200]}") from None
 
 

@@ -1,4 +1,4 @@
-"""The data of one run, opened and verified: what to train on, what is held out, and their tokenizer."""
+"""The data of one run, opened and verified: training data, held-out data, and their tokenizer."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ class Corpus:
 
     @property
     def fingerprint(self) -> str:
-        """One hash of what is trained on, see `Shards.fingerprint`: a checkpoint goes on with the same data only."""
+        """One hash of the training data (see `Shards.fingerprint`). A checkpoint resumes only with the same data."""
         return self.train.fingerprint
 
     def check_vocab(self, vocab: int) -> None:
-        """Refuses data with ids the model has no row for."""
+        """Refuses data with token ids outside the model's vocabulary."""
         for shards in (self.train, self.valid):
             shards.check_vocab(vocab)
 
@@ -48,19 +48,19 @@ class Corpus:
         }
 
     def summary(self) -> str:
-        """What was left out, in words; nothing where nothing was. Of a stream, up to what was read of it."""
+        """Describes the rows left out; empty if there are none. A stream counts only what was read so far."""
         return left_out_words(self._manifests.values())
 
     @property
     def _manifests(self) -> dict[str, Manifest]:
-        """What says how the parts were made; nothing does of token files of other programs."""
+        """The manifests of both parts. Token files of other programs have no manifest."""
         found = {"train": self.train.manifest, "valid": self.valid.manifest}
         return {name: m for name, m in found.items() if m is not None and not (name == "valid" and m is found["train"])}
 
 
 @contextmanager
 def open_corpus(settings: DataSettings, *, seed: int) -> Iterator[Corpus]:
-    """Prepared first where it is not yet; a Hugging Face dataset is streamed into shards while training goes on."""
+    """Opens the data, prepared first if necessary. A Hugging Face dataset is streamed into shards during training."""
     background = start_background(settings, seed=seed) if settings.source == "hf" else None
     try:
         prepared = background.prepared if background else prepare(settings, seed=seed)
@@ -76,7 +76,7 @@ def open_corpus(settings: DataSettings, *, seed: int) -> Iterator[Corpus]:
             background.close()
 
 
-# What `flatout data prepare` calls the settings that its messages may name.
+# The options of `flatout data prepare` for the settings that its messages may name.
 OPTIONS = {"path": "SOURCE", "name": "hf:NAME", "cache": "--to"} | {
     name: f"--{name.replace('_', '-')}"
     for name in ("tokenizer", "field", "separator", "valid_path", "valid_share", "on_bad_row", "max_bad_share")
@@ -85,7 +85,7 @@ _SETTING = re.compile(r"(?<![\w./-])data\.([a-z_]+)(?:: (?=(?:skip|stop|byte)\b)
 
 
 def as_options(message: str) -> str:
-    """A message with the options of the command in place of the settings of a configuration."""
+    """Replaces configuration settings in a message by the command's options."""
 
     def option(found: re.Match[str]) -> str:
         name = OPTIONS.get(found[1])
@@ -95,7 +95,7 @@ def as_options(message: str) -> str:
 
 
 def settings_for(source: str, **values: Any) -> DataSettings:
-    """The settings behind one word on the command line: `embedded`, `hf:NAME`, or files known by their ending."""
+    """The settings for one source on the command line: `embedded`, `hf:NAME`, or files, by their suffix."""
     if source == "embedded":
         return DataSettings(source="embedded", **values)
     if source.startswith("hf:"):
@@ -106,4 +106,4 @@ def settings_for(source: str, **values: Any) -> DataSettings:
     for ending, kind in [*kinds, (".txt", "text")]:
         if any(ending in name for name in names):
             return DataSettings(source=kind, path=source, **values)
-    raise UsageError(f"{source!r} is neither `embedded`, nor hf:NAME, nor .txt, .jsonl or .parquet files")
+    raise UsageError(f"{source!r} is not a source: give `embedded`, hf:NAME, or .txt, .jsonl or .parquet files")

@@ -1,11 +1,11 @@
 # ruff: noqa: SIM905 (a list of words reads best as words)
-"""The corpus that comes with the package, generated: `source: embedded` needs no download and no license.
+"""The generated corpus that comes with the package: `source: embedded` needs no download and no license.
 
 Small documents of ten kinds whose words agree with one another: a story keeps to its people and their
 pronouns, a ledger of who holds what is answered truthfully, sums and conversions are right. A small model
 can therefore learn spelling, then grammar, then keeping track. Used by `flatout demo` and the default data.
 
-Only `random.Random.random()` is drawn from, the one method whose sequence Python promises to keep.
+Only `random.Random.random()` is used, the one method whose sequence Python guarantees.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Rows of prompts and answers to tokenized examples, once, kept in the cache: what recipe sft learns from.
+"""Tokenizes rows of prompts and answers once and caches the examples. They are the training data of recipe sft.
 
     {"messages": [{"role": "user", "content": …}, {"role": "assistant", "content": …}]}
     {"prompt": …, "completion": …}     texts, or lists of messages
 
-A row that cannot be used is counted by reason with its place, as in `sources`; one that does not fit the window is
-dropped, cut or refused as configured, and counted apart: it is no fault of the data.
+A row that cannot be used is counted by reason with its place, as in `sources`. A row that does not fit the window is
+dropped, cut or refused as configured, and counted separately.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from flatout.config.settings import DataSettings
 from flatout.data.manifest import BadRows
 from flatout.data.prepare import cache_folder
 from flatout.data.sources import Stamp, Tally, Which, describe_source, encodable, read_rows, source_files, stamps
-from flatout.data.template import BadRow, Spoken, Template
+from flatout.data.template import BadRow, Conversation, Template
 from flatout.data.tokenizer import Tokenizer, load_tokenizer
 from flatout.data.tokens import npy_header
 from flatout.data.writing import sweep, write, writer_lock
@@ -40,15 +40,15 @@ FACTS = "facts.json"
 ENCODED_ROWS = 1024
 PARTS: tuple[Which, ...] = ("train", "valid")
 
-Draft = Spoken | tuple[str, str]  # a conversation, or a prompt and its completion
+Draft = Conversation | tuple[str, str]  # a conversation, or a prompt and its completion
 
 
 @dataclass(frozen=True, kw_only=True)
 class Examples:
-    """Tokenized examples end to end; example i is [ends[i - 1], ends[i])."""
+    """Tokenized examples, concatenated; example i is [ends[i - 1], ends[i])."""
 
     tokens: NDArray[np.int32]
-    trained: NDArray[np.bool_]  # whether a token is to be learnt
+    trained: NDArray[np.bool_]  # whether a token is trained on
     ends: NDArray[np.int64]
     # One value for each token, for objectives that need them: old log-probability, advantage, weight. Never saved.
     columns: Mapping[str, NDArray[Any]] = field(default_factory=dict)
@@ -94,7 +94,7 @@ class Examples:
 
     @classmethod
     def load(cls, path: Path) -> Examples:
-        """Those that were saved; whatever else lies there is a BadFile."""
+        """Reads saved examples; raises BadFile for anything else at that path."""
         try:
             with opened(path, root=path.parent) as file, zipfile.ZipFile(file) as archive:
                 size = os.fstat(file.fileno()).st_size
@@ -114,7 +114,7 @@ class Examples:
 
 
 def _member(archive: zipfile.ZipFile, name: str, dtype: np.dtype[Any], *, path: Path, most: int) -> NDArray[Any]:
-    """One array, stored as it is: nothing that would grow when it is read."""
+    """Reads one array, which must be stored uncompressed, so that it cannot expand beyond the file's size."""
     info = archive.getinfo(f"{name}.npy")
     if info.compress_type != zipfile.ZIP_STORED or info.file_size > most:
         raise BadFile(path, f"is damaged: {name} is not stored as it was written")
@@ -122,13 +122,13 @@ def _member(archive: zipfile.ZipFile, name: str, dtype: np.dtype[Any], *, path: 
         found, count = npy_header(file, path=path)
         left = info.file_size - file.tell()
         if found != dtype or count * dtype.itemsize != left:
-            raise BadFile(path, f"is damaged: {name} holds {count} of {found} in {left} bytes")
+            raise BadFile(path, f"is damaged: {name} declares {count} numbers of type {found} in {left} bytes")
         return np.frombuffer(file.read(left), dtype)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """What is known of the examples in a folder; written last, so that it vouches for them."""
+    """Facts about the examples in a folder. They are written last, so their presence means that the folder is whole."""
 
     key: str
     fingerprints: Mapping[str, str]
@@ -138,7 +138,7 @@ class Facts:
 
 @dataclass(frozen=True, kw_only=True)
 class Conversations:
-    """The data of one sft run: examples to train on, held-out ones, their tokenizer, and what was left out."""
+    """The data of one sft run: training and held-out examples, their tokenizer, and the rows left out."""
 
     train: Examples
     valid: Examples
@@ -155,8 +155,8 @@ class Conversations:
         largest = max(int(part.tokens.max(initial=0)) for part in (self.train, self.valid))
         if largest >= vocab:
             raise UsageError(
-                f"the data has token id {largest}, the model's vocabulary ends at {vocab - 1}: "
-                "use the tokenizer that belongs to the model"
+                f"the data has token id {largest}, but the model's vocabulary ends at {vocab - 1}: "
+                "use the model's own tokenizer"
             )
 
     def describe(self) -> dict[str, Any]:
@@ -177,7 +177,7 @@ class Conversations:
         }
 
     def summary(self) -> str:
-        """What was left out, in words; nothing where nothing was."""
+        """Describes the rows left out; empty if there are none."""
         words = [self.bad_rows.summary()] if self.bad_rows.bad else []
         words += [
             f"{count} too long for the window ({name.replace('_', ' ')})"
@@ -189,7 +189,7 @@ class Conversations:
 
 @contextmanager
 def open_conversations(data: DataSettings, *, seed: int, tokenizer: str) -> Iterator[Conversations]:
-    """Tokenized first where that was not done yet; every process of a run waits for the first and reads its work."""
+    """Opens the examples, tokenized first if necessary. The other ranks wait for the first and read its files."""
     codec = load_tokenizer(tokenizer, documents=None, cache=Path())
     since: dict[Which, list[Stamp]] = {"train": stamps(source_files(data, which="train"))}
     if data.valid_path:
@@ -205,10 +205,10 @@ def open_conversations(data: DataSettings, *, seed: int, tokenizer: str) -> Iter
         facts = typed(Facts, read_json(root / FACTS, root=root), source=root / FACTS)
         parts = {name: Examples.load(root / f"{name}.npz") for name in PARTS}
     except BadFile as error:
-        raise UsageError(f"{error}; remove {root}, and it is made again") from None
+        raise UsageError(f"{error}; remove {root}, and it is rebuilt") from None
     for name in PARTS:
         if parts[name].fingerprint != facts.fingerprints.get(name) or facts.key != key:
-            raise UsageError(f"{root}/{name}.npz is not what was written: remove {root}, and it is made again")
+            raise UsageError(f"{root}/{name}.npz was changed after it was written: remove {root}, and it is rebuilt")
     yield Conversations(
         train=parts["train"],
         valid=parts["valid"],
@@ -220,7 +220,7 @@ def open_conversations(data: DataSettings, *, seed: int, tokenizer: str) -> Iter
 
 
 def _key(data: DataSettings, tokenizer: Tokenizer, *, seed: int, since: Mapping[Which, list[Stamp]]) -> str:
-    """One hash of all that decides the examples."""
+    """One hash of everything that determines the examples."""
     names = (
         "source", "name", "subset", "split", "prompt_field", "completion_field", "messages_field", "as_chat", "system",
         "train_on", "too_long", "sequence_length", "valid_share", "on_bad_row", "max_bad_share",
@@ -263,7 +263,7 @@ def _write(
 
 
 def _held_out(count: int, *, share: float, seed: int) -> NDArray[np.bool_]:
-    """A seeded share of the examples, one at least, where there are two."""
+    """A seeded share of the examples; at least one if there are two."""
     order = np.random.default_rng(seed).permutation(count)
     held = np.zeros(count, np.bool_)
     held[order[: max(1, round(count * share)) if count > 1 else 0]] = True
@@ -271,7 +271,7 @@ def _held_out(count: int, *, share: float, seed: int) -> NDArray[np.bool_]:
 
 
 class Encoder:
-    """Rows to token ids with what is to be learnt of them, counting what cannot be."""
+    """Turns rows into token ids with a mask of trained tokens, and counts rows that cannot be used."""
 
     def __init__(
         self, data: DataSettings, tokenizer: Tokenizer, *, since: Mapping[Which, list[Stamp]] | None = None
@@ -283,7 +283,7 @@ class Encoder:
 
     @property
     def template(self) -> Template:
-        """Looked for when the first row needs it: texts need none."""
+        """Loaded when the first conversation needs it; plain texts need no template."""
         if self._template is None:
             self._template = Template(self.tokenizer)
         return self._template
@@ -291,7 +291,7 @@ class Encoder:
     def summary(self) -> str:
         words = [self.tally.summary()] if self.tally.num_bad else []
         words += [f"{count} too long ({name.replace('_', ' ')})" for name, count in self.too_long.items() if count]
-        return "; ".join(words) or "none of them left out"
+        return "; ".join(words) or "and no row was left out"
 
     def read(self, which: Which) -> Examples:
         examples = Examples.of(self._fitting(which))
@@ -318,15 +318,15 @@ class Encoder:
     def _fit(
         self, ids: NDArray[np.int32], trained: NDArray[np.bool_], where: str
     ) -> tuple[NDArray[np.int32], NDArray[np.bool_]] | None:
-        """The example as far as the window holds it; None if nothing of it is to be learnt there."""
-        # The last token is only a target, and takes no place.
+        """The part of the example that fits the window; None if it has no trained token."""
+        # The last token is only a target and takes no position.
         most = self.data.sequence_length + 1
         if len(ids) <= most:
             return ids, trained
         if self.data.too_long == "stop":
             raise UsageError(
-                f"{where}: {len(ids) - 1} tokens, data.sequence_length is {most - 1}: raise it, or set data.too_long "
-                "to drop or truncate"
+                f"{where}: {len(ids) - 1} tokens, but data.sequence_length is {most - 1}: raise it, or set "
+                "data.too_long to drop or truncate"
             )
         if not trained[1:most].any():
             self.too_long["prompt_alone"] += 1
@@ -338,25 +338,28 @@ class Encoder:
         return ids[:most], trained[:most]
 
     def encode(self, drafts: Sequence[Draft]) -> list[tuple[NDArray[np.int32], NDArray[np.bool_]]]:
-        """The ids of each, and which are to be learnt."""
-        talks = [draft for draft in drafts if isinstance(draft, Spoken)]
-        spoken = iter(self.template.encode_batch(talks) if talks else [])
-        plain = [draft for draft in drafts if not isinstance(draft, Spoken)]
-        written = iter(self.tokenizer.encode_batch([text for pair in plain for text in pair]))
+        """The ids of each, and which of them are trained on."""
+        conversations = [draft for draft in drafts if isinstance(draft, Conversation)]
+        encoded_chats = iter(self.template.encode_batch(conversations) if conversations else [])
+        plain = [draft for draft in drafts if not isinstance(draft, Conversation)]
+        texts = iter(self.tokenizer.encode_batch([text for pair in plain for text in pair]))
         encoded = []
         for draft in drafts:
-            if isinstance(draft, Spoken):
-                one = next(spoken)
+            if isinstance(draft, Conversation):
+                one = next(encoded_chats)
                 ids, trained = one.ids, one.answered
             else:
-                before, after = [*self.tokenizer.begin_ids, *next(written)], [*next(written), self.tokenizer.eos_id]
+                before, after = (
+                    [*self.tokenizer.begin_ids, *next(texts)],
+                    [*next(texts), self.tokenizer.eos_id],
+                )
                 ids, trained = [*before, *after], [False] * len(before) + [True] * len(after)
-            learnt = np.asarray(trained, np.bool_) | (self.data.train_on == "all")
-            encoded.append((np.asarray(ids, np.int32), learnt))
+            mask = np.asarray(trained, np.bool_) | (self.data.train_on == "all")
+            encoded.append((np.asarray(ids, np.int32), mask))
         return encoded
 
     def draft(self, row: Any) -> Draft:
-        """What a row says, in text: a conversation, or a prompt and its completion."""
+        """The text of a row: a conversation, or a prompt and its completion."""
         data = self.data
         if not isinstance(row, dict):
             raise BadRow("not an object")
@@ -379,18 +382,18 @@ class Encoder:
         _require_unicode(prompt, completion)
         return prompt, completion
 
-    def _chat(self, messages: Any, *, given: int = 0) -> Spoken:
-        """`given` messages at the beginning are a prompt: what the assistant says in them is not learnt."""
+    def _chat(self, messages: Any, *, given: int = 0) -> Conversation:
+        """The first `given` messages are a prompt: assistant messages among them are not trained on."""
         if not isinstance(messages, list) or not messages or not all(isinstance(m, dict) for m in messages):
-            raise BadRow("messages are no list of objects")
+            raise BadRow("messages are not a list of objects")
         if self.data.system is not None and messages[0].get("role") != "system":
             messages, given = [{"role": "system", "content": self.data.system}, *messages], given and given + 1
-        talk = self.template.spoken(messages, given=given)
-        _require_unicode(talk.text)
-        return talk
+        chat = self.template.conversation(messages, given=given)
+        _require_unicode(chat.text)
+        return chat
 
 
 def _require_unicode(*texts: str) -> None:
-    """JSON can spell half of a surrogate pair, which no tokenizer takes."""
+    """JSON can contain a lone surrogate, which no tokenizer accepts."""
     if not all(encodable(text) for text in texts):
         raise BadRow("invalid Unicode")

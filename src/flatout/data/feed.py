@@ -1,7 +1,7 @@
-"""Has the batches of the coming steps ready before they are asked for, in order, in pinned memory.
+"""Prepares the batches of the coming steps ahead of time, in order, in pinned memory.
 
-The workers are threads, not processes: reading a file and copying arrays release the interpreter's
-lock, threads need no pickling, and none of them can be killed apart from the trainer. Used by every recipe.
+The workers are threads, not processes: reading a file and copying arrays release the GIL, threads need no pickling,
+and a thread cannot be killed without the trainer. Used by every recipe.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ JOIN_S = 2.0
 
 
 class Feed(Iterator[list[Batch]]):
-    """Iterates over the batches of steps `start` to `stop` (`None`: without end).
+    """Iterates over the batches of steps `start` to `stop` (`None`: endless).
 
     `make(step)` is called by `workers` threads (0: in the caller) in any order, at most `prefetch` steps ahead, or
-    one step for every worker where those are more; what it raises is raised by `next` at that step. With `pin`,
-    batches lie in staging buffers that are used again: those of a step stay untouched until `prefetch + 2` further
-    steps were taken, so its copies to the device must be over by then.
+    one step per worker if there are more workers. `next` raises its exceptions at that step. With `pin`, batches are
+    in staging buffers that are reused: the buffers of a step stay untouched until `prefetch + 2` further steps were
+    taken, so its copies to the device must be finished by then.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class Feed(Iterator[list[Batch]]):
         self._make = make
         self._stop = stop
         self._ahead = prefetch
-        # Workers fill up to `_ahead` slots ahead of the consumer, and leave `prefetch + 2` behind it alone.
+        # Workers fill up to `_ahead` slots ahead of the consumer, and do not touch the `prefetch + 2` behind it.
         self._staging = Staging(2 * prefetch + 2, pin=True) if pin else None
         self._taken = start  # the next step to hand out
         self._claimed = start  # the next step to compute
@@ -59,7 +59,7 @@ class Feed(Iterator[list[Batch]]):
         return len(self._threads)
 
     def add_worker(self) -> None:
-        """One more thread, for when the consumer was kept waiting; with a step to work on, whatever the prefetch."""
+        """Adds a thread, for when the consumer had to wait. It has a step to work on whatever the prefetch is."""
         name = f"flatout-feed-{len(self._threads)}"
         thread = threading.Thread(target=self._work, name=name, daemon=True)
         with self._changed:
@@ -84,7 +84,7 @@ class Feed(Iterator[list[Batch]]):
         return result
 
     def close(self) -> None:
-        """Stop the workers; one inside `make` ends by itself afterwards."""
+        """Stops the workers; one that is inside `make` ends after it."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -107,7 +107,7 @@ class Feed(Iterator[list[Batch]]):
     def _hand_over(self) -> None:
         with self._changed:
             self._taken += 1
-            self._claimed = max(self._claimed, self._taken)  # without workers the caller has made the step itself
+            self._claimed = max(self._claimed, self._taken)  # without workers the caller made the step
             self._changed.notify_all()
 
     def _work(self) -> None:
@@ -121,7 +121,7 @@ class Feed(Iterator[list[Batch]]):
             result: list[Batch] | BaseException
             try:
                 result = self._stage(step)
-            except BaseException as error:  # handed to the consumer as it is
+            except BaseException as error:  # passed on to the consumer
                 result = error
             with self._changed:
                 self._ready[step] = result
@@ -133,9 +133,9 @@ class Feed(Iterator[list[Batch]]):
 
 
 class Staging:
-    """Slots with the tensors of one step each, allocated by the first steps and then used again.
+    """Slots with the tensors of one step each, allocated by the first steps and then reused.
 
-    A slot is filled again `num_slots` steps later; that number may grow at any time.
+    A slot is refilled `num_slots` steps later; that number may grow at any time.
     """
 
     def __init__(self, num_slots: int, *, pin: bool) -> None:
@@ -145,7 +145,7 @@ class Staging:
         self._lock = threading.Lock()
 
     def stage(self, step: int, batches: Sequence[Batch]) -> list[Batch]:
-        """Copy the batches of a step into a slot that is free by then."""
+        """Copies the batches of a step into a slot that is free by then."""
         with self._lock:
             oldest = min(self._slots, default=step)
             held = self._slots.pop(oldest) if oldest <= step - self.num_slots else []

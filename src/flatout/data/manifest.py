@@ -1,7 +1,7 @@
-"""What a folder of shards says of itself: `manifest.json`, held to a schema and to its own numbers.
+"""The `manifest.json` of a folder of shards, checked against a schema and for consistent numbers.
 
-Whoever reads it takes nothing on trust: every count must fit the others, and the folder must be the part, training or
-validation, that it is taken for. Manifests of earlier versions, which do not say the part, are still read.
+Nothing is trusted unchecked: every count must fit the others, and the folder must be the expected part, training or
+validation. Manifests of earlier versions, which do not name the part, are still read.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ Role = Literal["train", "valid"]
 @dataclass(frozen=True, kw_only=True)
 class TokenizerFacts:
     name: str
-    fingerprint: str  # over all that decides which ids a text gets
+    fingerprint: str  # over everything that determines the ids of a text
     vocab_size: int
     eos_id: int
-    files: str | None = None  # over all of its files, the chat template included; None: written by an earlier version
+    files: str | None = None  # over all files, including the chat template; None: written by an earlier version
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,15 +45,15 @@ class ShardFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class BadRows:
-    """The rows that were left out: how many, by reason, with the first places of each."""
+    """The number of rows that were left out, by reason, with the first places of each."""
 
-    rows: int = 0  # all that were read, good ones included
+    rows: int = 0  # all rows read, including good ones
     bad: int = 0
     reasons: Mapping[str, int] = field(default_factory=dict)
     examples: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     def summary(self) -> str:
-        """In words; nothing where nothing was left out."""
+        """Describes the rows left out; empty if there are none."""
         places = {why: self.examples.get(why) or ("unknown place",) for why in self.reasons}
         return "; ".join(
             f"{count} row{'' if count == 1 else 's'}: {why} (first: {places[why][0]})"
@@ -73,37 +73,37 @@ class Manifest:
     documents: int
     max_token_id: int
     shards: tuple[ShardFacts, ...]
-    source: Mapping[str, str]  # what it was made from; `key` identifies it
+    source: Mapping[str, str]  # the source of the data; `key` identifies it
     bad_rows: BadRows
-    consumed: int  # source pieces behind these shards: where a restarted writer goes on
-    beside: int  # shards of the other split that belong to these: later ones are written again
+    consumed: int  # source pieces in these shards: where a restarted writer continues
+    beside: int  # shards of the other split that belong to these: later ones are rewritten
     role: Role | None = None  # None: written by an earlier version
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
     def check_tokenizer(self, folder: Path | str, fingerprint: str, *, files: str | None = None) -> None:
-        """Refuses another tokenizer than the one that made the tokens.
+        """Refuses any tokenizer but the one that made the tokens.
 
-        `files`: of the tokenizer that is kept with the data, which must be the same in all its files.
+        `files` is the fingerprint of the tokenizer saved with the data, all of whose files must be unchanged.
         """
         facts = self.tokenizer
         if files is not None and facts.files is not None and files != facts.files:
             raise UsageError(
-                f"the tokenizer kept with {folder} was changed since the tokens were made with it "
-                f"({files[:12]}, not {facts.files[:12]}); put the old files back, or {way_out(Path(folder).parent)}"
+                f"the tokenizer saved with {folder} was changed after the tokens were made with it "
+                f"({files[:12]}, not {facts.files[:12]}); restore the old files, or {way_out(Path(folder).parent)}"
             )
         if facts.fingerprint != fingerprint:
             raise UsageError(
-                f"{folder} was made by the tokenizer {facts.name} ({facts.fingerprint[:12]}), not by the one "
-                f"configured ({fingerprint[:12]}); set data.tokenizer to that one, or prepare the data again"
+                f"{folder} was made by the tokenizer {facts.name} ({facts.fingerprint[:12]}), not by the "
+                f"configured one ({fingerprint[:12]}); set data.tokenizer to that one, or prepare the data again"
             )
 
 
 def read_manifest(folder: Path, *, role: Role | None = None) -> Manifest | None:
-    """The manifest of a folder, `None` where there is none; a damaged or newer one is refused.
+    """The manifest of a folder, or `None`; a damaged or newer one is refused.
 
-    So is one of the other part than `role`, whose folders were exchanged.
+    A manifest of the other part than `role` is refused too: the folders were swapped.
     """
     path = folder / MANIFEST
     try:
@@ -119,14 +119,14 @@ def read_manifest(folder: Path, *, role: Role | None = None) -> Manifest | None:
         raise UsageError(f"{path} is damaged: {mistake}; {way_out(folder)}")
     if role is not None and manifest.role not in (None, role):
         raise UsageError(
-            f"{folder} holds the {manifest.role} part of the data, not the {role} part: the folders were exchanged; "
+            f"{folder} holds the {manifest.role} part of the data, not the {role} part: the folders were swapped; "
             "put each back in its place, or prepare the data again"
         )
     return manifest
 
 
 def _mistake(manifest: Manifest) -> str | None:
-    """The first thing that cannot be, in words."""
+    """Describes the first inconsistency, or None."""
     tokenizer, shards = manifest.tokenizer, manifest.shards
     width = {"uint16": 2, "uint32": 4}[manifest.dtype]
     counts = [manifest.tokens, manifest.documents, manifest.consumed, manifest.beside, manifest.bad_rows.bad]
@@ -137,14 +137,14 @@ def _mistake(manifest: Manifest) -> str | None:
     if not 1 <= manifest.shard_tokens <= LARGEST:
         return f"shard_tokens is {manifest.shard_tokens}"
     if not (1 <= tokenizer.vocab_size <= 1 << 32 and 0 <= tokenizer.eos_id < tokenizer.vocab_size):
-        return f"the end mark {tokenizer.eos_id} is not one of {tokenizer.vocab_size} ids"
+        return f"the EOS id {tokenizer.eos_id} is not below the vocabulary size {tokenizer.vocab_size}"
     if not 0 <= manifest.max_token_id < 1 << (8 * width):
         return f"token id {manifest.max_token_id} does not fit {manifest.dtype}"
     if "key" not in manifest.source:
-        return "it does not say what it was made from"
+        return "it does not name its source"
     for index, shard in enumerate(shards):
         if shard.index not in (None, index):
-            return f"shard {shard.index} stands in the place of shard {index}"
+            return f"shard {shard.index} is in the place of shard {index}"
         if not (0 < shard.tokens <= LARGEST and 0 <= shard.documents <= shard.tokens):
             return f"shard {index} has {shard.tokens} tokens in {shard.documents} documents"
         if shard.tokens_bytes != shard.tokens * width or shard.documents_bytes != shard.documents * 8:

@@ -1,6 +1,6 @@
-"""Whole examples side by side in sequences of one length, none of them seeing another: what recipe sft trains on.
+"""Whole examples packed into sequences of one length, without attention between them, for recipe sft.
 
-Packed once, best fit first, so hardly a token is padding; then the order of the sequences is a seeded bijection per
+They are packed once, best fit first, so there is little padding. The order of the sequences is a seeded bijection per
 epoch, as in `stream`: the batch of a step is a pure function of (examples, seed, step).
 
 Shape legend: S sequences, T sequence_length, N = S * T tokens.
@@ -18,14 +18,14 @@ from flatout.data.examples import Examples
 from flatout.data.stream import NOT_TRAINED, SEGMENTS_MULTIPLE, Batch, permute
 from flatout.errors import UsageError
 
-# The loss looks at trained tokens only, rounded up to a multiple of this share of a micro-batch: few shapes.
+# The loss covers trained tokens only, rounded up to a multiple of this share of a micro-batch: few shapes.
 ROW_PARTS = 16
 
 
 class Packed:
     """Sequences of whole examples, in the order in which a run visits them.
 
-    Step s takes the indices [s B, (s + 1) B) of an endless row of epochs; rank r of W takes the r-th block of them.
+    Step s takes the indices [s B, (s + 1) B) of an endless sequence of epochs; rank r of W takes their r-th block.
     """
 
     def __init__(
@@ -33,7 +33,7 @@ class Packed:
     ) -> None:
         self.examples, self.seed, self.shuffle = examples, seed, shuffle
         self.sequence_length, self.batch_sequences = sequence_length, batch_sequences
-        # The last token of an example is only a target, and takes no place.
+        # The last token of an example is only a target and takes no position.
         self._places = examples.lengths - 1
         self.longest = int(self._places.max())
         bins = pack(self._places, capacity=sequence_length, seed=seed)
@@ -41,7 +41,7 @@ class Packed:
         self._order = np.concatenate([np.asarray(members, np.int64) for members in bins])
         self._ends = np.cumsum([len(members) for members in bins], dtype=np.int64)
         self._offsets = np.concatenate([np.cumsum(self._places[m]) - self._places[m] for m in bins])
-        # What is left empty is cut into segments too, none longer than the longest example.
+        # Padding is cut into segments too, none longer than the longest example.
         self.max_documents = max(
             len(members) + -(-(sequence_length - int(self._places[members].sum())) // self.longest) for members in bins
         )
@@ -56,32 +56,32 @@ class Packed:
 
     @property
     def fill(self) -> float:
-        """Share of the places that hold a token."""
+        """Share of the positions that hold a token."""
         return float(self._places.sum()) / (self.num_sequences * self.sequence_length)
 
     @property
     def mean_context(self) -> float:
-        """Positions a token attends to on average, itself included."""
+        """Positions a token attends to on average, including its own."""
         return float((self._places * (self._places + 1) / 2).sum() / self._places.sum())
 
     @property
     def trained_share(self) -> float:
-        """Share of the places, empty ones included, that have something to learn."""
+        """Share of all positions, including padding, that are trained on."""
         return float(self.examples.trained.sum()) / (self.num_sequences * self.sequence_length)
 
     def micro_batches(self, step: int, *, rank: int = 0, world: int = 1, micro_batch: int) -> list[Batch]:
         """The rank's share of a step in slices of `micro_batch` sequences, in order."""
         share, left = divmod(self.batch_sequences, world)
         if left:
-            raise UsageError(f"a batch of {self.batch_sequences} sequences cannot be split over {world} ranks evenly")
+            raise UsageError(f"a batch of {self.batch_sequences} sequences cannot be split evenly over {world} ranks")
         if share % micro_batch:
-            raise UsageError(f"{share} sequences of a rank cannot be cut into micro-batches of {micro_batch} evenly")
+            raise UsageError(f"{share} sequences of a rank cannot be split evenly into micro-batches of {micro_batch}")
         first = step * self.batch_sequences + rank * share
         chosen = self.sequences(np.arange(first, first + share, dtype=np.int64)).tolist()
         return [self._batch(chosen[i : i + micro_batch]) for i in range(0, share, micro_batch)]
 
     def sequences(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Which sequence stands at each index of the endless row of epochs."""
+        """The sequence at each index of the endless sequence of epochs."""
         epochs, within = np.divmod(indices, self.num_sequences)
         if not self.shuffle:
             return within
@@ -105,7 +105,7 @@ class Packed:
         places = self._places[chosen]
         rows_of = np.repeat(np.arange(count), [r.stop - r.start for r in ranges])
         begins = rows_of * length + np.concatenate([self._offsets[r] for r in ranges])
-        # For every place that is used: which of its example's, which of the corpus, which of the batch.
+        # For every used position: its index within its example, in the corpus, and in the batch.
         within = np.arange(int(places.sum())) - np.repeat(np.cumsum(places) - places, places)
         source = np.repeat(self.examples.ends[chosen] - places - 1, places) + within
         here = np.repeat(begins, places) + within
@@ -116,7 +116,7 @@ class Packed:
         tokens[here] = self.examples.tokens[source]
         targets[here] = np.where(self.examples.trained[source + 1], self.examples.tokens[source + 1], NOT_TRAINED)
         positions[here] = within
-        # A column's value of a token stands where that token is the target, as its loss does.
+        # A column's value for a token is stored where that token is the target, like its loss.
         columns = {}
         for name, values in self.examples.columns.items():
             column = np.zeros(count * length, values.dtype)
@@ -152,7 +152,7 @@ class Packed:
 def _rows(
     trained: NDArray[np.int64], targets: NDArray[np.int64]
 ) -> tuple[torch.Tensor, torch.Tensor] | tuple[None, None]:
-    """Where the trained tokens are and what follows them, padded by rows that count for nothing; None if all are."""
+    """The positions of the trained tokens and their targets, padded with ignored rows; None if all are trained."""
     part = -(-len(targets) // ROW_PARTS)
     size = max(1, -(-len(trained) // part)) * part
     if size >= len(targets):
@@ -164,10 +164,10 @@ def _rows(
 
 
 def pack(lengths: NDArray[np.int64], *, capacity: int, seed: int) -> list[list[int]]:
-    """Which items share a bin: the longest first, each into the fullest bin that still has room."""
+    """Assigns items to bins: the longest first, each into the fullest bin that still fits it."""
     if len(lengths) and int(lengths.max()) > capacity:
         raise UsageError(f"an example of {int(lengths.max())} tokens does not fit a sequence of {capacity}")
-    # Equal lengths in a seeded order, so that neighbours in the file are not neighbours here.
+    # Items of equal length are in a seeded order, so that neighbours in the file are not neighbours here.
     shuffled = permute(np.arange(len(lengths), dtype=np.int64), len(lengths), key=(seed, -1, 0))
     order = shuffled[np.argsort(-lengths[shuffled], kind="stable")]
     bins: list[list[int]] = []

@@ -1,10 +1,10 @@
-"""Documents to token shards, once: tokenized, split into training and validation, kept in the cache.
+"""Turns documents into token shards once: tokenized, split into training and validation, and cached.
 
-    prepare           all of it, then return: `flatout data prepare`, and every recipe by default
-    start_background  in a process of its own, for a dataset that is streamed: training begins with the first shard
+    prepare           prepares all of it, then returns: `flatout data prepare`, and every recipe by default
+    start_background  in a separate process, for a streamed dataset: training starts with the first shard
 
-Both write the same layout, `train/`, `valid/` and `tokenizer/` below one folder, and both go on where an
-interrupted one stopped. `python -m flatout.data.prepare` is that process; it takes its task as JSON on stdin.
+Both write the same layout, `train/`, `valid/` and `tokenizer/` below one folder, and both continue where an
+interrupted preparation stopped. `python -m flatout.data.prepare` is that process; it reads its task as JSON on stdin.
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ from flatout.data.writing import (
     make_folder,
     sweep,
     writer_is_alive,
-    writer_last_words,
     writer_lock,
     writer_log,
+    writer_message,
 )
 from flatout.errors import EnvironmentLacks, FlatoutError, RunFailed, UsageError
 from flatout.files import inside, open_for_appending, own_python, own_python_path
@@ -64,7 +64,7 @@ ENCODE_DOCUMENTS = 4096
 LOCK_ATTEMPTS = 20
 LOCK_RETRY_S = 0.05
 NICENESS = 10
-STARTS = 3  # of the writer, by one run, without a new shard in between
+STARTS = 3  # of the writer by one run, without a new shard in between
 DEFAULT_TOKENIZER = DataSettings().tokenizer
 PARTS: tuple[Role, ...] = ("train", "valid")
 WRITER = tuple(own_python("flatout.data.prepare"))
@@ -84,9 +84,9 @@ class Prepared:
     valid: Path
     tokenizer: Tokenizer
     reused: bool
-    of_one: bool = True  # whether both are the parts of one prepared folder, each in its place
+    of_one: bool = True  # whether both are parts of one prepared folder, each in its place
     hold_out: float = 0.0  # `source: tokens` without validation data: this share of the tokens, from the end
-    restart: Callable[[], bool] | None = None  # has the writer of a stream at work again, see `Shards.open`
+    restart: Callable[[], bool] | None = None  # restarts the writer of a stream, see `Shards.open`
 
     def open(self, *, verify: bool = True) -> Split:
         train = self._open(self.train, role="train", verify=verify)
@@ -97,7 +97,7 @@ class Prepared:
 
     def _open(self, path: Path, *, role: Role, verify: bool) -> Shards:
         if os.path.lexists(path / MANIFEST):
-            # A folder of any part may be named for any use; one that was found by its name must be that part.
+            # A folder that the user names may be of either part; a folder found by its name must be that part.
             found = role if path.name == role and self.of_one else None
             return Shards.open(path, verify=verify, role=found, restart=self.restart)
         return Shards.raw(find_files(str(path), key="path", suffixes=SUFFIXES["tokens"]), eos_id=self.tokenizer.eos_id)
@@ -105,36 +105,36 @@ class Prepared:
 
 @dataclass(frozen=True, kw_only=True)
 class Background:
-    """Data that may still be in the writing, and what keeps it so (`None`: nothing is left to write)."""
+    """Data that may still be growing, and the writer that adds to it (`None`: the data is complete)."""
 
     prepared: Prepared
     writer: Writer | None
 
     def close(self) -> None:
-        """Stop the writer if it is this run's; a later run continues its work, as does one that still reads."""
+        """Stops this run's writer. Another run that reads the data, or a later one, continues its work."""
         if self.writer is not None:
             self.writer.close()
 
 
 def prepare(settings: DataSettings, *, seed: int, to: Path | None = None, progress: Progress | None = None) -> Prepared:
-    """Make sure that the data of a run stands complete, in `to` or in the cache, and say where."""
+    """Prepares the data of a run in `to` or in the cache, unless it is complete there. Returns its location."""
     if settings.source == "tokens":
         if to is not None:
-            raise UsageError(f"`source: tokens` is prepared already, nothing is written to {to}; name text to prepare")
+            raise UsageError(f"`source: tokens` is already prepared, nothing is written to {to}; name text to prepare")
         return _given_tokens(settings)
     if to is not None:
         _require_ours(to)
     task = _task(settings, seed=seed, to=to, streaming=False, shard_tokens=SHARD_TOKENS)
-    if task.root.is_dir() and _is_complete(task):  # also where nothing can be written
+    if task.root.is_dir() and _is_complete(task):  # works in a read-only folder too
         return _prepared(task, reused=True)
     chosen_by = "data.cache" if to is None else "--to"
-    # Another process may be preparing the same: then wait, and reuse.
+    # Another process may be preparing the same data: then wait for it and reuse its work.
     with writer_lock(task.root, wait=True, chosen_by=chosen_by):
         reused = _is_complete(task)
         if not reused:
             try:
                 _write(task, progress=progress)
-            except SourceChanged:  # what was written may be of both states
+            except SourceChanged:  # the shards may mix both versions of the file
                 for name in PARTS:
                     (task.root / name / MANIFEST).unlink(missing_ok=True)
                 raise
@@ -142,7 +142,7 @@ def prepare(settings: DataSettings, *, seed: int, to: Path | None = None, progre
 
 
 def start_background(settings: DataSettings, *, seed: int, shard_tokens: int = SHARD_TOKENS) -> Background:
-    """Return as soon as the first shards stand, while a process of its own writes the rest into the cache."""
+    """Returns as soon as the first shards are written. A separate process writes the rest into the cache."""
     if settings.source == "tokens":
         return Background(prepared=_given_tokens(settings), writer=None)
     task = _task(settings, seed=seed, to=None, streaming=True, shard_tokens=shard_tokens)
@@ -151,30 +151,30 @@ def start_background(settings: DataSettings, *, seed: int, shard_tokens: int = S
     writer = Writer(task)
     while True:
         running = writer.is_running
-        alive = writer_is_alive(task.root)  # shards of an interrupted run stand before the new writer is at work
+        alive = writer_is_alive(task.root)  # shards of an interrupted run exist before the new writer starts
         if _is_complete(task) or (alive and _has_begun(task)):
             break
         if not (running or alive):
-            # It ends well, and early, where another run's writer was at work, which may be gone by now.
+            # The process ends early and without error if another run's writer was running; that may be gone by now.
             code = writer.process.returncode if writer.process is not None else 0
             if code or not writer.restart():
                 kind = {2: UsageError, 3: EnvironmentLacks}.get(code, RunFailed)
-                raise kind(f"the data could not be prepared: {writer_last_words(task.root)}")
+                raise kind(f"the data could not be prepared: {writer_message(task.root)}")
         time.sleep(POLL_S)
     return Background(prepared=_prepared(task, reused=False, restart=writer.restart), writer=writer)
 
 
 def describe(folder: Path) -> dict[str, Any]:
-    """What stands in a prepared folder, for printing: counts, tokenizer, and what was left out."""
-    found = {name: _standing(folder, name) for name in PARTS} | {"tokens": read_manifest(folder)}
+    """Describes a prepared folder for printing: counts, tokenizer, and rows left out."""
+    found = {name: _manifest_of(folder, name) for name in PARTS} | {"tokens": read_manifest(folder)}
     if not any(found.values()):
-        raise UsageError(f"{folder} holds no prepared data; write it with `flatout data prepare`")
+        raise UsageError(f"{folder} has no prepared data; write it with `flatout data prepare`")
     return {name: _counts(manifest) for name, manifest in found.items() if manifest is not None}
 
 
 def left_out(folder: Path) -> str:
-    """The rows that a prepared folder was made without, in words; nothing where there are none."""
-    return left_out_words(found for name in PARTS if (found := _standing(folder, name)) is not None)
+    """Describes the rows left out of a prepared folder; empty if there are none."""
+    return left_out_words(found for name in PARTS if (found := _manifest_of(folder, name)) is not None)
 
 
 def left_out_words(manifests: Iterable[Manifest]) -> str:
@@ -186,7 +186,7 @@ def cache_folder(settings: DataSettings) -> Path:
     return Path(settings.cache).expanduser() if settings.cache else files.cache_folder()
 
 
-# -- what is to be done ------------------------------------------------------------------------------------
+# -- the task ----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -194,16 +194,16 @@ class Task:
     settings: DataSettings
     seed: int
     root: Path
-    key: str  # of all that decides the content
+    key: str  # of everything that determines the data
     streaming: bool
     shard_tokens: int
-    since: Mapping[str, list[Stamp]] = field(default_factory=dict)  # the files of each part, as they were
+    since: Mapping[str, list[Stamp]] = field(default_factory=dict)  # the files of each part at the start
 
 
 def _task(settings: DataSettings, *, seed: int, to: Path | None, streaming: bool, shard_tokens: int) -> Task:
     if settings.valid_path and settings.source in ("embedded", "hf"):
         raise UsageError(f"data.valid_path is for files, not for `source: {settings.source}`; use data.valid_share")
-    trained = settings.tokenizer.startswith("bpe:")  # by the data and the size, both in the key
+    trained = settings.tokenizer.startswith("bpe:")  # determined by the data and the size, both in the key
     since: dict[str, list[Stamp]] = {"train": stamps(source_files(settings, which="train"))}
     if settings.valid_path:
         since["valid"] = stamps(source_files(settings, which="valid"))
@@ -238,18 +238,18 @@ def _task(settings: DataSettings, *, seed: int, to: Path | None, streaming: bool
 
 
 def _require_ours(root: Path) -> None:
-    """Refuses a folder that holds anything but a preparation, whole or interrupted."""
+    """Refuses a folder that holds anything but a complete or interrupted preparation."""
     try:
         names = {entry.name for entry in root.iterdir()}
     except (FileNotFoundError, NotADirectoryError):
         return
     marks = LOCK in names or os.path.lexists(root / "train" / MANIFEST)
     if names and not (marks and all(name in (*PARTS, "tokenizer", LOCK, LOG) for name in names)):
-        raise UsageError(f"{root} holds something else, and nothing is overwritten: choose another folder with --to")
+        raise UsageError(f"{root} holds other files, and nothing is overwritten: choose another folder with --to")
 
 
-def _standing(root: Path, name: Role) -> Manifest | None:
-    """The manifest of one part of a prepared folder; it must be that part, and lie there."""
+def _manifest_of(root: Path, name: Role) -> Manifest | None:
+    """The manifest of one part of a prepared folder. It must be that part, and must not be a link to elsewhere."""
     return read_manifest(inside(root / name, root), role=name)
 
 
@@ -262,21 +262,21 @@ def _sha256(content: bytes) -> str:
 
 
 def _is_complete(task: Task) -> bool:
-    manifests = [_standing(task.root, name) for name in PARTS]
+    manifests = [_manifest_of(task.root, name) for name in PARTS]
     if any(m is not None and m.complete and m.source["key"] != task.key for m in manifests):
-        raise UsageError(f"{task.root} holds other data, or the same made otherwise; remove it or name another folder")
+        raise UsageError(f"{task.root} holds data prepared with other settings; remove it or name another folder")
     return all(m is not None and m.complete for m in manifests)
 
 
 def _has_begun(task: Task) -> bool:
-    manifests = (_standing(task.root, name) for name in PARTS)
+    manifests = (_manifest_of(task.root, name) for name in PARTS)
     return all(m is not None and m.source["key"] == task.key and m.shards for m in manifests)
 
 
 def _prepared(task: Task, *, reused: bool, restart: Callable[[], bool] | None = None) -> Prepared:
     tokenizer = load_tokenizer(task.settings.tokenizer, documents=None, cache=task.root / "tokenizer")
     for name in PARTS:
-        if (manifest := _standing(task.root, name)) is not None:
+        if (manifest := _manifest_of(task.root, name)) is not None:
             _check_tokenizer(task, manifest, name, tokenizer)
     return Prepared(
         train=task.root / "train", valid=task.root / "valid", tokenizer=tokenizer, reused=reused, restart=restart
@@ -306,11 +306,12 @@ def _counts(manifest: Manifest) -> dict[str, Any]:
 
 
 def _write(task: Task, *, progress: Progress | None) -> None:
-    """Tokenize everything into `train` and `valid`, going on after the last shard of an interrupted try.
+    """Tokenizes everything into `train` and `valid`, continuing after the last shard of an interrupted attempt.
 
     A document is held out by a hash of its number, so a stream needs no second pass. The first one always is and
-    the second never, so that either side has one. Of an only document the last tokens are held out, and of a first
-    one that is larger than a shard those of every stretch of that size, so that it need not fit into memory.
+    the second never, so that both parts have one. If there is only one document, its last tokens are held out. If the
+    first document is larger than a shard, the last tokens of every stretch of that size are, so that the document
+    need not fit into memory.
     """
     settings, seed = task.settings, task.seed
     sweep(task.root)
@@ -326,7 +327,7 @@ def _write(task: Task, *, progress: Progress | None) -> None:
     documents = read_documents(settings, which="train", seed=seed, tally=tally, since=task.since["train"])
     consumed = train.manifest.consumed
     number = sum(piece.ends for piece in islice(documents, consumed))
-    first: list[NDArray[Any]] = []  # the first document, until it is known to be large, or not the only one
+    first: list[NDArray[Any]] = []  # the first document, until it is known to be large or not the only one
     for piece, tokens in _encode(documents, tokenizer=tokenizer, progress=progress):
         consumed += 1
         if valid is None:
@@ -346,9 +347,9 @@ def _write(task: Task, *, progress: Progress | None) -> None:
             side.append(tokens, ends=piece.ends)
         number += piece.ends
         if train.pending_tokens >= task.shard_tokens:
-            # No shard counts that was read from a file that had changed.
+            # A shard that was read from a changed file is not counted.
             require_unchanged(task.since["train"])
-            # The training manifest goes last: it says how many validation shards belong to it.
+            # The training manifest is written last: it says how many validation shards belong to it.
             if valid is not None and valid.pending_tokens:
                 valid.flush()
             train.flush(consumed=consumed, beside=len(valid.manifest.shards) if valid else 0, bad_rows=tally.facts())
@@ -361,7 +362,7 @@ def _write(task: Task, *, progress: Progress | None) -> None:
 
 
 def _cut(stretch: list[NDArray[Any]], *, train: ShardWriter, valid: ShardWriter, share: float) -> None:
-    """Hold out the last tokens of one stretch of text; either part ends there, as the other does not follow it."""
+    """Holds out the last tokens of one stretch of text. Both parts end with EOS, since they are no longer adjacent."""
     tokens = np.concatenate(stretch)
     begin = max(len(tokens) - max(1, round(len(tokens) * share)), 0)
     for side, part in ((train, tokens[:begin]), (valid, tokens[begin:])):
@@ -372,11 +373,11 @@ def _cut(stretch: list[NDArray[Any]], *, train: ShardWriter, valid: ShardWriter,
 def _tokenizer_of(task: Task) -> Tokenizer:
     kept = inside(task.root / "tokenizer", task.root)
     sweep(kept)
-    standing = _standing(task.root, "train")
-    if standing is None or standing.source.get("key") != task.key:
-        for name in KEPT_FILES:  # they may be of other data
+    existing = _manifest_of(task.root, "train")
+    if existing is None or existing.source.get("key") != task.key:
+        for name in KEPT_FILES:  # they may belong to other data
             (kept / name).unlink(missing_ok=True)
-        standing = None
+        existing = None
 
     def texts() -> Iterator[str]:
         tally = Tally.of(task.settings)
@@ -384,8 +385,8 @@ def _tokenizer_of(task: Task) -> Tokenizer:
         return (document.text for document in documents)
 
     tokenizer = load_tokenizer(task.settings.tokenizer, documents=texts, cache=kept)
-    if standing is not None:
-        _check_tokenizer(task, standing, "train", tokenizer)
+    if existing is not None:
+        _check_tokenizer(task, existing, "train", tokenizer)
     require_unchanged(task.since["train"])
     tokenizer.save(kept)
     return tokenizer
@@ -412,9 +413,9 @@ def _writer(task: Task, name: Which, *, tokenizer: Tokenizer, keep_shards: int |
 
 
 def _write_own_valid(task: Task, *, tokenizer: Tokenizer) -> None:
-    """Validation data from its own files: small, and wanted from the start, so it is written first and whole."""
-    standing = _standing(task.root, "valid")
-    if standing is not None and standing.complete and standing.source.get("key") == task.key:
+    """Writes validation data from its own files. It is small and needed from the start, so it is written first."""
+    existing = _manifest_of(task.root, "valid")
+    if existing is not None and existing.complete and existing.source.get("key") == task.key:
         return
     writer = _writer(task, "valid", tokenizer=tokenizer, keep_shards=0)
     tally = Tally.of(task.settings)
@@ -459,7 +460,7 @@ def _held_out(number: int, *, seed: int, share: float) -> bool:
     return number != 1 and int.from_bytes(digest, "little") < share * 2**64
 
 
-# -- tokens that are there already -------------------------------------------------------------------------
+# -- existing tokens ---------------------------------------------------------------------------------------
 
 
 def _given_tokens(settings: DataSettings) -> Prepared:
@@ -490,12 +491,12 @@ def _given_tokens(settings: DataSettings) -> Prepared:
     split.train.check_tokenizer(tokenizer.fingerprint, files=tokenizer.files_fingerprint if own else None)
     for shards in (split.train, split.valid):
         if shards.check_tokenizer(tokenizer.fingerprint) == "unknown":
-            shards.check_vocab(tokenizer.vocab_size)  # the little that can be told of raw files
+            shards.check_vocab(tokenizer.vocab_size)  # all that can be checked for raw files
     return prepared
 
 
 def _part(given: Path, name: Role) -> Path:
-    """The part of a prepared folder, or what was given itself."""
+    """The part of a prepared folder, or the given path itself."""
     return inside(given / name, given) if os.path.lexists(given / name / MANIFEST) else given
 
 
@@ -503,17 +504,17 @@ def _part(given: Path, name: Role) -> Path:
 
 
 class Writer:
-    """The process that writes a stream, started where none is at work; it ends with the run that started it.
+    """The process that writes a stream. It is started if none is running, and ends with the run that started it.
 
-    Every rank of every run that reads the same data has one of these. The first process takes the lock, a second
-    one leaves again; when the one at work ends with its run, the others start the next.
+    Every rank of every run that reads the same data has one of these objects. The first process takes the lock and a
+    second one exits; when the running one ends with its run, the others start the next.
     """
 
     def __init__(self, task: Task) -> None:
         self.process: subprocess.Popen[str] | None = None
         self._task = task
         self._starts_left = STARTS
-        self._num_tokens = 0  # that stood at the last start
+        self._num_tokens = 0  # written at the last start
         self._closed = False
         self._lock = threading.Lock()  # the threads of a feed wait for the same shards
 
@@ -522,14 +523,14 @@ class Writer:
         return self.process is not None and self.process.poll() is None
 
     def restart(self) -> bool:
-        """Have a writer at work; False where that was tried in vain too often, or the data itself is refused."""
+        """Makes sure that a writer is running. False if too many starts failed, or the data itself was refused."""
         with self._lock:
             if self.is_running or writer_is_alive(self._task.root):
                 return True
             refused = self.process is not None and self.process.returncode == UsageError.exit_code
-            standing = read_manifest(self._task.root / "train")
-            if standing is not None and standing.tokens > self._num_tokens:
-                self._num_tokens, self._starts_left = standing.tokens, STARTS
+            existing = read_manifest(self._task.root / "train")
+            if existing is not None and existing.tokens > self._num_tokens:
+                self._num_tokens, self._starts_left = existing.tokens, STARTS
             if self._closed or refused or not self._starts_left:
                 return False
             self._starts_left -= 1
@@ -547,13 +548,13 @@ class Writer:
 def _spawn(task: Task) -> subprocess.Popen[str]:
     spec = asdict(task) | {"root": str(task.root), "parent": os.getpid()}
     make_folder(task.root)
-    writer_log(task.root).unlink(missing_ok=True)  # of an earlier writer
+    writer_log(task.root).unlink(missing_ok=True)  # left by an earlier writer
     with os.fdopen(open_for_appending(writer_log(task.root)), "w") as log:
-        # A folder named `datasets` where the run was started must not pass for the package.
+        # A folder named `datasets` in the current directory must not be imported as the package.
         env = os.environ | {"PYTHONPATH": own_python_path()}
         process = subprocess.Popen(WRITER, stdin=subprocess.PIPE, stdout=log, stderr=log, text=True, env=env)
     assert process.stdin is not None
-    with suppress(BrokenPipeError), process.stdin as stdin:  # a process that is dead already is found out below
+    with suppress(BrokenPipeError), process.stdin as stdin:  # a process that is already dead is noticed below
         json.dump(spec, stdin)
     return process
 
@@ -566,21 +567,21 @@ def main() -> int:
 
     def stop_when_orphaned(num_bytes: int, num_tokens: int) -> None:
         if os.getppid() != parent:
-            raise RunFailed("the run that wanted this data is gone")
+            raise RunFailed("the run that needed this data has ended")
 
     try:
-        for _ in range(LOCK_ATTEMPTS):  # a reader that looks whether a writer is alive holds the lock for a moment
+        for _ in range(LOCK_ATTEMPTS):  # a reader that checks for a live writer holds the lock for a moment
             with writer_lock(task.root, wait=False) as held:
                 if held:
                     if not _is_complete(task):
                         _write(task, progress=stop_when_orphaned)
-                    writer_log(task.root).unlink(missing_ok=True)  # nobody asks how it went well
+                    writer_log(task.root).unlink(missing_ok=True)  # only failures are reported
                     return 0
             time.sleep(LOCK_RETRY_S)
     except FlatoutError as error:
         print(error, file=sys.stderr)
         return error.exit_code
-    return 0  # another writer is at work
+    return 0  # another writer is running
 
 
 if __name__ == "__main__":

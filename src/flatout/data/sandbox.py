@@ -1,9 +1,9 @@
-"""A stranger's Jinja, run with bounds: on its steps, on the length of its texts, and without a way to the outside.
+"""Runs untrusted Jinja with limits on its steps and on the length of its texts, and without access to the outside.
 
-Jinja's own sandbox keeps a template from what it must not touch, but not from looping for ever or filling the memory.
-Here every block pays for the expressions in it when it is entered, whatever looks through a text or a list pays for its
-length, and what could make a long text is computed in advance. Steps are counted, not seconds, so that the same row
-always has the same fate. Imported only where a template is compiled: Jinja is not always installed.
+Jinja's own sandbox keeps a template from objects it must not touch, but not from endless loops or filling the memory.
+Here every block is charged for its expressions when it is entered, every operation that reads a text or a list is
+charged for its length, and the length of a long result is checked in advance. Steps are counted, not seconds, so that
+the same row always has the same result. Imported only to compile a template: Jinja is not always installed.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from jinja2.compiler import CodeGenerator, operators
 from jinja2.ext import Extension, loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-# A published template takes some 1,500 steps for a message. What is allowed grows with what there is to render.
+# A published template takes about 1,500 steps for a message. The limits grow with the messages to render.
 STEPS, STEPS_PER_MESSAGE = 2_000_000, 20_000
 CHARACTERS, CHARACTERS_PER_CHARACTER = 1 << 20, 8
 TEMPLATE_CHARACTERS = 1 << 20
-BLOCK_STEPS = 10  # of a block, a call or an item of an iterator, besides what is in it
+BLOCK_STEPS = 10  # of a block, a call or an item of an iterator, without its contents
 CHARACTERS_PER_STEP = 64
 ITEM_CHARACTERS = 64  # an item of a container counts as this many
 INTEGER_BITS = 4096
-SHORT = 4096  # characters of a text that costs no more than a step
+SHORT = 4096  # characters of a text that costs only one step
 DECIMALS = 100
 # Filters and methods whose result can be as long as the product of their arguments.
 _GROWING = frozenset(
     {"batch", "center", "expandtabs", "format", "format_map", "indent", "ljust", "rjust", "slice", "to_bytes", "tojson"}
     | {"translate", "urlize", "wordwrap", "xmlattr", "zfill"}
 )
-# Filters that never look inside the items of a container.
+# Filters that never read the items of a container.
 _SHALLOW = frozenset(
     {"attr", "count", "d", "default", "first", "groupby", "items", "last", "length", "list", "map", "max", "min"}
     | {"random", "reject", "rejectattr", "reverse", "safe", "select", "selectattr", "sort", "sum", "unique"}
@@ -43,18 +43,18 @@ _NUMBER = re.compile(rb"\d+")
 
 
 class TooMuch(TemplateError):  # type: ignore[misc]
-    """A template that takes more than the rows it is given can need."""
+    """The template exceeds the limits for the rows it is given."""
 
 
-class _Left(threading.local):
-    """What the rendering of this thread may still do."""
+class _Limits(threading.local):
+    """The remaining limits of this thread's rendering."""
 
     steps = STEPS
     room: int | None = CHARACTERS  # None: unbounded
 
 
 class _Counting(CodeGenerator):  # type: ignore[misc]
-    """Python code that pays for what it does."""
+    """Generates Python code that charges for its work."""
 
     def blockvisit(self, nodes_: Iterable[nodes.Node], frame: Any) -> None:
         block = list(nodes_)
@@ -70,10 +70,10 @@ class _Counting(CodeGenerator):  # type: ignore[misc]
         self.write(")))")
 
     def visit_Operand(self, node: nodes.Operand, frame: Any) -> None:
-        if isinstance(node.expr, nodes.Const):  # most of them: a role, a mark
+        if isinstance(node.expr, nodes.Const):  # the usual case: a role, a mark
             super().visit_Operand(node, frame)
             return
-        self.write(f" {operators[node.op]} environment.looked_through(")
+        self.write(f" {operators[node.op]} environment.charged_text(")
         self.visit(node.expr, frame)
         self.write(")")
 
@@ -89,7 +89,7 @@ class _Counting(CodeGenerator):  # type: ignore[misc]
 
 
 class Generation(Extension):  # type: ignore[misc]
-    """`{% generation %}` marks an answer for those who want a mask; here it is only its content."""
+    """`{% generation %}` marks an answer for a loss mask; here only its body is rendered."""
 
     tags = {"generation"}  # noqa: RUF012
 
@@ -99,24 +99,24 @@ class Generation(Extension):  # type: ignore[misc]
 
 
 class Sandbox(ImmutableSandboxedEnvironment):  # type: ignore[misc]
-    """The surroundings of one template. What a rendering may still spend is kept for each thread."""
+    """The environment of one template. The remaining limits are kept per thread."""
 
     code_generator_class = _Counting
     intercepted_binops = frozenset({"+", "*", "**", "%"})
 
     def __init__(self, *, filters: Mapping[str, Any], functions: Mapping[str, Any]) -> None:
-        self._left = _Left()
+        self._left = _Limits()
         super().__init__(
-            trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols], finalize=self.looked_through
+            trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols], finalize=self.charged_text
         )
-        del self.globals["lipsum"]  # writes as many paragraphs as it is asked for
+        del self.globals["lipsum"]  # writes any number of paragraphs
         self.globals |= functions
         self.filters.update(filters)
         for table in (self.filters, self.tests):
-            table.update({name: self._reckoned(name, made) for name, made in table.items()})
+            table.update({name: self._charged(name, made) for name, made in table.items()})
 
     def begin(self, messages: Iterable[Mapping[str, Any]]) -> None:
-        """A new rendering, with what these messages can need."""
+        """Starts a rendering with the limits for these messages."""
         left, said = self._left, list(messages)
         left.steps, left.room = STEPS + STEPS_PER_MESSAGE * len(said), None
         size = sum(len(v) if type(v) is str else self._size(v) for message in said for v in message.values())
@@ -139,8 +139,8 @@ class Sandbox(ImmutableSandboxedEnvironment):  # type: ignore[misc]
             kept.append(part)
         return "".join(kept)
 
-    def looked_through(self, value: Any) -> Any:
-        """A value that is compared, searched or written out, which takes time by its length."""
+    def charged_text(self, value: Any) -> Any:
+        """Charges for a value that is compared, searched or written, which takes time by its length."""
         if type(value) is str:
             if len(value) > SHORT:
                 self.spend(len(value) // CHARACTERS_PER_STEP)
@@ -149,7 +149,7 @@ class Sandbox(ImmutableSandboxedEnvironment):  # type: ignore[misc]
         return value
 
     def text_of(self, value: Any) -> str:
-        return value if type(value) is str else str(self.looked_through(value))
+        return value if type(value) is str else str(self.charged_text(value))
 
     def copied(self, value: Any) -> Any:
         self._allow(_length(value))
@@ -157,7 +157,7 @@ class Sandbox(ImmutableSandboxedEnvironment):  # type: ignore[misc]
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
         if operator == "+" and type(left) is str and type(right) is str and len(left) + len(right) < SHORT:
-            return left + right  # what templates do most
+            return left + right  # the most frequent case
         if isinstance(left, int) and isinstance(right, int):
             bits = left.bit_length() * abs(right) if operator == "**" else left.bit_length() + right.bit_length()
             if bits > INTEGER_BITS:
@@ -167,38 +167,38 @@ class Sandbox(ImmutableSandboxedEnvironment):  # type: ignore[misc]
         elif operator == "*":
             self._allow((_length(left) or _length(right)) * _reach((left, right)))
         elif operator == "%" and isinstance(left, str | bytes):
-            self._reckon("format", (left, right))
+            self._charge("format", (left, right))
         return super().call_binop(context, operator, left, right)
 
     def call(__self, __context: Any, __obj: Any, *args: Any, **kwargs: Any) -> Any:
         inner = getattr(__obj, "__wrapped__", __obj)  # `format`, as Jinja wraps it
         owner, name = getattr(inner, "__self__", None), getattr(inner, "__name__", None)
         if isinstance(owner, str | bytes | int) and isinstance(name, str):
-            args = tuple(list(__self._paid(a)) if isinstance(a, Iterator) else a for a in args)
-            __self._reckon(name, (owner, *args, *kwargs.values()))
+            args = tuple(list(__self._charged_items(a)) if isinstance(a, Iterator) else a for a in args)
+            __self._charge(name, (owner, *args, *kwargs.values()))
         else:
-            args = tuple(__self._paid(a) if isinstance(a, Iterator) else a for a in args)
+            args = tuple(__self._charged_items(a) if isinstance(a, Iterator) else a for a in args)
             __self.spend(BLOCK_STEPS + sum(map(_length, args)) // CHARACTERS_PER_STEP)
         return super().call(__context, __obj, *args, **kwargs)
 
-    # -- what things cost ----------------------------------------------------------------------------------
+    # -- charges -------------------------------------------------------------------------------------------
 
-    def _reckoned(self, name: str, function: Any) -> Any:
-        """A filter or test that pays for what it is given."""
-        at = 1 if hasattr(function, "jinja_pass_arg") else 0  # after what Jinja itself puts in front
+    def _charged(self, name: str, function: Any) -> Any:
+        """Wraps a filter or test so that it charges for its arguments."""
+        at = 1 if hasattr(function, "jinja_pass_arg") else 0  # after the argument that Jinja itself inserts
 
         @wraps(function)
-        def paying(*args: Any, **kwargs: Any) -> Any:
+        def charged(*args: Any, **kwargs: Any) -> Any:
             if len(args) > at and isinstance(args[at], Iterator):
-                items = self._paid(args[at])
+                items = self._charged_items(args[at])
                 args = (*args[:at], list(items) if name == "join" else items, *args[at + 1 :])
-            self._reckon(name, (*args[at:], *kwargs.values()))
+            self._charge(name, (*args[at:], *kwargs.values()))
             return function(*args, **kwargs)
 
-        return paying
+        return charged
 
-    def _reckon(self, name: str, args: tuple[Any, ...]) -> None:
-        """Pays for what a call looks at, and refuses one whose result would be too long before it is made."""
+    def _charge(self, name: str, args: tuple[Any, ...]) -> None:
+        """Charges for what a call reads, and refuses a call whose result would be too long before it runs."""
         sizes = [_length(value) if name in _SHALLOW else self._size(value) for value in args]
         self.spend(BLOCK_STEPS + sum(sizes) // CHARACTERS_PER_STEP)
         if name == "replace" and len(args) > 2 and all(isinstance(value, str) for value in args[:3]):
@@ -217,7 +217,7 @@ class Sandbox(ImmutableSandboxedEnvironment):  # type: ignore[misc]
                 length *= 1 if isinstance(value, int) else max(size, 1)
             self._allow(length)
 
-    def _paid(self, items: Iterator[Any]) -> Iterator[Any]:
+    def _charged_items(self, items: Iterator[Any]) -> Iterator[Any]:
         for item in items:
             self.spend(BLOCK_STEPS)
             yield item
@@ -227,7 +227,7 @@ class Sandbox(ImmutableSandboxedEnvironment):  # type: ignore[misc]
         return self._left.room or CHARACTERS
 
     def _allow(self, length: int) -> None:
-        """A text of this length is made."""
+        """Checks that a text of this length is allowed."""
         if length > self._room:
             raise TooMuch(
                 f"it makes a text or list of {length:,} characters; at most {self._room:,} are allowed for this row"
@@ -235,7 +235,7 @@ class Sandbox(ImmutableSandboxedEnvironment):  # type: ignore[misc]
         self.spend(length // CHARACTERS_PER_STEP)
 
     def _size(self, value: Any) -> int:
-        """About the length of `value` as text. Containers can hold one another many times, so it stops early."""
+        """The approximate length of `value` as text. Stops early, because containers can repeat one another."""
         if isinstance(value, str | bytes):
             return len(value)
         room = self._left.room
@@ -271,7 +271,7 @@ def _length(value: Any) -> int:
 
 
 def _reach(values: Iterable[Any]) -> int:
-    """The largest width or count that the numbers among them can ask for."""
+    """The largest width or count that the numbers among them can request."""
     reach = 1
     for value in values:
         if isinstance(value, int):
@@ -283,6 +283,6 @@ def _reach(values: Iterable[Any]) -> int:
 
 
 def _width(text: Any) -> int:
-    """The largest width that a format asks for."""
+    """The largest width that a format requests."""
     raw = text.encode(errors="replace") if isinstance(text, str) else text if isinstance(text, bytes) else b""
     return max([1, *(int(number[:18]) for number in _NUMBER.findall(raw))])

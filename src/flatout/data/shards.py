@@ -1,12 +1,12 @@
-"""Token shards: a folder of verified files that is the only thing a training run reads.
+"""Token shards: a folder of verified files, from which training runs read all their data.
 
-    tokens-00000.bin     little-endian uint16 or uint32, documents one after the other, each ending with eos
+    tokens-00000.bin     little-endian uint16 or uint32, documents one after the other, each ending with EOS
     documents-00000.bin  little-endian int64, the end of each document within its shard
-    manifest.json        what made them, how many, and the sha256 of every file; written last, atomically
+    manifest.json        their source, their counts, and the sha256 of every file; written last, atomically
 
-A manifest may stand before the data is complete: then a background writer is still adding shards, and
-readers wait for those they need. Plain `.bin` (uint16) and `.npy` token files are read through the same
-class. Used by every recipe; written by `flatout data prepare`.
+A manifest may exist before the data is complete: then a background writer is still adding shards, and readers
+wait for the shards they need. Plain `.bin` (uint16) and `.npy` token files are read through the same class.
+Used by every recipe; written by `flatout data prepare`.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from numpy.typing import NDArray
 
 from flatout.data.manifest import MANIFEST, BadRows, Manifest, Role, ShardFacts, TokenizerFacts, read_manifest, way_out
 from flatout.data.tokens import SCAN_NUMBERS, Ends, NumberFile, within
-from flatout.data.writing import make_folder, sweep, write, writer_is_alive, writer_last_words
+from flatout.data.writing import make_folder, sweep, write, writer_is_alive, writer_message
 from flatout.errors import RunFailed, UsageError
 from flatout.files import opened
 
-# Small enough that a streamed run starts soon, large enough that a thousand of them are many billions.
+# Small enough that a streamed run starts soon, large enough that a thousand shards hold many billions of tokens.
 SHARD_TOKENS = 1 << 24
 POLL_S = 0.2
 OPEN_FILES = 256
@@ -55,7 +55,7 @@ def document_file(index: int) -> str:
 
 
 class ShardWriter:
-    """Appends documents to a folder; the same documents always give the same shards, restarted or not."""
+    """Appends documents to a folder. The same documents always give the same shards, with or without restarts."""
 
     def __init__(
         self,
@@ -68,9 +68,9 @@ class ShardWriter:
         shard_tokens: int = SHARD_TOKENS,
         keep_shards: int | None = None,
     ) -> None:
-        """Continue the incomplete manifest that stands there if `source` is the same; else start afresh.
+        """Continues the incomplete manifest in the folder if `source` is the same; otherwise starts from the beginning.
 
-        `keep_shards` drops the later ones: the two splits are written together, and one may have got ahead.
+        `keep_shards` drops later shards: the two splits are written together, and one may be ahead of the other.
         """
         make_folder(folder)
         sweep(folder)
@@ -94,25 +94,25 @@ class ShardWriter:
             beside=0,
             role=role,
         )
-        standing = read_manifest(folder, role=role)
-        if standing is not None and _continues(standing, self.manifest):
-            kept = standing.shards[:keep_shards]
+        existing = read_manifest(folder, role=role)
+        if existing is not None and _continues(existing, self.manifest):
+            kept = existing.shards[:keep_shards]
             self.manifest = replace(
-                standing,
+                existing,
                 complete=False,
                 shards=kept,
                 tokens=sum(shard.tokens for shard in kept),
                 documents=sum(shard.documents for shard in kept),
             )
-        elif standing is not None:
-            (folder / MANIFEST).unlink()  # before the files it vouches for are overwritten
+        elif existing is not None:
+            (folder / MANIFEST).unlink()  # before the files it describes are overwritten
 
     @property
     def num_tokens(self) -> int:
         return self.manifest.tokens + self.pending_tokens
 
     def append(self, tokens: NDArray[Any], *, ends: bool = True) -> None:
-        """Add tokens; `ends` closes the document with eos."""
+        """Adds tokens; `ends` closes the document with EOS."""
         dtype = self.manifest.dtype
         self._pending.append(tokens.astype(f"<{np.dtype(dtype).str[1:]}"))
         self.pending_tokens += len(tokens)
@@ -122,7 +122,7 @@ class ShardWriter:
             self._pending_ends.append(self.pending_tokens)
 
     def flush(self, *, consumed: int = 0, beside: int = 0, bad_rows: BadRows | None = None) -> None:
-        """Write what is pending as one shard, and then the manifest that counts it."""
+        """Writes the pending tokens as one shard, and then the manifest that counts it."""
         bad_rows = bad_rows or self.manifest.bad_rows
         manifest = replace(self.manifest, consumed=consumed, beside=beside, bad_rows=bad_rows)
         if self.pending_tokens:
@@ -163,9 +163,9 @@ class ShardWriter:
         write(self.folder / name, content, root=self.folder.parent)
 
 
-def _continues(standing: Manifest, fresh: Manifest) -> bool:
+def _continues(existing: Manifest, fresh: Manifest) -> bool:
     same = ("dtype", "streaming", "tokenizer", "shard_tokens", "source", "role")
-    return all(getattr(standing, name) == getattr(fresh, name) for name in same)
+    return all(getattr(existing, name) == getattr(fresh, name) for name in same)
 
 
 # -- reading -----------------------------------------------------------------------------------------------
@@ -180,11 +180,11 @@ class Shards:
         self.eos_id = eos_id
         self._verify = False
         self._restart: Callable[[], bool] | None = None
-        self._begin = 0  # of the part seen through this object, see `part`
+        self._begin = 0  # of the part that this object shows, see `part`
         self._end: int | None = None
         self._found_ends: dict[Path, NDArray[np.int64]] = {}
         self._kept_ends: dict[Path, Ends] = {}
-        # The number of open files is limited; opening one again is cheap.
+        # The number of open files is limited; reopening one is cheap.
         self._file = lru_cache(maxsize=OPEN_FILES)(NumberFile)
         self._refreshing = threading.Lock()
         self._set(pieces)
@@ -198,16 +198,16 @@ class Shards:
         role: Role | None = None,
         restart: Callable[[], bool] | None = None,
     ) -> Shards:
-        """A prepared folder, which must be of this `role`. Sizes are always checked; `verify` also checks every
+        """Opens a prepared folder, which must be of this `role`. Sizes are always checked; `verify` also checks every
         file's sha256.
 
-        Of an incomplete one, `restart` has its writer at work again, or says that it cannot.
+        For an incomplete folder, `restart` restarts its writer, or returns False.
         """
         manifest = read_manifest(folder, role=role)
         if manifest is None:
-            raise UsageError(f"{folder} holds no {MANIFEST}; write one with `flatout data prepare`")
+            raise UsageError(f"{folder} has no {MANIFEST}; write one with `flatout data prepare`")
         if not manifest.complete and not manifest.streaming:
-            raise UsageError(f"{folder} is incomplete, its preparation was stopped; run the same preparation again")
+            raise UsageError(f"{folder} is incomplete: its preparation was stopped; run the same preparation again")
         shards = cls([], name=str(folder), manifest=manifest, eos_id=manifest.tokenizer.eos_id)
         shards._verify, shards._restart = verify, restart
         shards._take(manifest, folder=folder)
@@ -215,7 +215,7 @@ class Shards:
 
     @classmethod
     def raw(cls, files: Sequence[Path], *, eos_id: int | None) -> Shards:
-        """Token files of other programs: `.npy`, or `.bin` as plain uint16. Nothing says what made them."""
+        """Opens token files of other programs: `.npy`, or `.bin` as plain uint16. They do not name their tokenizer."""
         pieces: list[Piece] = []
         for path in files:
             file = NumberFile(path, "<u2")
@@ -225,7 +225,7 @@ class Shards:
         return cls(pieces, name=", ".join(map(str, files)), manifest=None, eos_id=eos_id)
 
     def part(self, begin: int, end: int) -> Shards:
-        """The tokens from `begin` to `end` as a sequence of their own, to hold out the tail of a finished folder."""
+        """The tokens from `begin` to `end` as a separate sequence, to hold out the end of a complete folder."""
         if not self.complete:
             raise UsageError(f"{self.name} is still being written, so its end is unknown; wait, or set data.valid_path")
         if not 0 <= begin <= end <= self.num_tokens:
@@ -236,15 +236,15 @@ class Shards:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that stand now; more may come while not `complete`."""
+        """The tokens written so far; more may follow while not `complete`."""
         return (_end_of(self._pieces) if self._end is None else self._end) - self._begin
 
     @property
     def fingerprint(self) -> str:
-        """One hash of what is in it: the same wherever it lies, and however much of a stream stands already.
+        """One hash of the data, independent of its location and of how much of a stream is already written.
 
-        A stream is known by where it comes from and its tokenizer, raw files by their sizes and samples of their
-        bytes: a change that touches no sample goes unnoticed, and hundreds of gigabytes take a moment.
+        A stream is identified by its source and tokenizer, raw files by their sizes and samples of their bytes: a
+        change outside the samples is not noticed, but hundreds of gigabytes take only a moment.
         """
         content: list[Any]
         if self.manifest is None:
@@ -268,7 +268,7 @@ class Shards:
         return self.manifest.tokenizer if self.manifest else None
 
     def window(self, start: int, length: int) -> NDArray[Any]:
-        """`length` tokens from `start`, across files where need be."""
+        """`length` tokens from `start`, across files if necessary."""
         if not 0 <= start <= start + length <= self.num_tokens:
             raise IndexError(f"tokens {start} to {start + length} of {self.num_tokens} in {self.name}")
         begin = start + self._begin
@@ -284,10 +284,10 @@ class Shards:
         return np.concatenate(found) if found else np.empty(0, np.int64)
 
     def document_starts(self, start: int, length: int) -> NDArray[np.int64]:
-        """Where documents begin inside a window, counted from its start; its own first token is left out."""
+        """Where documents begin inside a window, counted from its start; the window's first token is left out."""
         begin = start + self._begin
         found = []
-        # A document begins where the one before it ends, which may be the last token of the file before.
+        # A document begins where the previous one ends, which may be the last token of the previous file.
         for piece in self._between(begin, begin + length):
             ends = self._ends(piece, begin - piece.begin, begin + length - piece.begin)
             starts = ends + (piece.begin - begin)
@@ -295,7 +295,7 @@ class Shards:
         return np.concatenate(found, dtype=np.int64) if found else np.empty(0, np.int64)
 
     def max_segments(self, length: int) -> int:
-        """The largest number of documents, whole or cut, in any of the windows of `length` laid end to end."""
+        """The largest number of documents, whole or cut, in any of the consecutive windows of `length`."""
         most, last, carried = 0, -1, 0
         for piece in self._pieces:
             starts = self._ends(piece, 0, piece.tokens + 1) + (piece.begin - self._begin)
@@ -303,17 +303,17 @@ class Shards:
             if not len(starts):
                 continue
             windows, counts = np.unique(starts // length, return_counts=True)
-            if windows[0] == last:  # the window reaches over from the file before
+            if windows[0] == last:  # the window began in the previous file
                 counts[0] += carried
             most, last, carried = max(most, int(counts.max())), int(windows[-1]), int(counts[-1])
         return most + 1
 
     def mean_context(self, length: int) -> float:
-        """How many positions a token attends to on average, itself included, in windows of `length` without
-        attention across documents. Of the first windows only, which is enough to reckon with and soon counted."""
+        """How many positions a token attends to on average, including its own, in windows of `length` without
+        attention across documents. Estimated from the first windows, which is quick and accurate enough."""
         num_windows = min((self.num_tokens - 1) // length, MEASURED_WINDOWS)
         if num_windows < 1:
-            raise UsageError(f"{self.name} has {self.num_tokens} tokens, one sequence needs {length + 1}")
+            raise UsageError(f"{self.name} has {self.num_tokens} tokens, but one sequence needs {length + 1}")
         end = num_windows * length
         begins = np.union1d(np.arange(0, end, length), self.document_starts(0, end))
         sizes = np.diff(begins, append=end)
@@ -321,7 +321,7 @@ class Shards:
         return float((sizes * (sizes + 1) // 2).sum() / end)
 
     def check_vocab(self, vocab: int) -> None:
-        """Refuse tokens a model with `vocab` ids has no row for, before they reach it."""
+        """Refuses tokens outside a vocabulary of `vocab` ids before they reach the model."""
         facts = self.tokenizer
         if facts is not None and facts.vocab_size <= vocab:
             return
@@ -341,42 +341,42 @@ class Shards:
                     )
 
     def check_tokenizer(self, fingerprint: str, *, files: str | None = None) -> Literal["same", "unknown"]:
-        """Refuse another tokenizer than the one that made the tokens; raw files do not know theirs."""
+        """Refuses any tokenizer but the one that made the tokens; raw files do not name theirs."""
         if self.manifest is None:
             return "unknown"
         self.manifest.check_tokenizer(self.name, fingerprint, files=files)
         return "same"
 
     def refresh(self) -> None:
-        """Take in the shards that were added since."""
+        """Adds the shards that were written since."""
         if self.complete:
             return
         with self._refreshing:
             folder = Path(self.name)
             manifest = read_manifest(folder)
             if manifest is None:
-                raise RunFailed(f"{folder / MANIFEST} is gone while it is being read; {way_out(folder)}")
+                raise RunFailed(f"{folder / MANIFEST} was removed while it was in use; {way_out(folder)}")
             self._take(manifest, folder=folder)
 
     def wait_for(self, num_tokens: int) -> None:
-        """Return when so many tokens stand, or when there will be no more.
+        """Returns when this many tokens are written, or when no more will follow.
 
-        The writer may have been another run's, and gone with it: then it is restarted where that can be done.
+        The writer may have belonged to another run and ended with it: then it is restarted if possible.
         """
         while self.num_tokens < num_tokens and not self.complete:
             alive = writer_is_alive(Path(self.name).parent)
-            self.refresh()  # after the look at the writer: it may have finished in between
+            self.refresh()  # after the check for the writer, which may have finished in between
             if self.num_tokens >= num_tokens or self.complete:
                 return
             if not alive and (self._restart is None or not self._restart()):
                 raise RunFailed(
-                    f"the writer of {self.name} stopped at {self.num_tokens} tokens, {num_tokens} are needed next: "
-                    f"{writer_last_words(Path(self.name).parent)}\nRun again: it goes on where it was."
+                    f"the writer of {self.name} stopped at {self.num_tokens} tokens, but {num_tokens} are needed next: "
+                    f"{writer_message(Path(self.name).parent)}\nRun again: it continues where it stopped."
                 )
             time.sleep(POLL_S)
 
     def _set(self, pieces: Sequence[Piece]) -> None:
-        # In this order: another thread that still sees the old pieces finds them at the same places.
+        # In this order, another thread that still has the old pieces finds them at the same indices.
         self._begins = [piece.begin for piece in pieces]
         self._pieces = tuple(pieces)
 
@@ -412,7 +412,7 @@ class Shards:
                 self._kept_ends[piece.ends_path] = Ends(file, tokens=piece.tokens)
             return self._kept_ends[piece.ends_path].between(file, low, high)
         if self.eos_id is None:
-            raise UsageError(f"{self.name} does not tell where documents end; use data.packing: concat")
+            raise UsageError(f"{self.name} does not record where documents end; use data.packing: concat")
         if piece.path not in self._found_ends:
             found = [np.flatnonzero(chunk == self.eos_id) + (begin + 1) for begin, chunk in self._scan(piece)]
             self._found_ends[piece.path] = np.concatenate([np.empty(0, np.int64), *found])
@@ -421,7 +421,7 @@ class Shards:
 
 @dataclass(frozen=True, kw_only=True)
 class Piece:
-    """One token file, where it begins in the whole, and the file of document ends (`None`: look for eos)."""
+    """One token file, its first token's index in the whole, and the file of document ends (`None`: search for EOS)."""
 
     path: Path
     ends_path: Path | None
@@ -452,7 +452,7 @@ def _check_files(folder: Path, manifest: Manifest, indices: Sequence[int], *, ve
             )
     if not verify:
         return
-    # Hashing releases the interpreter's lock, so threads are enough.
+    # Hashing releases the GIL, so threads are enough.
     with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
         for (path, _, wanted), got in zip(expected, pool.map(_sha256, [row[0] for row in expected]), strict=True):
             if got != wanted:
@@ -468,7 +468,7 @@ def _sha256(path: Path) -> str:
 
 
 def _sampled_sha256(path: Path) -> str:
-    """Of the size and of blocks spread evenly over the file, its first and last among them; all of a small one."""
+    """A hash of the size and of blocks spread evenly over the file, first and last included; a small file whole."""
     with opened(path) as file:
         size = os.fstat(file.fileno()).st_size
         digest = hashlib.sha256(str(size).encode())

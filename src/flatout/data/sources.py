@@ -1,10 +1,9 @@
-"""Documents from wherever they lie: generated, text, JSON lines, Parquet, or a Hugging Face dataset.
+"""Reads documents from any source: generated, text, JSON lines, Parquet, or a Hugging Face dataset.
 
-Everything is streamed in a fixed order, so that an interrupted preparation can continue where it was. A row
-that cannot be used is counted by reason, with the first places, and never passes for nothing: too many of
-them stop the preparation. A file that changes while it is read stops it too. No row, and no file however it is
-compressed, takes more memory than a few times `ROW_BYTES`. Used by `flatout data prepare` and every recipe that
-prepares its own data.
+Everything is streamed in a fixed order, so that an interrupted preparation can continue where it stopped. A row
+that cannot be used is counted by reason, with the first places, and too many of them stop the preparation. A file
+that changes while it is read stops it too. No row and no compressed file takes more memory than a few times
+`ROW_BYTES`. Used by `flatout data prepare` and every recipe that prepares its own data.
 """
 
 from __future__ import annotations
@@ -38,11 +37,11 @@ SUFFIXES = {
     "tokens": (".bin", ".npy"),
 }
 CHUNK_BYTES = 1 << 20
-# The longest line of JSON and the longest text of one row; documents of text files may be of any length.
+# The longest line of JSON and the longest text of one row; documents of text files may have any length.
 ROW_BYTES = 64 << 20
 XZ_MEMORY_BYTES = 256 << 20  # `xz -9` needs 65 MiB
-PARQUET_ROWS, PARQUET_BYTES = 64, 1 << 30  # at most, of rows that are read at once
-# A text without separators is handed on in pieces, so that no file has to fit into memory.
+PARQUET_ROWS, PARQUET_BYTES = 64, 1 << 30  # the most that is read at once
+# A text without separators is passed on in pieces, so that no file has to fit into memory.
 PIECE_BYTES = 4 << 20
 ROWS_BEFORE_EARLY_STOP = 1000
 EXAMPLES_PER_REASON = 3
@@ -57,7 +56,7 @@ class Document:
 
 @dataclass(kw_only=True)
 class Tally:
-    """Counts rows, keeps the first offenders by reason, and stops when the settings say so."""
+    """Counts rows, keeps the first bad ones of each reason, and stops the preparation as configured."""
 
     on_bad_row: Literal["skip", "stop"]
     max_bad_share: float
@@ -106,21 +105,21 @@ class Tally:
 
 
 class SourceChanged(UsageError):
-    """A file that is not, or no longer, what it was when the preparation began."""
+    """A file was changed after the preparation started."""
 
     def __init__(self, path: str | Path) -> None:
         super().__init__(
-            f"{path} was changed while the data was prepared from it; nothing of it is used. Wait until nobody writes "
-            "to it, and run the same command again"
+            f"{path} was changed while the data was prepared from it, so it is not used. Wait until it is no longer "
+            "written to, and run the same command again"
         )
 
 
 def read_documents(
     settings: DataSettings, *, which: Which, seed: int, tally: Tally, since: Sequence[Stamp] | None = None
 ) -> Iterator[Document]:
-    """The documents of the training data, or of the validation data where the settings name its own.
+    """The documents of the training data, or of the validation data if the settings name separate files.
 
-    The files must still be what they were by `since`, and stay so.
+    The files must match the stamps in `since` and stay unchanged.
     """
     rows: Iterator[Document]
     if settings.source == "embedded":
@@ -154,7 +153,7 @@ def describe_source(settings: DataSettings, *, which: Which) -> str:
 
 
 def source_files(settings: DataSettings, *, which: Which) -> list[Path]:
-    """The files behind `path` or `valid_path`, in the order in which they are read; none for other sources."""
+    """The files of `path` or `valid_path`, in the order in which they are read; empty for other sources."""
     if settings.source in ("embedded", "hf"):
         return []
     key, given = ("path", settings.path) if which == "train" else ("valid_path", settings.valid_path)
@@ -169,7 +168,7 @@ def find_files(given: str, *, key: str, suffixes: tuple[str, ...]) -> list[Path]
     if path.is_dir():
         files = sorted(file for file in path.rglob("*") if file.name.endswith(suffixes) and not file.is_dir())
         if not files:
-            raise UsageError(f"data.{key}: the folder {given} holds no {', '.join(suffixes)} file; name another one")
+            raise UsageError(f"data.{key}: the folder {given} has no {', '.join(suffixes)} file; name another one")
     elif path.exists():
         files = [path]
     else:
@@ -180,22 +179,22 @@ def find_files(given: str, *, key: str, suffixes: tuple[str, ...]) -> list[Path]
         try:
             checked(file)
         except FileNotFoundError:
-            raise UsageError(f"data.{key}: {file} does not exist, or is a link to nowhere; correct the path") from None
+            raise UsageError(f"data.{key}: {file} does not exist, or is a broken link; correct the path") from None
         except BadFile as error:
             raise UsageError(f"data.{key}: {error}; name a regular file") from None
     return files
 
 
-# -- files that stay as they are ---------------------------------------------------------------------------
+# -- unchanged files ---------------------------------------------------------------------------------------
 
 
 def stamps(files: Sequence[Path]) -> list[Stamp]:
-    """What tells whether files are still the same."""
+    """Stamps of files, to detect changes."""
     return [_stamp(file, os.stat(file)) for file in files]
 
 
 def require_unchanged(since: Sequence[Stamp]) -> None:
-    """Raises where one of these files was changed or removed since."""
+    """Raises if one of these files was changed or removed since."""
     for name, size, changed in since:
         try:
             found = os.stat(name)
@@ -231,7 +230,7 @@ def _file(path: Path, settings: DataSettings, *, stamp: Stamp, tally: Tally) -> 
 
 @contextmanager
 def _reading(path: Path, *, stamp: Stamp) -> Iterator[ByteStream]:
-    """The content of a file, which must be the same until all of it was read."""
+    """Opens a file, which must not change until all of it was read."""
 
     def check(file: IO[bytes]) -> None:
         here = os.fstat(file.fileno())
@@ -270,7 +269,7 @@ def _decompressed(file: IO[bytes], path: Path) -> Iterator[ByteStream]:
 
 
 class _Xz(io.RawIOBase):
-    """What `lzma.LZMAFile` reads, but with a bound on the memory that a file can ask for."""
+    """Like `lzma.LZMAFile`, with a limit on the memory that a file can request."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self._file = file
@@ -306,7 +305,7 @@ class _Xz(io.RawIOBase):
 
 def _text(stream: ByteStream, path: Path, settings: DataSettings, *, tally: Tally) -> Iterator[Document]:
     if not settings.separator:
-        raise UsageError("data.separator is empty; name the line or mark between documents")
+        raise UsageError("data.separator is empty; give the line or mark between documents")
     row, begun, anything = 1, False, False
     for piece, ends in _split(stream, separator=settings.separator.encode()):
         try:
@@ -326,7 +325,7 @@ def _text(stream: ByteStream, path: Path, settings: DataSettings, *, tally: Tall
 
 
 def _split(stream: ByteStream, *, separator: bytes) -> Iterator[tuple[bytes, bool]]:
-    """Pieces between separators, each with whether its document ends there."""
+    """Pieces between separators, each with a flag for the end of its document."""
     buffer = stream.read(CHUNK_BYTES).removeprefix(BYTE_ORDER_MARK)
     chunk = buffer
     while chunk:
@@ -351,7 +350,7 @@ def _piece_end(buffer: bytes, *, limit: int) -> int:
     for cut in range(limit, max(limit - 4, 0), -1):
         if buffer[cut] & 0xC0 != 0x80:  # not a continuation byte of UTF-8
             return cut
-    return limit  # not UTF-8, as will be found
+    return limit  # not UTF-8, which decoding will report
 
 
 # -- rows --------------------------------------------------------------------------------------------------
@@ -363,7 +362,7 @@ def _jsonl(stream: ByteStream, path: Path, settings: DataSettings, *, tally: Tal
 
 
 def _json_rows(stream: ByteStream, path: Path, *, tally: Tally) -> Iterator[tuple[str, Any]]:
-    """Each line's place and value."""
+    """The place and value of each line."""
     for number, line in enumerate(_lines(stream), start=1):
         where = f"{path}:{number}"
         if line is None:
@@ -387,7 +386,7 @@ _TOO_LONG = f"longer than {ROW_BYTES >> 20} MiB"
 
 
 def _lines(stream: ByteStream) -> Iterator[bytes | None]:
-    """Lines; None for one that is too long, which is never held as a whole."""
+    """Lines; None for a line that is too long, which is never kept in memory."""
     while line := stream.readline(ROW_BYTES + 1):
         if len(line) <= ROW_BYTES:
             yield line
@@ -400,7 +399,7 @@ def _lines(stream: ByteStream) -> Iterator[bytes | None]:
 def read_rows(
     settings: DataSettings, *, which: Which, tally: Tally, since: Sequence[Stamp] | None = None
 ) -> Iterator[tuple[str, Any]]:
-    """Whole rows with their places, for recipes that want more than one field. Who reads them says which are good."""
+    """Whole rows with their places, for recipes that need more than one field. The caller counts the good ones."""
     if settings.source == "hf":
         yield from _hf_rows(settings)
         return
@@ -437,7 +436,7 @@ def _value(value: Any, *, where: str, tally: Tally) -> Iterator[Document]:
 
 
 def encodable(text: str) -> bool:
-    """JSON can spell half of a surrogate pair, which no UTF-8 can hold."""
+    """JSON can contain a lone surrogate, which UTF-8 cannot encode."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -491,7 +490,7 @@ def _parquet_file(path: Path) -> Iterator[Any]:
     except ImportError as error:
         raise EnvironmentLacks("`source: parquet` needs pyarrow: pip install 'flatout[hf]'") from error
     try:
-        # With a buffer it is read page by page: a whole column may be larger than the memory.
+        # With a buffer the file is read page by page: a whole column may be larger than the memory.
         with pyarrow.parquet.ParquetFile(path, buffer_size=CHUNK_BYTES) as file:
             yield file
     except (OSError, UnicodeDecodeError, pyarrow.ArrowException) as error:
@@ -499,7 +498,7 @@ def _parquet_file(path: Path) -> Iterator[Any]:
 
 
 def _batch_rows(file: Any) -> int:
-    """How many rows fit into memory at once. A text stored once may belong to all of them."""
+    """How many rows fit into memory at once. All rows may share one text that is stored once."""
     groups = [file.metadata.row_group(i) for i in range(file.metadata.num_row_groups)]
     largest = max((g.column(c).total_uncompressed_size for g in groups for c in range(g.num_columns)), default=1)
     return max(1, min(PARQUET_ROWS, PARQUET_BYTES // max(largest, 1)))
@@ -531,4 +530,4 @@ def _hf_rows(settings: DataSettings) -> Iterator[tuple[str, Any]]:
         for number, row in enumerate(rows, start=1):
             yield f"{name}:{number}", row
     except OSError as error:
-        raise EnvironmentLacks(f"{name} cannot be read any more ({first_line(error)}); run the same again") from error
+        raise EnvironmentLacks(f"reading {name} failed ({first_line(error)}); run the same command again") from error

@@ -1,7 +1,7 @@
-"""The batch of a step as a pure function of (data, seed, step): nothing is remembered, so nothing can be lost.
+"""The batch of a step as a pure function of (data, seed, step), without any state to save.
 
-Any step can be asked for in any order, by any number of ranks, in micro-batches of any size, and the rows are
-the same: that is exact resume, one rank equal to eight, and retry after running out of memory, all at once.
+Steps can be requested in any order, by any number of ranks, in micro-batches of any size, and the rows are the same.
+This gives exact resume, the same batches on one rank as on eight, and retries after running out of memory.
 The order of an epoch is a seeded bijection computed per index, not a shuffled list, so it costs no memory.
 Used by every recipe, through `feed`.
 
@@ -33,41 +33,41 @@ class Batch:
     """One micro-batch, token-flat."""
 
     tokens: Tensor  # int64 [N]
-    targets: Tensor  # int64 [N], NOT_TRAINED where there is nothing to learn
+    targets: Tensor  # int64 [N], NOT_TRAINED where a token is not trained on
     positions: Tensor  # int64 [N], from 0 in every sequence (concat) or document (documents)
     cu_seqlens: Tensor | None  # int32, where segments end, padded with N to one length for the whole run
     num_sequences: int
     sequence_length: int
     num_target_tokens: int
     task: str | None = None
-    num_padding: int = 0  # of the tokens, those that only fill a sequence up
+    num_padding: int = 0  # padding tokens among them
     longest: int | None = None  # no segment is longer, in any batch of the run; None: the sequence length
-    # int64 [R]: the tokens with a target, and those targets, where that is not nearly all of them; padded alike.
+    # int64 [R]: the tokens with a target, and those targets, unless nearly all tokens have one; both padded alike.
     rows: Tensor | None = None
     row_targets: Tensor | None = None
-    # [N] each, for objectives that ask for more: old log-probability, advantage, weight, adapter, value target.
+    # [N] each, for objectives that need more: old log-probability, advantage, weight, adapter, value target.
     columns: Mapping[str, Tensor] = field(default_factory=dict)
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """All of them by name, columns behind the fields."""
+        """All tensors by name, the fields first, then the columns."""
         values = {field.name: getattr(self, field.name) for field in fields(self)} | dict(self.columns)
         return {name: value for name, value in values.items() if isinstance(value, Tensor)}
 
     def with_tensors(self, tensors: Mapping[str, Tensor]) -> Batch:
-        """The same batch with its tensors elsewhere, or other ones."""
+        """The same batch with other tensors."""
         own = {name: value for name, value in tensors.items() if name not in self.columns}
         return replace(self, **own, columns={name: tensors[name] for name in self.columns})  # type: ignore[arg-type]
 
     def to(self, device: torch.device | str, *, non_blocking: bool = True) -> Batch:
-        """The same batch on a device; from pinned memory the copy runs beside the computation."""
+        """The same batch on a device; from pinned memory the copy overlaps with computation."""
         return self.with_tensors(
             {name: tensor.to(device, non_blocking=non_blocking) for name, tensor in self.tensors.items()}
         )
 
 
 class Steps(Protocol):
-    """What a run takes its batches from: any step, in any order, by any number of ranks."""
+    """The source of a run's batches: any step, in any order, by any number of ranks."""
 
     def micro_batches(self, step: int, *, rank: int = 0, world: int = 1, micro_batch: int) -> list[Batch]: ...
     @property
@@ -87,10 +87,10 @@ class Stream:
     """Windows of `sequence_length` tokens of the corpus, in the order in which a run visits them.
 
     Window w is tokens [w T, w T + T + 1) of the concatenated corpus. Step s takes the indices [s B, (s + 1) B)
-    of an endless row of epochs; rank r of W takes the r-th contiguous block of them.
+    of an endless sequence of epochs; rank r of W takes the r-th contiguous block of them.
 
     Shards that are still being written are visited in blocks, shuffled within each, so that the order does not
-    depend on how much stood at the time.
+    depend on how much was written at the time.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class Stream:
         shards.wait_for(sequence_length + 1)
         if shards.num_tokens <= sequence_length:
             raise UsageError(
-                f"{shards.name} has {shards.num_tokens} tokens, one sequence needs {sequence_length + 1}; shorten "
+                f"{shards.name} has {shards.num_tokens} tokens, but one sequence needs {sequence_length + 1}; shorten "
                 "data.sequence_length, or give more data (for validation: a larger data.valid_share)"
             )
         self.shards = shards
@@ -120,7 +120,7 @@ class Stream:
         self.shuffle = shuffle
         self.max_documents = 1
         if packing == "documents":
-            # A document has a token and its eos at least.
+            # A document has at least one token and its EOS.
             worst = sequence_length // 2 + 1
             counted = shards.max_segments(sequence_length) if shards.complete else worst
             self.max_documents = counted if max_documents is None else max_documents
@@ -138,7 +138,7 @@ class Stream:
     def step_arrays(self, step: int, *, rank: int = 0, world: int = 1) -> StepArrays:
         """The rank's share of the batch of a step."""
         if self.batch_sequences % world:
-            raise UsageError(f"a batch of {self.batch_sequences} sequences cannot be split over {world} ranks evenly")
+            raise UsageError(f"a batch of {self.batch_sequences} sequences cannot be split evenly over {world} ranks")
         share = self.batch_sequences // world
         first = step * self.batch_sequences + rank * share
         windows = self.windows(np.arange(first, first + share, dtype=np.int64))
@@ -156,17 +156,17 @@ class Stream:
         arrays = self.step_arrays(step, rank=rank, world=world)
         count = len(arrays.tokens)
         if count % micro_batch:
-            raise UsageError(f"{count} sequences of a rank cannot be cut into micro-batches of {micro_batch} evenly")
+            raise UsageError(f"{count} sequences of a rank cannot be split evenly into micro-batches of {micro_batch}")
         return [self._batch(arrays, slice(i, i + micro_batch)) for i in range(0, count, micro_batch)]
 
     def windows(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Which window stands at each index of the endless row of epochs."""
+        """The window at each index of the endless sequence of epochs."""
         block = self._block()
         count = self.num_sequences
         if count is None:
             needed = (int(indices.max()) // block + 1) * block
             self.shards.wait_for(needed * self.sequence_length + 1)
-            # Complete now: the true count. Otherwise all indices lie in whole blocks of the first epoch.
+            # Complete now: the true count. Otherwise all indices are in whole blocks of the first epoch.
             count = self.num_sequences or needed
         epochs, within = np.divmod(indices, count)
         if not self.shuffle:
@@ -181,7 +181,7 @@ class Stream:
         return found
 
     def _block(self) -> int:
-        """Windows that are shuffled among themselves, and must therefore all stand."""
+        """The number of windows shuffled among themselves, which must therefore all be written."""
         if not self.shuffle:
             return 1
         manifest = self.shards.manifest
@@ -197,7 +197,7 @@ class Stream:
         segments, num_targets = None, targets_ST.size
         if arrays.starts is not None:
             starts_ST = arrays.starts[rows]
-            # What follows a document's last token belongs to another text.
+            # The token after a document's last one belongs to another text.
             targets_ST[starts_ST[:, 1:]] = NOT_TRAINED
             num_targets -= int(starts_ST[:, 1:].sum())
             begins_ST = np.where(starts_ST[:, :-1], positions_ST, 0)
@@ -218,8 +218,8 @@ class Stream:
         found = np.flatnonzero(begins)
         if len(found) > most:
             raise RunFailed(
-                f"{len(found)} documents in {num_sequences} sequences of {self.shards.name}, the fixed shape holds "
-                f"{most}; allow more than {self.max_documents} a sequence, or use data.packing: concat"
+                f"{len(found)} documents in {num_sequences} sequences of {self.shards.name}, but the fixed shape holds "
+                f"{most}; allow more than {self.max_documents} per sequence, or use data.packing: concat"
             )
         segments = np.full(most + 1, len(begins), np.int32)
         segments[: len(found)] = found
@@ -227,10 +227,10 @@ class Stream:
 
 
 def permute(indices: NDArray[np.int64], size: int, *, key: tuple[int, int, int]) -> NDArray[np.int64]:
-    """A bijection of range(size), chosen by `key`, at the given indices.
+    """A bijection of range(size), determined by `key`, at the given indices.
 
-    A Feistel network permutes the numbers of an even count of bits, whatever its round function does; those
-    that fall outside are sent through again until they come back inside, which keeps it a bijection.
+    A Feistel network permutes the numbers of an even count of bits, whatever its round function is. Results outside
+    the range go through it again until they are inside, which keeps it a bijection.
     """
     half = np.uint64(max(1, ((size - 1).bit_length() + 1) // 2))
     mask = np.uint64((1 << int(half)) - 1)
@@ -248,7 +248,7 @@ def permute(indices: NDArray[np.int64], size: int, *, key: tuple[int, int, int])
 
 
 def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Spread every bit over all 64: xor-shifts and odd multiplications, wrapping."""
+    """Spreads every bit over all 64 by xor-shifts and wrapping odd multiplications."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     mixed: NDArray[np.uint64] = x ^ (x >> np.uint64(31))

@@ -1,7 +1,7 @@
 """Text to token ids and back: raw bytes, a BPE trained on the data, or any `tokenizer.json`.
 
-Every tokenizer is a `tokenizer.json` in the end, so that shards can name the one that made them by its
-fingerprint and an exported model takes it along. Text is always data: a document that spells out
+Every tokenizer is stored as a `tokenizer.json`, so that shards can name the one that made them by its
+fingerprint and an exported model includes it. Text is always data: a document that spells out
 `<|endoftext|>` gets the ids of those characters, never the control token.
 Used by `flatout data prepare`, `train`, `chat` and `export`.
 """
@@ -43,17 +43,17 @@ class Tokenizer(Protocol):
     def eos_id(self) -> int: ...
     @property
     def fingerprint(self) -> str:
-        """sha256 over all that decides which ids a text gets."""
+        """sha256 over everything that determines the ids of a text."""
         ...
 
     @property
     def files_fingerprint(self) -> str:
-        """sha256 over all of its files: what decides ids, and how conversations are rendered."""
+        """sha256 over all of its files: those that determine ids, and those that render conversations."""
         ...
 
     @property
     def begin_ids(self) -> tuple[int, ...]:
-        """What a text begins with before its own ids, where the model was taught so."""
+        """The ids (such as BOS) that go before a text's own ids, if the model was trained with them."""
         ...
 
     @property
@@ -64,15 +64,15 @@ class Tokenizer(Protocol):
     def encode_batch(self, texts: list[str]) -> list[list[int]]: ...
     def decode(self, ids: Sequence[int]) -> str: ...
     def render(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool) -> str:
-        """A conversation as the chat template writes it, up to where the assistant begins to speak if so asked."""
+        """A conversation as text by the chat template, optionally up to the start of the assistant's answer."""
         ...
 
     def render_ids(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool) -> list[int]:
-        """The same in ids: the template's marks are control tokens, what the messages say is text."""
+        """The same as ids: the template's marks are control tokens, the messages are plain text."""
         ...
 
     def save(self, folder: Path) -> None:
-        """Write a folder that `load_tokenizer` and Hugging Face's AutoTokenizer load back."""
+        """Writes a folder that `load_tokenizer` and Hugging Face's AutoTokenizer can load."""
         ...
 
 
@@ -93,12 +93,12 @@ def load_tokenizer(spec: str, *, documents: Callable[[], Iterable[str]] | None, 
 
 
 def kept_tokenizer(folder: Path, *, name: str) -> Tokenizer:
-    """The one that was saved in a folder of ours, where no link may lead out."""
+    """Loads the tokenizer saved in one of our folders; links out of the folder are refused."""
     return _from_files(_read_folder(folder, root=folder.parent), name=name)
 
 
 def encode_arrays(tokenizer: Tokenizer, texts: list[str]) -> list[np.ndarray[Any, Any]]:
-    """`encode_batch` as arrays; bytes need no detour over Python integers."""
+    """`encode_batch` as arrays, for bytes without a conversion to Python integers."""
     if isinstance(tokenizer, ByteTokenizer):
         return [np.frombuffer(text.encode(), np.uint8) for text in texts]
     return [np.array(ids, np.uint32) for ids in tokenizer.encode_batch(texts)]
@@ -125,7 +125,7 @@ class ByteTokenizer:
         return [list(text.encode()) for text in texts]
 
     def decode(self, ids: Sequence[int]) -> str:
-        # A model's vocabulary is rounded up, so an untrained one may emit ids that mean nothing.
+        # A model's vocabulary is rounded up, so an untrained one may emit ids that have no text.
         pieces = (bytes([i]) if i < 256 else EOS.encode() if i == self.eos_id else b"" for i in ids)
         return b"".join(pieces).decode(errors="replace")
 
@@ -141,7 +141,7 @@ class ByteTokenizer:
 
 @dataclass(frozen=True, kw_only=True)
 class JsonTokenizer:
-    """A `tokenizer.json` run by the `tokenizers` package, with the files it came with kept word for word."""
+    """A `tokenizer.json` run by the `tokenizers` package. Its original files are kept unchanged."""
 
     name: str
     vocab_size: int
@@ -191,7 +191,7 @@ class JsonTokenizer:
 
     @cached_property
     def _controlled(self) -> Any:
-        """A second one that makes control tokens of what spells them, for text that a template wrote."""
+        """A second backend that recognises control tokens in text, for the output of a template."""
         backend = type(self.backend).from_str(self.files["tokenizer.json"])
         backend.no_truncation()
         backend.no_padding()
@@ -203,8 +203,8 @@ class JsonTokenizer:
 
 def _no_template(name: str) -> UsageError:
     return UsageError(
-        f"the tokenizer {name} has no chat template, which conversations need: take the tokenizer of a model taught "
-        "to chat, or put a chat_template.jinja beside its tokenizer.json"
+        f"the tokenizer {name} has no chat template, which conversations need: use the tokenizer of a chat model, "
+        "or put a chat_template.jinja next to its tokenizer.json"
     )
 
 
@@ -212,13 +212,13 @@ def _trained(spec: str, *, documents: Callable[[], Iterable[str]] | None, cache:
     size = spec.removeprefix("bpe:")
     if not (size.isdecimal() and len(size) < 10 and SMALLEST_BPE <= int(size) <= LARGEST_BPE):
         raise UsageError(
-            f"data.tokenizer: {spec[:40]}: SIZE is a number from {SMALLEST_BPE} (all bytes and the end mark) to "
+            f"data.tokenizer: {spec[:40]}: SIZE must be a number from {SMALLEST_BPE} (all bytes and EOS) to "
             f"{LARGEST_BPE}"
         )
     if (cache / "tokenizer.json").exists():
         return kept_tokenizer(cache, name=spec)
     if documents is None:
-        raise UsageError(f"data.tokenizer: {spec} is trained on text and there is none here; name a finished one")
+        raise UsageError(f"data.tokenizer: {spec} needs text to train on, which is missing; name a trained tokenizer")
     tokenizers = _tokenizers()
     backend = tokenizers.Tokenizer(tokenizers.models.BPE())
     backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -236,7 +236,7 @@ def _trained(spec: str, *, documents: Callable[[], Iterable[str]] | None, cache:
 
 
 def _training_sample(documents: Iterable[str]) -> Iterator[str]:
-    """The beginnings of the first documents: bounded, and the same every time."""
+    """The beginnings of the first documents, of limited size and the same every time."""
     left = TRAINING_CHARACTERS
     for text in documents:
         yield text[: min(left, TRAINING_CHARACTERS_PER_DOCUMENT)]
@@ -247,7 +247,7 @@ def _training_sample(documents: Iterable[str]) -> Iterator[str]:
 
 def _from_files(files: Mapping[str, str], *, name: str) -> Tokenizer:
     if "tokenizer.json" not in files:
-        raise UsageError(f"data.tokenizer: {name} holds no tokenizer.json; save it in that format first")
+        raise UsageError(f"data.tokenizer: {name} has no tokenizer.json; save the tokenizer in that format first")
     text = files["tokenizer.json"]
     if text == _byte_json():
         return ByteTokenizer()
@@ -268,7 +268,7 @@ def _from_files(files: Mapping[str, str], *, name: str) -> Tokenizer:
     config = {**_json_object(files, "tokenizer_config.json", name=name), "eos_token": eos}
     kept = {side: files[side] for side in KEPT_FILES if side in files}
     kept["tokenizer_config.json"] = json.dumps(config, indent=1)
-    # Ids may have holes, so the size is counted from the largest one.
+    # Ids may have gaps, so the size is computed from the largest one.
     size = max(vocabulary.values()) + 1
     return JsonTokenizer(name=name, vocab_size=size, eos_id=vocabulary[eos], files=kept, backend=backend)
 
@@ -290,8 +290,8 @@ def _eos(files: Mapping[str, str], *, vocabulary: Mapping[str, int], name: str) 
         if token in vocabulary:
             return token
     raise UsageError(
-        f"data.tokenizer: {name} does not say which token ends a text, and has none of {', '.join(WELL_KNOWN_EOS)}; "
-        'put a tokenizer_config.json with "eos_token" beside its tokenizer.json'
+        f"data.tokenizer: {name} does not name its EOS token, and has no {', '.join(WELL_KNOWN_EOS)}; "
+        'put a tokenizer_config.json with "eos_token" next to its tokenizer.json'
     )
 
 
@@ -304,7 +304,7 @@ def _read_folder(folder: Path, *, root: Path | None = None) -> dict[str, str]:
 
 
 def _is_path(spec: str) -> bool:
-    """Whether it can only mean a file or folder: a name on the hub is OWNER/NAME, and may end like `Qwen2.5-0.5B`."""
+    """Whether it must be a file or folder: a name on the hub is OWNER/NAME, and may end like `Qwen2.5-0.5B`."""
     ending = Path(spec).suffix.removeprefix(".")
     return spec.startswith((".", "/", "~")) or spec.count("/") > 1 or (ending.isalpha() and ending.islower())
 
@@ -312,7 +312,7 @@ def _is_path(spec: str) -> bool:
 def _download(name: str) -> dict[str, str]:
     if "/" not in name:
         raise UsageError(
-            f"data.tokenizer: {name!r} is neither byte, bpe:SIZE, a path here, nor a Hugging Face name (OWNER/NAME)"
+            f"data.tokenizer: {name!r} is not byte, bpe:SIZE, an existing path, or a Hugging Face name (OWNER/NAME)"
         )
     try:
         folder = hub.folder(name, weights=False)
@@ -350,7 +350,7 @@ def _json_object(files: Mapping[str, str], file: str, *, name: str) -> dict[str,
 
 def _write_files(folder: Path, files: Mapping[str, str]) -> None:
     make_folder(folder)
-    # tokenizer.json last: it is the file whose presence says that the folder is whole.
+    # tokenizer.json last: its presence means that the folder is complete.
     for name in sorted(files, key=lambda name: name == "tokenizer.json"):
         write(folder / name, files[name].encode())
 
@@ -366,8 +366,8 @@ def _config_json(eos: str) -> str:
 def _byte_json() -> str:
     """The byte tokenizer in Hugging Face's format: byte-level BPE without a single merge.
 
-    That format spells bytes as printable characters: those that are printable stand for themselves, the
-    others follow in order from U+0100.
+    That format writes bytes as printable characters: printable bytes represent themselves, the others follow in
+    order from U+0100.
     """
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = iter(range(0x100, 0x200))

@@ -1,7 +1,7 @@
-"""Numbers in a file, read where they are needed, never mapped: reading past the end of a file that was cut is an error
-with its name, where touching a mapping of it would kill the process without a word.
+"""Reads numbers from files on demand, without memory mapping: reading past the end of a truncated file is an error
+that names the file, while accessing a mapping of it would kill the process.
 
-`.npy` files, and plain arrays in which every number has the same size. Reads release the interpreter's lock.
+`.npy` files, and plain arrays in which every number has the same size. Reads release the GIL.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class NumberFile:
     """A flat array of numbers on disk, open for reading."""
 
     def __init__(self, path: Path, dtype: str, *, root: Path | None = None) -> None:
-        """`dtype` is that of plain arrays; a `.npy` file says its own. No link may lead out of `root`."""
+        """`dtype` is for plain arrays; a `.npy` file names its own. Links out of `root` are refused."""
         self.path = path
         try:
             with opened(path, root=root) as file:
@@ -36,11 +36,11 @@ class NumberFile:
                 elif size % self.dtype.itemsize:
                     raise UsageError(f"{path} has {size} bytes, which is not a whole number of {self.dtype.name}")
                 if size < self._offset + self.count * self.dtype.itemsize:
-                    raise UsageError(f"{path} has {size} bytes, fewer than its first lines say: it was cut")
+                    raise UsageError(f"{path} has {size} bytes, fewer than its header says: it was truncated")
                 self._descriptor = os.dup(file.fileno())
                 self._width = self.dtype.itemsize
         except FileNotFoundError:
-            raise UsageError(f"{path} does not exist, or not any more") from None
+            raise UsageError(f"{path} does not exist") from None
 
     def __del__(self) -> None:
         if hasattr(self, "_descriptor"):
@@ -54,24 +54,24 @@ class NumberFile:
             if len(found) < size:
                 found = self._rest(found, size, at)
         except OSError as error:
-            raise RunFailed(f"{self.path} cannot be read any more: {error.strerror}") from error
+            raise RunFailed(f"reading {self.path} failed: {error.strerror}") from error
         return np.frombuffer(found, self.dtype)
 
     def _rest(self, found: bytes, size: int, at: int) -> bytes:
-        """More than one read gives at once; or the file has no more, and was cut."""
+        """Reads the rest where one read does not return all; raises if the file was truncated."""
         while len(found) < size:
             more = os.pread(self._descriptor, size - len(found), at + len(found))
             if not more:
                 raise RunFailed(
-                    f"{self.path} was cut while it was used: it ends before byte {at + size:,}. Put the whole file "
-                    "back, and resume the run"
+                    f"{self.path} was truncated while it was in use: it ends before byte {at + size:,}. Restore the "
+                    "whole file, and resume the run"
                 )
             found += more
         return found
 
 
 class Ends:
-    """Where the documents of one token file end, in order; on disk, with some of them in memory to find the others."""
+    """The ends of the documents in one token file, in order, on disk, with a sparse index of them in memory."""
 
     def __init__(self, file: NumberFile, *, tokens: int) -> None:
         marks, last = [np.empty(0, np.int64)], 0
@@ -84,7 +84,7 @@ class Ends:
         self._marks = np.concatenate(marks)
 
     def between(self, file: NumberFile, low: int, high: int) -> NDArray[np.int64]:
-        """Those from `low` up to, not including, `high`."""
+        """The ends from `low` up to, not including, `high`."""
         first, last = np.searchsorted(self._marks, (low, high), side="left").tolist()
         begin = max(first - 1, 0) * ENDS_PER_MARK
         return within(file.read(begin, min(last * ENDS_PER_MARK, file.count)), low, high)
@@ -96,7 +96,7 @@ def within(ends: NDArray[np.int64], low: int, high: int) -> NDArray[np.int64]:
 
 
 def npy_header(file: IO[bytes], *, path: Path | str) -> tuple[np.dtype[Any], int]:
-    """The type and number of what follows in a `.npy` file, which must be a flat array of whole numbers."""
+    """The type and count of the numbers in a `.npy` file, which must be a flat array of whole numbers."""
     try:
         version = np.lib.format.read_magic(file)
         read = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}[version]

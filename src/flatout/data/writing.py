@@ -1,4 +1,4 @@
-"""Writing below one folder: by one process at a time, whole files only, and a sentence where it cannot be done."""
+"""Writes below one folder: one process at a time, whole files only, and a clear error if it fails."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LOG_TAIL_BYTES = 2000
 
 
 def write(path: Path, content: bytes, *, root: Path | None = None) -> None:
-    """The whole file or none. Its folder is no link that leads out of `root`."""
+    """Writes the whole file or nothing. Its folder must not be a link out of `root`."""
     try:
         write_atomic(path, content, root=root)
     except OSError as error:
@@ -34,25 +34,25 @@ def make_folder(folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except (FileExistsError, NotADirectoryError) as error:
-        raise UsageError(f"{folder} is, or lies below, a file; data.cache needs a folder, or a new name") from error
+        raise UsageError(f"{folder} is, or is below, a file; data.cache needs a folder, or a new name") from error
     except OSError as error:
         raise _unwritable(folder, error) from error
 
 
 def sweep(folder: Path) -> None:
-    """Removes what killed writers left half-written. Only whoever holds the lock may call it."""
+    """Removes temporary files of killed writers. The caller must hold the lock."""
     for torn in folder.glob(".*.tmp"):
         if not torn.is_dir():
             torn.unlink(missing_ok=True)
 
 
 def _unwritable(path: Path, error: OSError, *, chosen_by: str = "data.cache") -> EnvironmentLacks:
-    return EnvironmentLacks(f"{path} cannot be written ({error.strerror}); set {chosen_by} to a folder of yours")
+    return EnvironmentLacks(f"{path} cannot be written ({error.strerror}); set {chosen_by} to a writable folder")
 
 
 @contextmanager
 def writer_lock(root: Path, *, wait: bool, chosen_by: str = "data.cache") -> Iterator[bool]:
-    """Hold the right to write below `root`; without `wait`, say whether it was free. Ends with the process.
+    """Holds the lock for writing below `root`; without `wait`, yields whether it was free. Ends with the process.
 
     `chosen_by` is the setting or option that named the folder, for the message.
     """
@@ -60,7 +60,7 @@ def writer_lock(root: Path, *, wait: bool, chosen_by: str = "data.cache") -> Ite
         root.mkdir(parents=True, exist_ok=True)
         descriptor = open_for_appending(root / LOCK)
     except (FileExistsError, NotADirectoryError) as error:
-        raise UsageError(f"{root} is, or lies below, a file; {chosen_by} needs a folder, or a new name") from error
+        raise UsageError(f"{root} is, or is below, a file; {chosen_by} needs a folder, or a new name") from error
     except OSError as error:
         raise _unwritable(root, error, chosen_by=chosen_by) from error
     with os.fdopen(descriptor, "ab") as file:
@@ -90,11 +90,11 @@ def writer_log(root: Path) -> Path:
     return root / LOG
 
 
-def writer_last_words(root: Path) -> str:
+def writer_message(root: Path) -> str:
     try:
         with opened(writer_log(root)) as file:
             file.seek(max(os.fstat(file.fileno()).st_size - LOG_TAIL_BYTES, 0))
             text = file.read(LOG_TAIL_BYTES).decode(errors="replace").strip()
     except (FileNotFoundError, BadFile):
         text = ""
-    return text or "it left no message, as a killed process does"
+    return text or "it left no message, so it was probably killed"

@@ -1,1 +1,1 @@
-"""One optimizer step, measured, on one rank or many; and the checkpoints and faults around it."""
+"""One optimizer step on one rank or many, measured; with checkpoints and fault handling."""

@@ -1,9 +1,9 @@
-"""Compiles the kernels of a run side by side while its data is being opened: on a machine that has never run it, both
+"""Compiles the kernels of a run in parallel while its data is being opened: on a machine that has never run it, both
 take seconds.
 
-Each kernel is tried in a process of its own, because compiling holds the interpreter's lock most of the time. They are
-forked before this process uses CUDA, so none has to import torch again. What they compile lies in Triton's cache, where
-the run finds it. Nothing depends on the result: what fails here fails again, with its message, where the run tries it.
+Each kernel is tried in a separate process, because compiling holds the GIL most of the time. The processes are forked
+before this process uses CUDA, so that they need not import torch again. The run finds their results in Triton's cache.
+Nothing depends on them: a kernel that fails here fails again, with its message, when the run tries it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from flatout.plan import Plan
 
 @contextmanager
 def compiling(plan: Plan | None) -> Iterator[list[BaseProcess]]:
-    """The processes, to be joined before the first kernel is needed; none where CUDA is already in use."""
+    """The processes, to be joined before the first kernel is needed; empty if CUDA is already in use."""
     processes: list[BaseProcess] = []
     if plan is not None and not torch.cuda.is_initialized():
         wish = plan.decisions
@@ -48,5 +48,5 @@ def _compile(name: str, plan: Plan) -> None:
     device, dtype = torch.device("cuda", torch.cuda.current_device()), DTYPES[plan.decisions.precision]
     eight = plan.decisions.fp8
     try_kernel(name, plan=plan, dtype=dtype, device=device, eight=eight)
-    if eight and name == "loss":  # whose kernels take least
+    if eight and name == "loss":  # its kernels compile fastest
         why_no_fp8(device, dtype)

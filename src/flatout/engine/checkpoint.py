@@ -1,9 +1,9 @@
-"""Checkpoints that are whole or not there: safetensors and a JSON manifest with hashes, committed by a rename.
+"""Atomic checkpoints: safetensors and a JSON manifest with hashes, committed by a rename.
 
 Protocol of a save: write into `step-N.tmp-ID/`, fsync every file and the folder, write the manifest with hashes taken
 in memory, read the files back against it, rename the folder, fsync its parent, swap the pointer `latest`, and only
-then purge old ones, never below two verified. A reader checks every hash before a single parameter changes, and falls
-back to the next older checkpoint when one does not hold.
+then purge old ones, never below two verified. A reader checks every hash before any parameter changes, and falls back
+to the next older checkpoint when one is damaged.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from flatout.optim import Optimizer
 
 FORMAT = 1
 MANIFEST, WEIGHTS, OPTIMIZER = "manifest.json", "weights-rank00000.safetensors", "optimizer-rank00000.safetensors"
-# Threads that hash and write a checkpoint: SHA-256 is what takes most of the time, about 1 GB/s for each.
+# Threads that hash and write a checkpoint: SHA-256 takes most of the time, at about 1 GB/s per thread.
 THREADS = min(16, os.cpu_count() or 1)
 _NAME = re.compile(r"step-(\d{8,18})")
 _MOMENTS = ("exp_avg", "exp_avg_sq", "step")
@@ -58,7 +58,7 @@ class FileFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """What `manifest.json` says. Older ones name no run, validation data or tokenizer."""
+    """The contents of `manifest.json`. Older ones do not name the run, validation data or tokenizer."""
 
     format: int
     identity: str | None
@@ -75,7 +75,7 @@ class Manifest:
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoint:
-    """One that held. `checksum` is of all that its manifest says, the hashes of its tensors included."""
+    """A verified checkpoint. `checksum` is that of its manifest, which includes the hashes of its tensors."""
 
     folder: Path
     step: int
@@ -88,8 +88,8 @@ class Checkpoint:
 class Checkpoints:
     """The `checkpoints` folder of a run.
 
-    `identity`, `run` (the run's id) and `valid` (its validation data) tie a checkpoint to its run; a mere reader gives
-    no identity. `tokenizer` is the fingerprint of the run's tokenizer files, kept for those who read them later.
+    `identity`, `run` (the run's id) and `valid` (its validation data) tie a checkpoint to its run; a reader outside
+    the run gives no identity. `tokenizer` is the fingerprint of the run's tokenizer files, for later readers.
     """
 
     def __init__(
@@ -103,11 +103,11 @@ class Checkpoints:
     ) -> None:
         self.folder, self.identity, self.keep, self.run, self.valid = folder, identity, keep, run, valid
         self.tokenizer: str | None = None
-        # What was hashed in this process, by its path; unchanged files are not hashed again.
+        # Files already hashed in this process, by path; unchanged files are not hashed again.
         self._seen: dict[Path, tuple[int, ...]] = {}
 
     def save(self, step: int, *, model: nn.Module, optimizer: Optimizer | None, state: Mapping[str, Any]) -> Path:
-        """Commits the state after `step` steps. Raises OSError, with nothing left behind, if it cannot."""
+        """Commits the state after `step` steps. On failure it raises OSError and leaves nothing behind."""
         final = self.folder / f"step-{step:08}"
         if final.exists():
             if not self.problem(final):
@@ -138,12 +138,12 @@ class Checkpoints:
         return final
 
     def mark_best(self, step: int) -> None:
-        """Keeps the checkpoint of a step, however old it gets, until another one is better."""
+        """Keeps the checkpoint of a step until another one is better, however old it gets."""
         self._point(self.folder / f"step-{step:08}", name="best")
         self._purge()
 
     def best(self) -> tuple[Checkpoint | None, list[str]]:
-        """The one with the lowest validation loss, where a run keeps one; a sentence where it does not hold."""
+        """The checkpoint with the lowest validation loss, if the run keeps one, and a sentence if it is damaged."""
         try:
             name = self._best_name()
         except BadFile as error:
@@ -151,12 +151,12 @@ class Checkpoints:
         return self._first([self.folder / name] if name else [])
 
     def latest(self) -> tuple[Checkpoint | None, list[str]]:
-        """The newest checkpoint that holds, and a sentence for each newer one that does not."""
+        """The newest intact checkpoint, and a sentence for each newer one that is damaged."""
         return self._first(self._folders())
 
     def tidy(self, newest: Checkpoint | None) -> None:
-        """Removes what a killed save left behind, and lets `latest` name what a resumed run goes on from."""
-        with suppress(OSError):  # what cannot be written is told by the next save
+        """Removes files of killed saves, and points `latest` at the checkpoint that a resumed run starts from."""
+        with suppress(OSError):  # the next save reports it if writing fails
             self._sweep()
             pointer = self.folder / "latest"
             if newest is None:
@@ -187,7 +187,7 @@ class Checkpoints:
         return None, problems
 
     def problem(self, folder: Path) -> str | None:
-        """Why this checkpoint must not be loaded; None if everything in it holds."""
+        """Why this checkpoint must not be loaded; None if it is intact."""
         try:
             self._verified(folder)
         except BadFile as error:
@@ -195,7 +195,7 @@ class Checkpoints:
         return None
 
     def _verified(self, folder: Path) -> Manifest:
-        """What its manifest says, after every hash in it was checked; BadFile names the file that does not hold."""
+        """Its manifest, after every hash in it was checked; BadFile names a file that is damaged."""
         path = folder / MANIFEST
         try:
             manifest = self._manifest(path)
@@ -219,12 +219,12 @@ class Checkpoints:
         if self.identity is not None and manifest.identity != self.identity:
             raise BadFile(path, "belongs to another run (other model, data or seed)")
         if manifest.run is not None and manifest.run != self.run:
-            raise BadFile(path, "belongs to another run (its id is another): put this run's own checkpoint there")
+            raise BadFile(path, "belongs to another run (its id differs): put this run's own checkpoint there")
         if None not in (self.valid, manifest.valid) and manifest.valid != self.valid:
-            raise BadFile(path, "belongs to a run with other validation data: give the data the run began with")
+            raise BadFile(path, "belongs to a run with other validation data: give the data the run started with")
         if path.parent.name.partition(".tmp-")[0] != f"step-{manifest.step:08}":
             raise BadFile(path, f"is of step {manifest.step}")
-        # So no name leads out of the folder, and weights are never read as an optimizer's state.
+        # So no name points outside the folder, and weights are never read as optimizer state.
         if WEIGHTS not in manifest.files or not set(manifest.files) <= {WEIGHTS, OPTIMIZER}:
             raise BadFile(path, f"names {', '.join(map(repr, manifest.files)) or 'no file'}, not {WEIGHTS}")
         return manifest
@@ -266,13 +266,13 @@ class Checkpoints:
         files.write_atomic(folder / MANIFEST, json.dumps(body | {"checksum": _digest(body)}).encode())
 
     def _best_name(self) -> str | None:
-        """The folder that `best` names; BadFile if it names none."""
+        """The folder that `best` names; BadFile if that is not a checkpoint."""
         try:
             name = self._pointed("best")
         except FileNotFoundError:
             return None
         if not _NAME.fullmatch(name):
-            raise BadFile(self.folder / "best", "names no checkpoint")
+            raise BadFile(self.folder / "best", "does not name a checkpoint")
         return name
 
     def _pointed(self, name: str) -> str:
@@ -282,11 +282,11 @@ class Checkpoints:
         files.write_atomic(self.folder / name, f"{final.name}\n".encode())
 
     def _purge(self) -> None:
-        """Removes what is older than the newest `keep` checkpoints that hold, but for the best one."""
+        """Removes checkpoints older than the newest `keep` intact ones, except for the best one."""
         try:
             good, best = 0, self._best_name()
         except BadFile:
-            return  # which one is to be kept is not known
+            return  # the best one is unknown, so all are kept
         for folder in self._folders():
             if good >= max(2, self.keep):
                 if folder.name != best:
@@ -295,18 +295,18 @@ class Checkpoints:
                 good += 1
 
     def _sweep(self) -> None:
-        """Removes what a killed save left behind."""
+        """Removes files of killed saves."""
         files.sweep(self.folder)
         for path in self.folder.glob("*.tmp-*"):
             files.remove(path)
 
 
 def restore(checkpoint: Checkpoint, *, model: nn.Module, optimizer: Optimizer | None) -> None:
-    """Puts a verified checkpoint into the model and, unless None, the optimizer: all of it fits, or nothing changes."""
+    """Loads a verified checkpoint into the model and, unless None, the optimizer. Nothing changes unless all fits."""
     path, parameters, kept = checkpoint.folder / WEIGHTS, dict(model.named_parameters()), _kept(model)
     weights = _loaded(path)
     for name, tensor in kept.items():
-        # A buffer may be newer than the checkpoint: one begun without 8-bit scales has none.
+        # A buffer may be newer than the checkpoint: a run that started without 8-bit scales has none.
         if name in weights:
             exact = optimizer is not None and name in parameters
             _require_fit(path, name, weights[name], tensor.shape, dtype=tensor.dtype, exact=exact)
@@ -324,12 +324,12 @@ def restore(checkpoint: Checkpoint, *, model: nn.Module, optimizer: Optimizer | 
 
 
 def _moments_for(parameters: Mapping[str, nn.Parameter], path: Path) -> dict[str, dict[str, Tensor]]:
-    """The optimizer's state of each parameter; one that never had a gradient has none."""
+    """The optimizer state of each parameter; a parameter that never had a gradient has no state."""
     saved, found = _loaded(path), dict[str, dict[str, Tensor]]()
     for full, value in saved.items():
         moment, _, name = full.partition(".")
         if name not in parameters or moment not in _MOMENTS:
-            raise _unfit(path, f"{full} belongs to nothing in it")
+            raise _unfit(path, f"{full} belongs to no parameter in it")
         shape = torch.Size() if moment == "step" else parameters[name].shape
         _require_fit(path, full, value, shape, dtype=torch.float32)
         found.setdefault(name, {})[moment] = value
@@ -350,7 +350,7 @@ def _loaded(path: Path) -> dict[str, Tensor]:
 def _require_fit(
     path: Path, name: str, value: Tensor, shape: torch.Size, *, dtype: torch.dtype, exact: bool = False
 ) -> None:
-    """Of this shape and type; a reader may want floating-point numbers in another width."""
+    """Checks shape and type; a reader may load floating-point numbers in another width."""
     if value.shape != shape:
         raise _unfit(path, f"{name} has shape {list(value.shape)}, not {list(shape)}")
     if value.dtype != dtype and (exact or not (value.is_floating_point() and dtype.is_floating_point)):
@@ -362,7 +362,7 @@ def _unfit(path: Path, why: str) -> BadFile:
 
 
 def _once(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Each tensor under its first name: a tied head is the embedding."""
+    """Each tensor once, under its first name: a tied head is the embedding."""
     first: dict[tuple[Any, ...], str] = {}
     for name, tensor in state.items():
         first.setdefault((tensor.data_ptr(), tensor.shape, tensor.stride()) if tensor.numel() else (name,), name)
@@ -370,13 +370,13 @@ def _once(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _kept(model: nn.Module) -> dict[str, Tensor]:
-    """What a checkpoint holds: everything but frozen weights, which are where they came from."""
+    """The tensors to save: all but frozen weights, which can be loaded from their source."""
     frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
     return {name: tensor for name, tensor in model.state_dict().items() if name not in frozen}
 
 
 def _copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """On the host, as they are now. All copies from a device run before the first is waited for."""
+    """Copies on the host. All copies from a device are started before the first one is waited for."""
     copies = {name: tensor.detach().to("cpu", non_blocking=True) for name, tensor in tensors.items()}
     if any(tensor.is_cuda for tensor in tensors.values()):
         torch.cuda.synchronize()
@@ -384,9 +384,9 @@ def _copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _write(folder: Path, groups: Mapping[str, Mapping[str, Tensor]]) -> dict[str, FileFacts]:
-    """Writes a file for each group, and returns what the manifest says of it, hashed from memory and not from the disk.
+    """Writes a file for each group and returns its facts for the manifest, hashed from memory and not from disk.
 
-    Files are written while tensors are hashed: both release the interpreter's lock.
+    Files are written while tensors are hashed: both release the GIL.
     """
     with ThreadPoolExecutor(THREADS) as pool:
         written = {name: pool.submit(_write_file, group, folder / name) for name, group in groups.items()}
@@ -397,7 +397,7 @@ def _write(folder: Path, groups: Mapping[str, Mapping[str, Tensor]]) -> dict[str
 
 
 def _write_file(tensors: Mapping[str, Tensor], path: Path) -> int:
-    """The size of the file, which is on the disk when this returns."""
+    """Writes a file to disk, synced, and returns its size."""
     try:
         save_file(dict(tensors), path)
     except SafetensorError as error:
@@ -407,7 +407,7 @@ def _write_file(tensors: Mapping[str, Tensor], path: Path) -> int:
 
 
 def as_os_error(error: SafetensorError | OSError, path: Path) -> OSError:
-    """A full disk, a limit or a missing permission as the system calls it; safetensors has errors of its own."""
+    """Converts safetensors' own error for a full disk, a limit or a missing permission to the system's error."""
     if isinstance(error, OSError):
         return error
     number = re.search(r"os error (\d+)", str(error))
@@ -426,7 +426,7 @@ def _facts(tensor: Tensor) -> TensorFacts:
 
 
 def _different(path: Path, expected: Mapping[str, TensorFacts]) -> str | None:
-    """The first tensor that is not what the manifest says; None if all are."""
+    """The first tensor that differs from the manifest; None if all match."""
     with safe_open(path, framework="pt") as file, ThreadPoolExecutor(THREADS) as pool:
         names = list(file.keys())
         if set(names) != set(expected):

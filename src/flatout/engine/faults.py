@@ -1,4 +1,4 @@
-"""What can go wrong around a step, and what is done about it."""
+"""Faults around a step and how they are handled: out of memory, signals, skipped updates, full disks."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ import torch
 
 from flatout.errors import EnvironmentLacks, RunFailed
 
-# Skipped updates in a row that end a run. fp16 skips while its loss scale settles; otherwise it is a fault.
+# Skipped updates in a row that end a run. fp16 skips while its loss scale adapts; otherwise it is a fault.
 MAX_SKIPS = {"fp16": 20, "bf16": 3, "fp32": 3}
 
 
 class OutOfMemory(Exception):
-    """A step found too little memory, and nothing of it was applied.
+    """A step ran out of memory, and nothing of it was applied.
 
-    `recorded`: recordings of passes were held, and are dropped now, so that the same step may fit.
+    `recorded`: CUDA graphs were held and are dropped now, so that the same step may fit.
     """
 
     def __init__(self, text: str, *, recorded: bool = False) -> None:
@@ -33,14 +33,14 @@ def is_out_of_memory(error: BaseException) -> bool:
     """Whether an allocator failed, the device's or the host's (which raises a plain RuntimeError)."""
     if isinstance(error, torch.OutOfMemoryError):
         return True
-    # The host's allocator, a library's workspace, a kernel's first launch.
+    # From the host's allocator, a library's workspace, and a kernel's first launch.
     words = ("DefaultCPUAllocator", "CUBLAS_STATUS_ALLOC_FAILED", "CUDA error: out of memory", "[CUDA]: out of memory")
     return any(word in str(error) for word in words)
 
 
 @contextmanager
 def explained(predicted_gib: Mapping[str, float]) -> Iterator[None]:
-    """Any other place that runs out of memory ends the run with what takes most of it, not with a traceback."""
+    """Turns an out-of-memory error outside a step into a RunFailed that names the largest consumers."""
     try:
         yield
     except (torch.OutOfMemoryError, RuntimeError) as error:
@@ -64,7 +64,7 @@ def smaller(micro_batch: int) -> int:
 
 
 class StopRequest:
-    """Set by a signal, looked at between steps: the handler itself does nothing else."""
+    """Set by a signal and checked between steps; the signal handler does nothing else."""
 
     def __init__(self) -> None:
         self.signal: signal.Signals | None = None
@@ -74,15 +74,15 @@ class StopRequest:
 
     def _handle(self, number: int, _frame: FrameType | None) -> None:
         if number == signal.SIGINT and self.signal == signal.SIGINT:
-            raise KeyboardInterrupt  # the second Ctrl-C does not wait for the save
+            raise KeyboardInterrupt  # a second Ctrl-C does not wait for the save
         self.signal = self.signal or signal.Signals(number)
 
 
 @contextmanager
 def stop_on_signals() -> Iterator[StopRequest]:
-    """SIGTERM, SIGUSR1, SIGHUP and Ctrl-C ask for a stop after the step in flight.
+    """SIGTERM, SIGUSR1, SIGHUP and Ctrl-C request a stop after the current step.
 
-    Under nohup SIGHUP is ignored, so that the run outlives its terminal, and stays so.
+    Under nohup SIGHUP stays ignored, so that the run outlives its terminal.
     """
     request = StopRequest()
     numbers = [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT]
@@ -112,8 +112,8 @@ class SkipWatch:
         if self.row >= self.limit:
             raise RunFailed(
                 f"{self.row} updates in a row were skipped up to step {step}: loss {loss}, gradient norm {grad_norm} "
-                f"in {self.precision}. No weight was changed by them. Lower train.lr, raise train.warmup_steps, "
-                "or look at the data of these steps"
+                f"in {self.precision}. They changed no weights. Lower train.lr, raise train.warmup_steps, "
+                "or check the data of these steps"
             )
         return True
 
@@ -124,9 +124,9 @@ def require_space(folder: Path, *, needed_bytes: int, what: str) -> None:
         existing = next(p for p in (folder, *folder.absolute().parents) if p.exists())
         free = shutil.disk_usage(existing).free
     except OSError as error:
-        raise EnvironmentLacks(f"{folder} cannot be looked at: {error.strerror}. Choose another --run folder") from None
+        raise EnvironmentLacks(f"{folder} cannot be read: {error.strerror}. Choose another --run folder") from None
     if free < needed_bytes:
         raise EnvironmentLacks(
-            f"{what} need {needed_bytes / 2**30:.2f} GiB in {folder}, and only {free / 2**30:.2f} GiB are free: make "
-            "room, choose another --run folder, or set save.weights_only"
+            f"{what} need {needed_bytes / 2**30:.2f} GiB in {folder}, and only {free / 2**30:.2f} GiB are free: free "
+            "some space, choose another --run folder, or set save.weights_only"
         )

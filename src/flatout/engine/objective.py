@@ -1,8 +1,8 @@
-"""What a step minimises, what it reports by name, and how the gradients of several tasks become one.
+"""Training objectives, their metrics, and how the gradients of several tasks are combined.
 
-An objective is called once for each micro-batch, inside the model's forward pass, so that it decides itself which rows
-of the head it needs. Whatever it returns stays on the device: recorded passes (CUDA graphs), 8-bit matmuls and
-recomputation work for every objective, and nothing waits.
+An objective is called once per micro-batch, inside the model's forward pass, so that it decides which rows of the head
+it needs. Its results stay on the device: CUDA graphs, 8-bit matmuls and recomputation work for every objective, and
+nothing synchronizes.
 """
 
 from __future__ import annotations
@@ -17,10 +17,9 @@ from torch import Tensor
 from flatout.data.stream import Batch
 from flatout.engine.ranks import Ranks
 
-# The name of the number that is minimised.
+# The name of the minimised value.
 LOSS = "loss"
-# How a metric's values of micro-batches and ranks become one: their sum, their sum over all target tokens of the step,
-# or the largest.
+# How a metric is reduced over micro-batches and ranks: the sum, the sum divided by all target tokens, or the maximum.
 Rule = Literal["sum", "mean", "max"]
 # (hidden_NC, head weight_VC, targets_N) -> summed cross-entropy
 HeadLoss = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -35,7 +34,7 @@ class Head:
     loss: HeadLoss
 
     def cross_entropy(self, targets: Tensor, *, rows: Tensor | None = None) -> Tensor:
-        """Summed over the targets that are not ignored; `rows`: of these hidden states only."""
+        """Summed over the targets that are not ignored; `rows` selects some of the hidden states."""
         hidden = self.hidden_NC if rows is None else self.hidden_NC.index_select(0, rows)
         return self.loss(hidden, self.weight_VC, targets)
 
@@ -43,16 +42,16 @@ class Head:
 class Objective(Protocol):
     @property
     def metrics(self) -> Mapping[str, Rule]:
-        """What it reports beside the loss, and how values of micro-batches and ranks are joined."""
+        """The metrics it reports besides the loss, and how they are reduced over micro-batches and ranks."""
         ...
 
     def __call__(self, batch: Batch, head: Head) -> Mapping[str, Tensor]:
-        """The `loss`, a sum that the step divides by all its target tokens, and one number for each metric."""
+        """Returns the `loss`, a sum that the step divides by all its target tokens, and one value for each metric."""
         ...
 
 
 class CrossEntropy:
-    """The next token's: pretraining and fine-tuning."""
+    """Next-token cross-entropy, for pretraining and fine-tuning."""
 
     metrics: Mapping[str, Rule] = {}
 
@@ -72,13 +71,13 @@ class Tally:
         self._values = {name: torch.full((), empty[rule], device=device) for name, rule in metrics.items()}
 
     def add(self, found: Mapping[str, Tensor]) -> None:
-        """The metrics of one micro-batch; its loss is added by whoever divides it."""
+        """Adds the metrics of one micro-batch. The caller adds its loss, after dividing it."""
         for name, rule in self._rules.items():
             value = found[name].detach().float()
             self._values[name] = self._values[name].maximum(value) if rule == "max" else self._values[name] + value
 
     def reduced(self, ranks: Ranks, *, denominator: Tensor) -> Tensor:
-        """Every metric in the order of its declaration, joined over ranks; the loss too, in place."""
+        """Every metric in the order of its declaration, reduced over ranks; the loss too, in place."""
         summed = [name for name, rule in self._rules.items() if rule != "max"]
         joined = ranks.sum_(torch.stack([self.loss, *(self._values[name] for name in summed)]))
         self.loss = joined[0]
@@ -92,13 +91,13 @@ class Tally:
 
 
 class Combine(Protocol):
-    """Makes one gradient of the gradients of several tasks, as methods against conflicts between tasks do."""
+    """Combines the gradients of several tasks into one, as methods against conflicting gradients do."""
 
     @property
     def tasks(self) -> Sequence[str]:
-        """Every task a batch may name, in the same order on all ranks: each has a buffer of its own."""
+        """Every task a batch may name, in the same order on all ranks. Each has its own buffer."""
         ...
 
     def __call__(self, gradients: Mapping[str, Sequence[Tensor]], *, step: int) -> Sequence[Tensor]:
-        """`gradients`: of each task, summed over ranks, in the order of the parameters."""
+        """`gradients` are those of each task, summed over ranks, in the order of the parameters."""
         ...

@@ -1,4 +1,4 @@
-"""A model to ask, by the name of a run folder, a Hugging Face or PEFT folder, or a name on the hub (`eval`, `chat`)."""
+"""Opens a model for inference: a run folder, a Hugging Face or PEFT folder, or a name on the hub (`eval`, `chat`)."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from flatout.record import Run
 
 @dataclass(frozen=True, kw_only=True)
 class Opened:
-    """Ready to be asked: on its device, in the type it computes in."""
+    """A model that is ready for inference, on its device and in its compute type."""
 
     name: str
     model: Model
@@ -31,8 +31,8 @@ class Opened:
     run: Run | None = None
     step: int | None = None
     checksum: str | None = None  # of the checkpoint of a run
-    notices: tuple[str, ...] = ()  # what was not used, and why
-    folder: Path | None = None  # Hugging Face's, with these very weights, or those under the adapters
+    notices: tuple[str, ...] = ()  # checkpoints that were not used, and why
+    folder: Path | None = None  # the Hugging Face folder of these weights, or of the base under the adapters
     adapters: Adapters | None = None
     backend: str = "auto"
 
@@ -53,7 +53,7 @@ def open_model(
 ) -> Opened:
     """`dtype` None: fp32 on a CPU; on a GPU bf16, or fp16 where it has no bf16 units.
 
-    `trust` is the user's pin for code that comes with the model; nothing that is opened here can give it.
+    `trust` is the user's pin for code that comes with the model; no opened file can supply it.
     For `backend` vllm, which reads the weights itself, the model stays on the host.
     """
     place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
@@ -72,16 +72,16 @@ def open_model(
 
 
 def stop_ids(model: ModelSettings, tokenizer: Tokenizer) -> frozenset[int]:
-    """What ends an answer: the tokenizer's end mark, and what the makers of the model it began as say."""
+    """The ids that end an answer: the tokenizer's EOS, and those that the published base model names."""
     found: frozenset[int] = frozenset()
     if model.name is not None:
-        with suppress(FlatoutError):  # where it is gone: a run that holds all weights does not need it
+        with suppress(FlatoutError):  # the base may be gone: a run that has all weights does not need it
             found = _stop_ids(hub.folder(model.name, weights=False, revision=model.revision))
     return found | {tokenizer.eos_id}
 
 
 def _trained(name: str, device: torch.device, dtype: torch.dtype, trust: str | None) -> Opened:
-    """The newest checkpoint of a run; its adapters on the base as they learnt on it, in 4 bits if so."""
+    """The newest checkpoint of a run. Adapters are put on the base they were trained on, in 4 bits if it was."""
     run = Run.open(name)
     trained = open_trained(run, device=device, dtype=dtype, as_trained=True, trust=trust)
     settings, adapters = model_settings(run), trained.adapters
@@ -109,7 +109,7 @@ def _adapter(name: str, device: torch.device, dtype: torch.dtype) -> Opened:
         raise UsageError(f"{folder / peft.CONFIG} names no base_model_name_or_path: put the folder of its base there")
     under, shape = hub.folder(base, weights=True), named_shape(ModelSettings(name=base))
     if shape.foreign:
-        raise UsageError(f"{name} is an adapter on {base}, and adapters go with our own decoder only: {shape.foreign}")
+        raise UsageError(f"{name} is an adapter on {base}, but adapters need flatout's own decoder: {shape.foreign}")
     model = load_adapted(under, spec, shape=shape, device=device, compute_dtype=dtype)
     peft.load(model, folder, spec, base=peft.fingerprint(under))
     own = (folder / "tokenizer.json").is_file()
@@ -121,7 +121,7 @@ def _adapter(name: str, device: torch.device, dtype: torch.dtype) -> Opened:
 def _published(name: str, device: torch.device, dtype: torch.dtype, trust: str | None) -> Opened:
     """Our decoder where it runs the architecture, else the model as transformers builds it."""
     if Path(name).is_dir() and not (Path(name) / "config.json").is_file():
-        raise UsageError(f"{name} is neither a run folder nor a model folder: a model folder has a config.json")
+        raise UsageError(f"{name} is not a run folder, and not a model folder: a model folder has a config.json")
     folder = hub.folder(name, weights=True, trust=trust)
     shape = ModelShape.of_config(hub.read_json(folder / "config.json"))
     settings = ModelSettings(name=name, revision=None if hub.is_here(name) else folder.name, trust=trust)
@@ -138,7 +138,7 @@ def _natural(device: torch.device) -> str:
 
 
 def _stop_ids(folder: Path) -> frozenset[int]:
-    """What the model's makers say ends a text: often more than the tokenizer's one."""
+    """The EOS ids that the published model names, often more than the tokenizer's one."""
     found: set[int] = set()
     for file in ("generation_config.json", "config.json"):
         if (folder / file).is_file():

@@ -1,4 +1,4 @@
-"""Turns a plain decoder into the one that trains, in the one right order: kernels, recompute, then compile."""
+"""Prepares a plain decoder for training, in the required order: kernels, recompute, then compile."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from flatout.engine.resolve import Active
 from flatout.losses import RowLoss, linear_cross_entropy, row_loss
 from flatout.model import Attend, Block, Decoder, Foreign, Masked, Model, Padded, Rectangular, Short, Varlen, lora, nf4
 
-# Documents are laid out one by one and padded only up to so many times their tokens: the padding is kept as well.
+# Documents are padded to one length only if that multiplies their tokens by at most this: padding takes memory too.
 MOST_PADDING = 2
 
 
 def prepare(
     model: Model, *, active: Active, recompute: Recompute, loss_chunk: int
 ) -> tuple[HeadLoss, EightBits | None]:
-    """Operates on the model in place; gives the loss that goes with it, and its 8-bit state if it has one."""
+    """Prepares the model in place. Returns its loss, and its 8-bit state if it has one."""
     if isinstance(model, Foreign):
         model.recompute(recompute)
         return partial(linear_cross_entropy, chunk=loss_chunk, rows=_rows(active)), None
@@ -45,12 +45,14 @@ def prepare(
 
 
 def _fuse(model: Decoder, blocks: list[Block], *, active: Active, eight: EightBits | None) -> RowLoss:
-    """Puts the kernels where the model looks for them."""
+    """Attaches the kernels to the model."""
     from flatout.kernels import segments
 
     shape = model.shape
     for i, block in enumerate(blocks):
-        lora.settle(block, *(["qkv"] if active.fused_qkv else []), *(["gate_up", "down"] if active.fused_mlp else []))
+        lora.stack_weights(
+            block, *(["qkv"] if active.fused_qkv else []), *(["gate_up", "down"] if active.fused_mlp else [])
+        )
         if active.fused_qkv:
             scales = None if eight is None else eight.qkv[i]
             block.qkv_kernel = partial(
@@ -74,13 +76,13 @@ def _rows(active: Active) -> RowLoss:
 
 
 def _compile(model: Decoder, blocks: list[Block], *, active: Active, rows: RowLoss) -> RowLoss:
-    """Whatever is not a kernel already."""
+    """Compiles everything that is not already a kernel."""
     torch.compiler.assume_constant_result(nf4.pairs)
     options: dict[str, Any] = {"fullgraph": True, "dynamic": False}
     if active.compile == "max-autotune":
         options["mode"] = "max-autotune-no-cudagraphs"
     for block in blocks:
-        # The compiler takes a whole block, or the one segment of it that has no kernel.
+        # Compile a whole block, or the one segment of it that has no kernel.
         if not active.fused_qkv and not active.fused_mlp:
             block.compile(**options)
         elif not active.fused_qkv:
@@ -97,22 +99,22 @@ def _compile(model: Decoder, blocks: list[Block], *, active: Active, rows: RowLo
 
 
 def unprepared(model: Model) -> Model:
-    """The same weights without what `prepare` did, for shapes that training never has: prompts, single tokens."""
+    """The same weights without the work of `prepare`, for shapes that training never has: prompts, single tokens."""
     if isinstance(model, Foreign):
         return model
-    twin = copy.copy(model)
-    twin._modules = dict(model._modules)
-    twin.blocks = nn.ModuleList(copy.copy(block) for block in model.blocks)
-    twin.norm_kernel = twin.residual_dtype = None
-    for block in twin.blocks:
+    plain = copy.copy(model)
+    plain._modules = dict(model._modules)
+    plain.blocks = nn.ModuleList(copy.copy(block) for block in model.blocks)
+    plain.norm_kernel = plain.residual_dtype = None
+    for block in plain.blocks:
         assert isinstance(block, Block)
         block.recompute, block.qkv_kernel, block.mlp_kernel = "none", None, None
-    # Compiled methods stand beside those of the class, and compiled blocks beside themselves.
-    for module in (twin, *twin.blocks):
+    # Compiled methods are instance attributes that shadow those of the class.
+    for module in (plain, *plain.blocks):
         for name in ("enter", "leave", "norm_qkv_rope", "norm_mlp"):
             module.__dict__.pop(name, None)
         module._compiled_call_impl = None
-    return twin
+    return plain
 
 
 class EightBits:
@@ -152,29 +154,29 @@ class EightBits:
             self.head = head.Head8(weight)
             self._weights.append(weight)
             self._copies.append(self.head.weight)
-        # Saved with the weights: a resumed run scales as the uninterrupted one.
+        # Saved with the weights, so that a resumed run scales like an uninterrupted one.
         for name in ("scale", "inverse", "recent"):
             model.register_buffer(f"fp8_{name}", getattr(self.scales, name))
         self._stale = True
 
     def ready(self) -> None:
-        """Before the first step, or after weights were loaded."""
+        """Called before the first step, and after weights were loaded."""
         if self._stale:
             self._refresh(self._weights, self._copies)
             self._stale = False
 
     def updated(self) -> None:
-        """After an update: new scales from what the step saw, new copies of the weights."""
+        """Called after an update: computes new scales from the step's values and new copies of the weights."""
         self.scales.advance()
         self._refresh(self._weights, self._copies)
 
     def forget(self) -> None:
-        """What an abandoned step saw; and if weights are loaded before the next one, their copies are not these."""
+        """Drops the values of an abandoned step, and the weight copies, in case weights are loaded before the next."""
         self.scales.amax.zero_()
         self._stale = True
 
     def loss(self, plain: HeadLoss, *, chunk: int) -> HeadLoss:
-        """The head in 8 bits while training, the plain one in evaluations."""
+        """The head in 8 bits while training, the plain head in evaluations."""
         from flatout.kernels.head import linear_cross_entropy8
 
         def loss(hidden_NC: Tensor, weight_VC: Tensor, targets_N: Tensor) -> Tensor:
@@ -194,7 +196,7 @@ def attend_for(batch: Batch, *, active: Active) -> Attend:
         return Short(cu_seqlens=batch.cu_seqlens, longest=longest)
     if active.varlen:
         return Varlen(cu_seqlens=batch.cu_seqlens, longest=longest, repeat_kv=active.repeat_kv)
-    # Eager code on a CPU takes any number of documents; elsewhere it has to be the same for every batch.
+    # Eager code on a CPU takes any number of documents; elsewhere the number must be the same for every batch.
     trim = active.device.type == "cpu" and active.compile == "none"
     apart = Padded.of(batch.cu_seqlens, tokens=batch.tokens.numel(), longest=longest, trim=trim)
     scores, masked = apart.documents * longest**2, batch.num_sequences * batch.sequence_length**2
@@ -204,7 +206,7 @@ def attend_for(batch: Batch, *, active: Active) -> Attend:
 
 
 def recompiles() -> int | None:
-    """Graphs compiled so far in this process; it must stop growing after the first steps."""
+    """The number of graphs compiled so far in this process; it must stop growing after the first steps."""
     from torch._dynamo.utils import counters
 
     return int(counters["stats"]["unique_graphs"])

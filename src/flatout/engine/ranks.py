@@ -1,4 +1,4 @@
-"""This process among its peers. Alone unless torchrun (or a launcher like it) set the environment."""
+"""This process among its ranks: a single rank, unless torchrun or a similar launcher set the environment."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ VARIABLES = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
 
 
 class FirstRankFailed(FlatoutError):
-    """This rank leaves because the first one has said why."""
+    """This rank exits because the first one failed and reported the error."""
 
     def __init__(self, exit_code: int) -> None:
         super().__init__("the first rank failed")
@@ -31,7 +31,7 @@ class Ranks:
     rank: int = 0
     local_rank: int = 0
     world: int = 1
-    # Over the hosts' own network, for what the hosts must agree on without asking their devices.
+    # A group over the hosts' network, for what the hosts must agree on without using their devices.
     host_group: Any = None
 
     @property
@@ -51,7 +51,7 @@ class Ranks:
         return tensor
 
     def sum_gradients_(self, gradients: list[Tensor]) -> None:
-        """Large gradients where they lie; small ones laid end to end in buckets, summed and copied back."""
+        """Sums large gradients in place; small ones are concatenated in buckets, summed and copied back."""
         if self.world == 1:
             return
         for bucket in buckets(gradients):
@@ -64,7 +64,7 @@ class Ranks:
             torch._foreach_copy_(bucket, [p.view_as(g) for p, g in zip(pieces, bucket, strict=True)])
 
     def agree(self, text: str) -> str:
-        """What the first rank says, on every rank."""
+        """The first rank's text, on every rank."""
         if self.world == 1:
             return text
         box = [text]
@@ -73,7 +73,7 @@ class Ranks:
 
     @contextmanager
     def first_leads(self) -> Iterator[None]:
-        """What the first rank does alone; if it fails there, the others leave quietly with the same exit code."""
+        """For work of the first rank only. If it fails, the others exit quietly with the same exit code."""
         code = 0
         try:
             yield
@@ -86,7 +86,7 @@ class Ranks:
                 raise FirstRankFailed(told)
 
     def any(self, flag: bool) -> bool:
-        """Whether it is so on any rank. The hosts wait for each other, the devices do not."""
+        """Whether the flag is set on any rank. The hosts wait for each other, the devices do not."""
         if self.world == 1:
             return flag
         votes = torch.tensor([int(flag)])
@@ -99,7 +99,7 @@ class Ranks:
 
 
 def buckets(gradients: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Gradients in order, of one type and at most a bucket's bytes together; a larger one is alone."""
+    """Groups gradients in order, by type and up to a bucket's bytes; a larger gradient is its own bucket."""
     bucket: list[Tensor] = []
     size = 0
     for gradient in gradients:
@@ -127,11 +127,11 @@ def from_environment() -> Ranks:
 
 @contextmanager
 def joined(ranks: Ranks, *, num_gpus: int) -> Iterator[Ranks]:
-    """Joins the process group for the time of the block; nothing to do for one rank."""
+    """Joins the process group for the duration of the block; does nothing for one rank."""
     cuda = num_gpus > 0
     if cuda and ranks.local_rank >= num_gpus:
         raise UsageError(
-            f"rank {ranks.rank} wants GPU {ranks.local_rank}, and this machine shows {num_gpus}: "
+            f"rank {ranks.rank} needs GPU {ranks.local_rank}, but this machine has {num_gpus}: "
             f"torchrun --nproc-per-node {num_gpus}"
         )
     if ranks.world == 1:

@@ -1,8 +1,8 @@
-"""A micro-batch's passes recorded as CUDA graphs: one launch for each, where a host is slower than its device.
+"""Records the forward and backward pass of a micro-batch as CUDA graphs, for hosts that are slower than the device.
 
-A layer is many launches there and back, about 150 with adapters, and a host takes milliseconds for them whatever the
-size of the batch. The micro-batches of a run have few different shapes (see `data.packed`), so a few recordings serve
-them all. Used by `Engine`, with gradients that stay in place and are added to.
+A layer takes many kernel launches in both passes, about 150 with adapters, and a host needs milliseconds for them
+whatever the size of the batch. The micro-batches of a run have few different shapes (see `data.packed`), so a few
+graphs are enough. Used by `Engine`, with gradients that are accumulated in place.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from flatout.engine.faults import is_out_of_memory
 from flatout.engine.objective import LOSS
 from flatout.errors import RunFailed, first_line
 
-# Of all that could record a call of its own meanwhile, only this thread's are looked at: loaders pin memory in theirs.
+# Only this thread's calls are checked during capture: data loaders pin memory in their own threads.
 MODE = "thread_local"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recorded:
-    """The passes over one shape, and the places they read from and write to."""
+    """The CUDA graph of the passes for one shape, and the tensors it reads and writes."""
 
     batch: Batch
-    sums: Mapping[str, Tensor]  # what the objective found: the loss, summed over targets, and its metrics
-    gradient: Tensor  # of that loss
+    sums: Mapping[str, Tensor]  # the objective's results: the loss, summed over targets, and its metrics
+    gradient: Tensor  # of the loss
     forward: torch.cuda.CUDAGraph
     backward: torch.cuda.CUDAGraph
 
@@ -40,24 +40,24 @@ class Recorded:
 
 
 class Replay:
-    """Recordings by shape. A shape's first micro-batch runs as it is, which builds its kernels."""
+    """CUDA graphs by shape. A shape's first micro-batch runs without one, which compiles its kernels."""
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         self._parameters = parameters
         self._known: dict[Any, Recorded | None] = {}
-        self._memory: Any = None  # that all recordings share, since no two run at once
+        self._memory: Any = None  # shared by all graphs, since no two run at once
         self._begun = False
 
     def __bool__(self) -> bool:
-        """Whether a recording was begun, and gradients therefore have to stay where they are."""
+        """Whether a capture was started, so that gradients must keep their addresses."""
         return self._begun
 
     def is_due(self, batch: Batch) -> bool:
-        """Whether such a batch has run before, and has no recording."""
+        """Whether a batch of this shape has run before and has no graph yet."""
         return self._known.get(_key(batch), self) is None
 
     def of(self, batch: Batch) -> Recorded | None:
-        """The recording for a batch like this; None the first time."""
+        """The graph for a batch of this shape; None the first time."""
         return self._known.setdefault(_key(batch), None)
 
     def forget(self) -> None:
@@ -66,7 +66,7 @@ class Replay:
         self._begun = False
 
     def record(self, batch: Batch, sums: Callable[[Batch], Mapping[str, Tensor]]) -> None:
-        """Both passes over a batch on the device, which becomes the place that later ones are copied to."""
+        """Captures both passes over a batch on the device. Later batches are copied into this batch's tensors."""
         self._begun = True
         for parameter in self._parameters:
             if parameter.grad is None:
@@ -82,7 +82,7 @@ class Replay:
         except RuntimeError as error:
             if is_out_of_memory(error):
                 raise
-            raise RunFailed(f"a pass could not be recorded ({first_line(error)}): set plan.graphs: false") from error
+            raise RunFailed(f"CUDA graph capture failed ({first_line(error)}): set plan.graphs: false") from error
         self._known[_key(batch)] = Recorded(
             batch=batch,
             sums={name: value.detach() for name, value in found.items()},

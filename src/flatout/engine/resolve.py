@@ -1,4 +1,4 @@
-"""What the device granted of what the plan wished, decided once, with the reason, before the first step."""
+"""Decides once, before the first step, which of the plan's requests this device supports, with the reasons."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from flatout.model import Attend, Rectangular, Short, Varlen
 from flatout.plan import Plan, no_short
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-# Attention backends in the order they are tried after the one the plan wished for.
+# Attention backends in the order they are tried after the requested one.
 PREFERENCE = {"cuda": ("flash", "cudnn", "efficient", "math"), "cpu": ("flash", "math")}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Active:
-    """The paths that are really taken. `facts` says each in words, for the terminal and the record."""
+    """The active paths. `facts` describes each, for the terminal and the record."""
 
     device: torch.device
     dtype: torch.dtype
@@ -42,7 +42,7 @@ class Active:
 
 
 def check_build(hardware: Hardware) -> None:
-    """Says before anything is allocated when this torch cannot use the GPU that is there."""
+    """Refuses a torch build that cannot use this machine's GPU, before anything is allocated."""
     if hardware.gpu is None:
         return
     if not torch.cuda.is_available():
@@ -59,11 +59,11 @@ def check_build(hardware: Hardware) -> None:
 
 
 def resolve(plan: Plan, *, local_rank: int, deterministic: bool) -> Active:
-    """Applies the plan's process-wide settings and finds out what is available."""
-    wish = plan.decisions
-    dtype = DTYPES[wish.precision]
+    """Applies the plan's process-wide settings and finds the available paths."""
+    requested = plan.decisions
+    dtype = DTYPES[requested.precision]
     facts: dict[str, str] = {}
-    torch.set_num_threads(wish.threads)
+    torch.set_num_threads(requested.threads)
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
@@ -71,26 +71,26 @@ def resolve(plan: Plan, *, local_rank: int, deterministic: bool) -> Active:
     on_gpu = plan.job.device == "gpu"
     device = torch.device("cuda", local_rank) if on_gpu else torch.device("cpu")
     if on_gpu:
-        if wish.expandable_segments:
-            # Read when the first byte is allocated, which has not happened yet.
+        if requested.expandable_segments:
+            # torch reads this at the first allocation, which has not happened yet.
             os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
         torch.cuda.set_device(device)
-        torch.cuda.set_per_process_memory_fraction(wish.memory_fraction, device)
-        torch.backends.cuda.matmul.fp32_precision = "tf32" if wish.tf32 else "ieee"
+        torch.cuda.set_per_process_memory_fraction(requested.memory_fraction, device)
+        torch.backends.cuda.matmul.fp32_precision = "tf32" if requested.tf32 else "ieee"
         facts["device"] = torch.cuda.get_device_name(device)
     else:
         facts["device"] = f"CPU, {torch.get_num_threads()} threads"
     held = "weights and optimizer in fp32"
     if (adapters := plan.job.adapters) is not None:
-        frozen = "4 bits" if adapters.base_bits == 4 else wish.precision
+        frozen = "4 bits" if adapters.base_bits == 4 else requested.precision
         held = f"frozen weights in {frozen}, adapters of rank {adapters.rank} and optimizer in fp32"
-    facts["precision"] = f"{wish.precision}, {held}" + (", dynamic loss scaling" if dtype == torch.float16 else "")
+    facts["precision"] = f"{requested.precision}, {held}" + (", dynamic loss scaling" if dtype == torch.float16 else "")
     if plan.job.shape.foreign:
         facts["model"] = f"as transformers builds it: {plan.job.shape.foreign}"
         attention, repeat_kv, facts["attention"] = "transformers", False, "as transformers chooses it"
     else:
-        # What is not packed, or too long, has the library's kernel beside the one for short documents.
-        backend = "flash" if wish.attention == "short" else wish.attention
+        # Batches without short documents use the library's kernel.
+        backend = "flash" if requested.attention == "short" else requested.attention
         attention, repeat_kv, facts["attention"] = _attention(backend, plan.job.shape, dtype, device)
     varlen = False
     if plan.job.packing == "documents":
@@ -104,18 +104,18 @@ def resolve(plan: Plan, *, local_rank: int, deterministic: bool) -> Active:
         if varlen and (problem := _try_varlen(plan.job.shape, dtype, device)):
             repeat_kv = True
             facts["attention"] += f", keys and values repeated for it: {problem}"
-    if wish.attention == "short":
+    if requested.attention == "short":
         if problem := _try_short(plan, dtype, device):
             facts["attention"] += f"; short is not available: {problem}"
         else:
             attention, facts["attention"] = "short", f"our own for documents of at most {SHORT_DOCUMENT} tokens"
     kernels, words = _kernels(plan, dtype, device)
     facts |= words
-    compiler, facts["compile"] = _compiler(wish.compile, on_gpu=on_gpu)
+    compiler, facts["compile"] = _compiler(requested.compile, on_gpu=on_gpu)
     problem = _no_graphs(plan, compiler, on_gpu=on_gpu)
-    if wish.graphs:
-        facts["graphs"] = f"off: {problem}" if problem else "forward and backward pass launched whole"
-    facts["optimizer"] = "AdamW, fused" if wish.fused_optimizer else "AdamW, one operation at a time"
+    if requested.graphs:
+        facts["graphs"] = f"off: {problem}" if problem else "forward and backward pass as CUDA graphs"
+    facts["optimizer"] = "AdamW, fused" if requested.fused_optimizer else "AdamW, one operation at a time"
     return Active(
         device=device,
         dtype=dtype,
@@ -123,51 +123,51 @@ def resolve(plan: Plan, *, local_rank: int, deterministic: bool) -> Active:
         repeat_kv=repeat_kv,
         varlen=varlen,
         compile=compiler,
-        fused_optimizer=wish.fused_optimizer,
+        fused_optimizer=requested.fused_optimizer,
         facts=facts,
-        graphs=wish.graphs and problem is None,
+        graphs=requested.graphs and problem is None,
         **kernels,
     )
 
 
 def _no_graphs(plan: Plan, compiler: str, *, on_gpu: bool) -> str | None:
-    """Why passes cannot be recorded, or None."""
+    """Why CUDA graphs cannot be used, or None."""
     adapters = plan.job.adapters
     if not on_gpu:
-        return "nothing is launched on a CPU"
+        return "CUDA graphs need a GPU"
     if plan.job.shape.foreign:
         return "the model runs as transformers builds it"
     if compiler != "none" or plan.decisions.recompute == "selective":
-        return "not with compile or selective recomputation"
-    return "dropout draws anew in every pass" if adapters is not None and adapters.dropout else None
+        return "they do not work with compile or selective recomputation"
+    return "dropout needs new random numbers in every pass" if adapters is not None and adapters.dropout else None
 
 
 def _kernels(plan: Plan, dtype: torch.dtype, device: torch.device) -> tuple[dict[str, bool], dict[str, str]]:
-    """Which fused kernels run here, and the reason where a wished one does not."""
-    wish = plan.decisions
-    wished = {"qkv": wish.fused_qkv, "mlp": wish.fused_mlp, "loss": wish.fused_loss}
-    granted = dict.fromkeys(wished, False)
+    """Which fused kernels run here, and the reason if a requested one does not."""
+    requested = plan.decisions
+    kernels_requested = {"qkv": requested.fused_qkv, "mlp": requested.fused_mlp, "loss": requested.fused_loss}
+    available = dict.fromkeys(kernels_requested, False)
     words: dict[str, str] = {}
-    general = _no_triton(device) if any(wished.values()) else None
+    general = _no_triton(device) if any(kernels_requested.values()) else None
     adapters = plan.job.adapters
     if adapters is not None and (adapters.dropout or adapters.base_bits == 4):
-        general = "they take no adapter dropout and no 4-bit weights"
-    if wish.recompute == "selective":
+        general = "they do not support adapter dropout or 4-bit weights"
+    if requested.recompute == "selective":
         general = "selective recomputation keeps what they would overwrite"
     no_fp8 = None
-    if wish.fp8:
-        no_fp8 = why_no_fp8(device, dtype) if adapters is None else "adapters learn beside 16-bit matmuls"
-    eight = wish.fp8 and no_fp8 is None and device.type == "cuda"
-    for name, wanted in wished.items():
+    if requested.fp8:
+        no_fp8 = why_no_fp8(device, dtype) if adapters is None else "adapters need 16-bit matmuls"
+    eight = requested.fp8 and no_fp8 is None and device.type == "cuda"
+    for name, wanted in kernels_requested.items():
         problem = general
         if wanted and not general:
             problem = try_kernel(name, plan=plan, dtype=dtype, device=device, eight=eight)
-        granted[name] = wanted and problem is None
-        words[f"{name} kernel"] = "fused" if granted[name] else f"plain: {problem}" if wanted else "plain"
-    fp8 = wish.fp8 and any(granted.values()) and no_fp8 is None
-    if wish.fp8:
+        available[name] = wanted and problem is None
+        words[f"{name} kernel"] = "fused" if available[name] else f"plain: {problem}" if wanted else "plain"
+    fp8 = requested.fp8 and any(available.values()) and no_fp8 is None
+    if requested.fp8:
         words["fp8"] = "on: 8-bit matmuls in the fused segments" if fp8 else f"off: {no_fp8 or 'no fused segment'}"
-    return {f"fused_{name}": on for name, on in granted.items()} | {"fp8": fp8}, words
+    return {f"fused_{name}": on for name, on in available.items()} | {"fp8": fp8}, words
 
 
 def _no_triton(device: torch.device) -> str | None:
@@ -176,21 +176,21 @@ def _no_triton(device: torch.device) -> str | None:
     from flatout.kernels.launch import interpreted
 
     if device.type != "cuda" and not interpreted():
-        return "kernels are for GPUs"
+        return "the kernels need a GPU"
     return None
 
 
 def why_no_fp8(device: torch.device, dtype: torch.dtype) -> str | None:
-    """Why 8-bit matmuls do not run here; None if they can, and the kernels around them write what they should."""
+    """Why 8-bit matmuls do not run here; None if they do, and the kernels around them are correct."""
     if device.type != "cuda":
         return None
     if torch.cuda.get_device_capability(device) < (8, 9):
-        return "FP8 tensor cores begin with SM 8.9"
+        return "FP8 tensor cores need SM 8.9 or newer"
     if dtype != torch.bfloat16:
-        return f"it goes with bf16, not {dtype}"
+        return f"it works only with bf16, not {dtype}"
     from flatout.kernels import fp8, rows
 
-    # Triton 3.6 transposes some 8-bit tiles wrongly; whatever version is here, look.
+    # Triton 3.6 transposes some 8-bit tiles wrongly, so any version is checked.
     x = torch.randn(64, 192, device=device, dtype=dtype)
     scale = fp8.Scale.own(fp8.FORWARD, device)
     try:
@@ -199,21 +199,21 @@ def why_no_fp8(device: torch.device, dtype: torch.dtype) -> str | None:
         if not all(torch.equal(both.rows.float().t(), both.cols.float()) for both in (copy, gradient)):
             return "this version of Triton transposes 8-bit tiles wrongly"
         fp8.matmul(copy.rows, copy.rows, copy.inverse, copy.inverse, dtype=dtype, fast=True)
-    except Exception as error:  # whatever a compiler or library raises on this machine is the answer asked for
+    except Exception as error:  # any error of a compiler or library on this machine is the answer
         return f"{type(error).__name__}: {first_line(error)}"[:120]
     return None
 
 
 def try_kernel(name: str, *, plan: Plan, dtype: torch.dtype, device: torch.device, eight: bool) -> str | None:
-    """Why a fused segment cannot be trained with here; None if it took a forward and a backward pass.
+    """Why a fused segment cannot be used for training here; None if a forward and backward pass succeeded.
 
-    With `eight` it is tried in 8 bits, as the run uses it, so that no kernel is compiled in vain.
+    With `eight` it is tried in 8 bits, as the run uses it, so that no unused kernel is compiled.
     """
     from flatout.kernels import fp8, rows, segments
 
     shape = plan.job.shape
     if name == "qkv" and shape.qk_norm and shape.head_dim & (shape.head_dim - 1):
-        return f"query and key norms need heads of a power of two, not {shape.head_dim}"
+        return f"query and key norms need a head width that is a power of two, not {shape.head_dim}"
     tokens = 16
 
     def zeros(*size: int, kind: torch.dtype = torch.float32) -> torch.Tensor:
@@ -257,34 +257,34 @@ def try_kernel(name: str, *, plan: Plan, dtype: torch.dtype, device: torch.devic
         else:
             logits = torch.zeros(tokens, 512, device=device, dtype=dtype)
             rows.cross_entropy_(logits, torch.zeros(tokens, dtype=torch.long, device=device))
-    except Exception as error:  # whatever a compiler raises on this machine is the answer asked for
+    except Exception as error:  # any error of a compiler on this machine is the answer
         text = str(error).strip().splitlines()
         return f"{type(error).__name__}: {text[0] if text else ''}"[:120]
     return None
 
 
-def _attention(wish: str, shape: ModelShape, dtype: torch.dtype, device: torch.device) -> tuple[str, bool, str]:
-    """The first backend, beginning with the wished one, that takes a forward and a backward pass as training does.
+def _attention(requested: str, shape: ModelShape, dtype: torch.dtype, device: torch.device) -> tuple[str, bool, str]:
+    """The first backend, starting with the requested one, that runs a forward and backward pass as in training.
 
-    Only it and plain math stay switched on. Also says whether keys and values must be repeated for it, and why.
+    Only it and plain math stay enabled. Also returns whether keys and values must be repeated for it, and why.
     """
     refused: list[str] = []
-    for name in (wish, *(other for other in PREFERENCE[device.type] if other != wish)):
+    for name in (requested, *(other for other in PREFERENCE[device.type] if other != requested)):
         for repeat_kv in (False, True) if shape.heads != shape.kv_heads else (False,):
             problem = None if name == "math" else _try_attention(name, shape, dtype, device, repeat_kv=repeat_kv)
             if problem is None:
                 _enable(name, math=True)
                 groups = ", keys and values repeated for it" if repeat_kv else ""
                 before = f" ({'; '.join(refused)})" if refused else ""
-                return name, repeat_kv, f"{name}{groups}: takes {dtype} heads of {shape.head_dim} here{before}"
-        refused.append(f"{name} refused: {problem}")
+                return name, repeat_kv, f"{name}{groups}: supports {dtype} heads of {shape.head_dim} here{before}"
+        refused.append(f"{name} failed: {problem}")
     raise AssertionError("math takes everything")
 
 
 def _try_attention(
     name: str, shape: ModelShape, dtype: torch.dtype, device: torch.device, *, repeat_kv: bool
 ) -> str | None:
-    """Why this backend cannot be trained with; None if it can."""
+    """Why this backend cannot be used for training; None if it can."""
     _enable(name, math=False)
     sizes = ((128, heads, shape.head_dim) for heads in (shape.heads, shape.kv_heads, shape.kv_heads))
     inputs = [torch.zeros(size, device=device, dtype=dtype, requires_grad=True) for size in sizes]
@@ -296,7 +296,7 @@ def _try_attention(
 
 
 def _try_varlen(shape: ModelShape, dtype: torch.dtype, device: torch.device) -> str | None:
-    """Why the variable-length kernel needs keys and values repeated here; None if its groups are right as they are."""
+    """Why the variable-length kernel needs repeated keys and values here; None if its grouped heads are correct."""
     if shape.heads == shape.kv_heads:
         return None
     ends = _ends(80, device)
@@ -305,10 +305,12 @@ def _try_varlen(shape: ModelShape, dtype: torch.dtype, device: torch.device) -> 
 
 
 def _try_short(plan: Plan, dtype: torch.dtype, device: torch.device) -> str | None:
-    """Why the kernel for short documents does not run here; tried with the tile that this run's documents need."""
+    """Why the kernel for short documents does not run here. It is tried with the tile that the run's documents need."""
     longest = plan.job.longest or 0
-    wish = plan.decisions
-    refused = no_short(plan.job, precision=wish.precision, compile=wish.compile, recompute=wish.recompute)
+    requested = plan.decisions
+    refused = no_short(
+        plan.job, precision=requested.precision, compile=requested.compile, recompute=requested.recompute
+    )
     if problem := refused or _no_triton(device):
         return problem
     ends = _ends(longest, device)
@@ -317,13 +319,13 @@ def _try_short(plan: Plan, dtype: torch.dtype, device: torch.device) -> str | No
 
 
 def _ends(longest: int, device: torch.device) -> Tensor:
-    """Of two documents and an empty one, to try a kernel on."""
+    """The ends of two documents and an empty one, to try a kernel on."""
     last = longest + (longest + 1) // 2
     return torch.tensor([0, longest, last, last], dtype=torch.int32, device=device)
 
 
 def _differs(tried: Attend, plain: Attend, ends: Tensor, shape: ModelShape, dtype: torch.dtype) -> str | None:
-    """Why one attention cannot stand for another, gradients included; None if it can."""
+    """Why one attention cannot replace another, including gradients; None if it can."""
     generator = torch.Generator(ends.device).manual_seed(0)
     sizes = [(int(ends[-1]), heads, shape.head_dim) for heads in (shape.heads, shape.kv_heads, shape.kv_heads)]
     inputs = [torch.randn(size, device=ends.device, dtype=dtype, generator=generator) for size in sizes]
@@ -334,10 +336,10 @@ def _differs(tried: Attend, plain: Attend, ends: Tensor, shape: ModelShape, dtyp
             out = attend(*given)
             out.float().square().sum().backward()
             found.append([out.detach().float(), *(x.grad.float() for x in given if x.grad is not None)])
-    except Exception as error:  # whatever a compiler or library raises on this machine is the answer asked for
+    except Exception as error:  # any error of a compiler or library on this machine is the answer
         return f"{type(error).__name__}: {first_line(error)}"[:120]
     apart = [float((a - b).norm() / a.norm()) for a, b in zip(*found, strict=True)]
-    return None if all(x < 2e-2 for x in apart) else f"it differs by {max(apart):.2g}"
+    return None if all(x < 2e-2 for x in apart) else f"its results differ by {max(apart):.2g}"
 
 
 def _enable(name: str, *, math: bool) -> None:
@@ -348,12 +350,12 @@ def _enable(name: str, *, math: bool) -> None:
     cuda.enable_math_sdp(math or name == "math")
 
 
-def _compiler(wish: str, *, on_gpu: bool) -> tuple[str, str]:
-    if wish == "none":
-        return wish, "off: eager"
+def _compiler(requested: str, *, on_gpu: bool) -> tuple[str, str]:
+    if requested == "none":
+        return requested, "off: eager"
     if on_gpu:
         if importlib.util.find_spec("triton") is None:
             return "none", "off: triton is not installed"
     elif not (shutil.which("g++") or shutil.which("c++") or shutil.which("clang++")):
-        return "none", "off: compiling for a CPU needs a C++ compiler, and none is on the PATH"
-    return wish, f"per block, whole graph, static shapes ({wish})"
+        return "none", "off: compiling for a CPU needs a C++ compiler on the PATH"
+    return requested, f"per block, whole graph, static shapes ({requested})"

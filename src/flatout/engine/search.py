@@ -1,8 +1,8 @@
-"""Finds the micro-batch that runs fastest on this device by trying a few (`plan.micro_batch: auto`).
+"""Finds the fastest micro-batch on this device by trying a few (`plan.micro_batch: auto`).
 
-Each candidate runs real forward and backward passes over the longest sequences, with gradients standing as in a real
-step. One that does not fit is only left out. The batch of a step stays what was asked for, and nothing is changed:
-no weight, no scale, no random state that a step uses. What was found is kept in the user's cache folder.
+Each candidate runs real forward and backward passes over the longest sequences, with gradients allocated as in a real
+step. A candidate that does not fit is skipped. The batch of a step stays as configured, and no weight, scale or random
+state that a step uses is changed. Results are stored in the user's cache folder.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from flatout.errors import RunFailed, UsageError
 from flatout.files import BadFile, write_atomic
 from flatout.plan import Plan
 
-# Decided before the search, and built into the engine that it tries.
+# Decided before the search, and fixed in the engine that it tries.
 KEPT = ("recompute", "graphs", "fp8")
-# Passes timed of each candidate, seconds after which no other is tried, and how near the best is as good.
+# Timed passes per candidate, seconds after which no further one is tried, and the tolerance for equal speed.
 PASSES, BUDGET_S, NEAR = 3, 50.0, 0.99
 # A file of the cache has a few hundred bytes.
 CACHE_BYTES = 1 << 20
@@ -45,25 +45,25 @@ class Trial:
 
 @dataclass(frozen=True, kw_only=True)
 class Remembered:
-    """The file of one case in the cache; `key` is the case."""
+    """A cached search result; `key` identifies its case."""
 
     key: str
     trials: tuple[Trial, ...]
 
 
 def candidates(plan: Plan) -> list[int]:
-    """The predicted size, then its neighbours: twice as large where memory may allow it, and smaller ones."""
+    """The predicted size, then its neighbours: twice as large if memory may allow it, and smaller ones."""
     sequences, predicted = plan.job.rank_sequences, plan.decisions.micro_batch
     sizes = [n for n in range(1, sequences + 1) if sequences % n == 0]
     larger = [n for n in sizes if predicted < n <= 2 * predicted and _may_fit(plan, n)][-1:]
     if plan.decisions.graphs:
-        larger = []  # tried launch by launch it would only hide the host better, and recorded it would take more memory
+        larger = []  # without CUDA graphs it would only hide the host better, and with them it would take more memory
     smaller = [next((n for n in reversed(sizes) if n <= predicted // part), None) for part in (2, 4)]
     return [predicted, *larger, *(n for n in dict.fromkeys(smaller) if n is not None)]
 
 
 def search(engine: Engine, plan: Plan, ranks: Ranks, batch_of: Callable[[int], Batch]) -> list[Trial]:
-    """Tries the candidates on all ranks; where none of them fits, halves of the smallest until one does."""
+    """Tries the candidates on all ranks; if none fits, halves the smallest until one does."""
     trials: list[Trial] = []
     began = time.perf_counter()
     waiting = candidates(plan)
@@ -82,14 +82,14 @@ def search(engine: Engine, plan: Plan, ranks: Ranks, batch_of: Callable[[int], B
 
 
 def chosen(trials: Sequence[Trial]) -> Trial:
-    """The smallest of those as fast as the fastest: what memory it leaves is worth more than a percent."""
+    """The smallest of those as fast as the fastest: free memory is more useful than a percent of speed."""
     fitting = _fitting(trials)
     best = max(trial.tokens_per_s or 0.0 for trial in fitting)
     return min((t for t in fitting if (t.tokens_per_s or 0.0) >= NEAR * best), key=lambda t: t.micro_batch)
 
 
 def key_of(plan: Plan) -> str:
-    """All that the answer depends on."""
+    """A key over everything that the result depends on."""
     loose = ("micro_batch", "accumulation", "loss_chunk", "workers", "prefetch", "pin_memory", "manual_gc")
     facts = {
         "versions": [__version__, str(torch.__version__)],
@@ -103,7 +103,7 @@ def key_of(plan: Plan) -> str:
 
 
 def remembered(folder: Path, key: str) -> list[Trial] | None:
-    """What an earlier search found; None if there was none, or its file is not what a search writes."""
+    """The result of an earlier search; None if there is none, or its file is not valid."""
     path = folder / f"{key[:32]}.json"
     try:
         found = files.typed(Remembered, files.read_json(path, limit=CACHE_BYTES), source=path)
@@ -121,11 +121,11 @@ def remember(folder: Path, key: str, trials: Sequence[Trial]) -> None:
             folder / f"{key[:32]}.json", json.dumps(asdict(Remembered(key=key, trials=tuple(trials)))).encode()
         )
     except OSError:
-        return  # a cache that cannot be written is searched again
+        return  # without a writable cache, the next run searches again
 
 
 def longest(batch: Batch) -> Batch:
-    """The same tokens as one document per sequence: the most attention a batch of this shape can ask for."""
+    """The same tokens as one document per sequence: the most attention work for a batch of this shape."""
     if batch.cu_seqlens is None:
         return batch
     tokens, length = batch.tokens.numel(), batch.sequence_length
@@ -137,12 +137,12 @@ def longest(batch: Batch) -> Batch:
 
 
 def fitted(plan: Plan, trials: Sequence[Trial], *, size: int, source: str) -> Plan:
-    """The plan with the size that was found, and why."""
+    """The plan with the size that was found, and the reason."""
     kept = {name: getattr(plan.decisions, name) for name in KEPT}
     found = plan.but(micro_batch=size, **kept)
     speeds = {trial.micro_batch: trial.tokens_per_s for trial in trials}
     others = [f"{n}: {f'{speed:,.0f}' if speed else 'did not fit'}" for n, speed in speeds.items() if n != size]
-    how = "launched one by one" if plan.decisions.graphs else "forward and backward"
+    how = "without CUDA graphs" if plan.decisions.graphs else "forward and backward"
     reason = f"{speeds[size]:,.0f} tokens/s {how}, {source}" + (f" ({', '.join(others)})" if others else "")
     reasons = {name: plan.reasons[name] for name in KEPT}
     return replace(found, reasons={**found.reasons, **reasons, "micro_batch": reason})
@@ -153,12 +153,12 @@ def _try(engine: Engine, batch_of: Callable[[int], Batch], size: int, ranks: Ran
     try:
         batch = longest(batch_of(size))
         start = time.perf_counter()
-        engine.rehearse(batch)
+        engine.trial_pass(batch)
         engine.wait()
         first_s = time.perf_counter() - start
         start = time.perf_counter()
         for _ in range(PASSES):
-            engine.rehearse(batch)
+            engine.trial_pass(batch)
         engine.wait()
         seconds = (time.perf_counter() - start) / PASSES
     except (torch.OutOfMemoryError, RuntimeError) as error:
@@ -193,5 +193,5 @@ def _may_fit(plan: Plan, size: int) -> bool:
     pins: dict[str, Any] = {"micro_batch": size, "recompute": plan.decisions.recompute}
     try:
         return plan.but(**pins).predicted.peak_gib <= plan.decisions.memory_fraction * total
-    except UsageError:  # the plan itself says that it does not fit
+    except UsageError:  # the plan already knows that it does not fit
         return False

@@ -1,7 +1,7 @@
-"""Does every optional path work on this device, and is it worth it? `flatout hardware --selftest`.
+"""Tests whether every optional path works on this device, and how fast it is: `flatout hardware --selftest`.
 
-Each path runs forward and backward beside the plain one it replaces: same inputs, the difference as a share of the
-plain result, the time of both. A path that raises or differs too much is said to be unusable, with the reason.
+Each path runs forward and backward on the same inputs as the plain path it replaces. The results are the relative
+difference and the time of both. A path that raises or differs too much is reported as unusable, with the reason.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from flatout.cost import Adapters, ModelShape
 from flatout.engine.prepare import prepare
 from flatout.engine.resolve import Active
 from flatout.errors import first_line
-from flatout.kernels.chance import uniform
+from flatout.kernels.uniform import uniform
 from flatout.losses import linear_cross_entropy, row_loss
 from flatout.model import Attend, Block, Decoder, Masked, Padded, Rectangular, Short, Varlen
 from flatout.model.decoder import linear
 from flatout.model.lora import Adapter
 from flatout.optim import FusedAdamW, adamw
 
-# A larger difference than this, relative to the plain result, is an error and not rounding.
+# A larger relative difference than this is an error and not rounding.
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 1e-2}
 EIGHT_BIT_TOLERANCE = 0.15
 REPEATS = 5
-# Steps after which delayed scales have found every matrix of a block, from the last to the first.
+# Steps after which delayed scales have adapted to every matrix of a block, from the last to the first.
 SETTLING = 6
 
 Work = Callable[[], Sequence[Tensor]]
@@ -60,14 +60,14 @@ class _Trial:
 
 
 def selftest(device: torch.device) -> list[Check]:
-    """All optional paths on this device, one after the other; takes seconds, or a minute where there is a compiler."""
+    """Tests all optional paths on this device in turn. Takes seconds, or a minute with a compiler."""
     checks = []
     for trial in _trials(device):
         try:
             found, expected = trial.fast(), trial.plain()
             difference = max(_difference(a, b) for a, b in zip(found, expected, strict=True))
             speedup = _seconds(trial.plain, device) / _seconds(trial.fast, device)
-        except Exception as error:  # whatever a path raises on this device is the answer asked for
+        except Exception as error:  # any error of a path on this device is the answer
             reason = f"{type(error).__name__}: {first_line(error)}"
             checks.append(Check(path=trial.path, against=trial.against, usable=False, reason=reason[:160]))
             continue
@@ -149,7 +149,7 @@ def _trials(device: torch.device) -> Iterator[_Trial]:
         tolerance=limit,
     )
     yield _Trial(
-        path="adapters: beside the frozen projection",
+        path="adapters: on a frozen projection",
         against="W x + scale B (A x)",
         fast=_adapted(shape, tokens, dtype, device, plain=False),
         plain=_adapted(shape, tokens, dtype, device, plain=True),
@@ -189,13 +189,13 @@ def _trials(device: torch.device) -> Iterator[_Trial]:
         )
         yield _Trial(
             path="kernel: decode attention over shared prompts",
-            against="each row by itself",
+            against="each row alone",
             fast=_decode(shape, dtype, device, kernel=True),
             plain=_decode(shape, dtype, device, kernel=False),
             tolerance=limit,
         )
         yield _Trial(
-            path="kernel: draw a token",
+            path="kernel: sample a token",
             against="softmax and search",
             fast=_draw(shape, dtype, device, kernel=True),
             plain=_draw(shape, dtype, device, kernel=False),
@@ -239,7 +239,7 @@ def _attention(
 
 
 def _decode(shape: ModelShape, dtype: torch.dtype, device: torch.device, *, kernel: bool) -> Work:
-    """One token of each of 256 rows, 16 to a prompt of 128 tokens, each with 64 tokens of its own."""
+    """One token of each of 256 rows, 16 per prompt of 128 tokens, each with 64 tokens of its own."""
     rows, together, prompt, own = 256, 16, 128, 64
     groups, width = shape.heads // shape.kv_heads, shape.head_dim
     k, v = (
@@ -279,7 +279,7 @@ def _decode(shape: ModelShape, dtype: torch.dtype, device: torch.device, *, kern
 
 
 def _draw(shape: ModelShape, dtype: torch.dtype, device: torch.device, *, kernel: bool) -> Work:
-    """The log-probability of one token of each of 256 rows, drawn by chance, of few that are likely at all."""
+    """The log-probability of one sampled token in each of 256 rows, where only a few tokens are likely."""
     rows = 256
     logits = 10 * _random((rows, shape.vocab), seed=0, dtype=dtype, device=device)
     index = torch.arange(rows, device=device)
@@ -413,7 +413,7 @@ def _kernel_loss(shape: ModelShape, tokens: int, dtype: torch.dtype, device: tor
 
 
 def _adapted(shape: ModelShape, tokens: int, dtype: torch.dtype, device: torch.device, *, plain: bool) -> Work:
-    """Gate and up with adapters on both, by the adapter's own path or by the formula."""
+    """Gate and up with adapters on both, by the adapter's path or by the plain formula."""
     spec = Adapters(rank=16, alpha=32.0)
     adapter = Adapter(spec, shape, group="gate_up").to(device)
     with torch.no_grad():
@@ -457,14 +457,14 @@ def _random(size: tuple[int, ...], *, seed: int, dtype: torch.dtype, device: tor
 
 
 def _difference(found: Tensor, expected: Tensor) -> float:
-    """As a share of the expected; a NaN is an infinite difference."""
+    """Relative to the expected result; a NaN is an infinite difference."""
     a, b = found.detach().double(), expected.detach().double()
     share = float((a - b).norm() / b.norm().clamp(min=1e-12))
     return share if share == share else float("inf")
 
 
 def _seconds(work: Work, device: torch.device) -> float:
-    """Median of a few runs; waits for the device, measuring is all that happens here."""
+    """The median time of a few runs; waits for the device."""
     taken = []
     for _ in range(REPEATS):
         start = time.perf_counter()

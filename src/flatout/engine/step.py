@@ -1,8 +1,8 @@
-"""One optimizer step: every recipe's loop stands on this, and nothing in it waits for the device.
+"""One optimizer step, used by every recipe's loop; nothing in it waits for the device.
 
-All micro-batches of a step are at hand before the first forward, so the loss is a sum over exactly the target
-tokens of the whole step, on all ranks. The gradient norm decides on the device whether the update happens
-(anything non-finite skips it), and the numbers of a step are read two steps later, when they are long there.
+All micro-batches of a step are known before the first forward pass, so the loss is divided by exactly the target
+tokens of the whole step, on all ranks. Whether the update is applied is decided on the device (anything non-finite
+skips it), and the numbers of a step are read two steps later, when they have long arrived.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ SCALE_START, SCALE_GROWTH_INTERVAL = 65536.0, 2000
 
 @dataclass(frozen=True, kw_only=True)
 class StepFacts:
-    """A finished step, read late."""
+    """The numbers of a finished step."""
 
     step: int
     time: float  # unix seconds at its end
@@ -49,7 +49,7 @@ class StepFacts:
     lr: float
     skipped: bool
     loss_scale: float | None
-    metrics: Mapping[str, float] = field(default_factory=dict)  # what the objective reports beside the loss
+    metrics: Mapping[str, float] = field(default_factory=dict)  # the objective's metrics besides the loss
 
 
 @dataclass(kw_only=True)
@@ -89,7 +89,7 @@ class Engine:
         self.objective: Objective = objective or CrossEntropy()
         self.combine = combine
         self.parameters = [p for p in model.parameters() if p.requires_grad]
-        # fp16 needs a loss scale that moves; 8-bit gradients one that makes them independent of the batch's size.
+        # fp16 needs a dynamic loss scale; 8-bit gradients one that makes them independent of the batch size.
         self.scale_moves = active.dtype == torch.float16
         self.scaled = self.scale_moves or eight is not None
         device = active.device
@@ -103,15 +103,15 @@ class Engine:
         self._taken = 0
 
     def begin_step(self, step: int) -> None:
-        """Opens a step. The caller marks what it does before calling `step`: evaluating, saving, waiting for data."""
+        """Starts a step. The caller marks its phases before calling `step`: evaluating, saving, waiting for data."""
         if self._clock is None:
             self._clock = time.perf_counter()
         self.phases.begin_step(step)
 
     def step(self, step: int, batches: list[Batch]) -> None:
-        """Enqueues one optimizer step. Raises `OutOfMemory`, on all ranks, if any had too little; nothing changed then.
+        """Enqueues one optimizer step. If any rank runs out of memory, all raise `OutOfMemory` and nothing changes.
 
-        The step can be taken again with the same sequences in smaller micro-batches.
+        The step can then be retried with the same sequences in smaller micro-batches.
         """
         torch.manual_seed(_step_seed(self.seed, step, self.ranks.rank))
         device = self.active.device
@@ -132,7 +132,7 @@ class Engine:
             if not is_out_of_memory(error):
                 raise
             shortage = str(error).splitlines()[0]
-        # Only the words are kept: the exception's frames hold the tensors that have to go.
+        # Only the message is kept: the exception's frames hold the tensors that must be freed.
         if self.ranks.any(bool(shortage)):
             recorded = self.ranks.any(bool(self.replay))
             self.forget()
@@ -146,7 +146,7 @@ class Engine:
         lr = self.schedule(step)
         norm = self._update(self._combined(gradients, step=step), tally.loss, lr)
         if self.eight is not None:
-            # One scale on all ranks: a resumed run then goes on exactly, whichever rank saved.
+            # One scale on all ranks: a resumed run then continues exactly, whichever rank saved.
             self.ranks.max_(self.eight.scales.amax)
             self.eight.updated()
         numbers = torch.cat([torch.stack([tally.loss, norm, self.scale]).double(), totals, metrics.double()])
@@ -162,7 +162,7 @@ class Engine:
                 self._accumulate(batch, tally, denominator=denominator)
             return {"": [p.grad for p in self.parameters if p.grad is not None]}
         if unknown := {batch.task for batch in batches} - set(self.combine.tasks):
-            raise ValueError(f"batches of {unknown}, and only the gradients of {list(self.combine.tasks)} are combined")
+            raise ValueError(f"batches of {unknown}, but only gradients of {list(self.combine.tasks)} are combined")
         gradients = {}
         for task in self.combine.tasks:
             for batch in batches:
@@ -172,18 +172,18 @@ class Engine:
         return gradients
 
     def _taken_gradient(self, parameter: Tensor) -> Tensor:
-        """A parameter's gradient, out of the way of the next task's; zero where this rank has nothing of the task."""
+        """Takes a parameter's gradient before the next task; zero if this rank has no batch of the task."""
         if parameter.grad is None:
             return torch.zeros_like(parameter)
         if not self.replay:
             taken, parameter.grad = parameter.grad, None
             return taken
-        taken = parameter.grad.clone()  # recorded passes add to where it lies
+        taken = parameter.grad.clone()  # CUDA graphs accumulate into the original
         parameter.grad.zero_()
         return taken
 
     def _combined(self, gradients: Mapping[str, list[Tensor]], *, step: int) -> list[Tensor]:
-        """The gradients that the update applies, where the optimizer looks for them."""
+        """Stores the combined gradients for the optimizer and returns them."""
         if self.combine is None:
             return gradients[""]
         for parameter, gradient in zip(self.parameters, self.combine(gradients, step=step), strict=True):
@@ -218,20 +218,20 @@ class Engine:
         tally.loss += part.detach()
         tally.add(sums)
 
-    def rehearse(self, host_batch: Batch) -> None:
-        """A forward and a backward pass whose gradients nobody uses; `forget` ends a rehearsal."""
+    def trial_pass(self, host_batch: Batch) -> None:
+        """Runs a forward and a backward pass whose gradients are not used; call `forget` after the last one."""
         if self.eight is not None:
             self.eight.ready()
         loss = self.sums(host_batch.to(self.active.device))[LOSS] / max(1, host_batch.num_target_tokens)
         (loss * self.scale if self.scaled else loss).backward()
 
     def wait(self) -> None:
-        """For the device; never in a step."""
+        """Waits for the device; never called in a step."""
         if self.active.device.type == "cuda":
             torch.cuda.synchronize()
 
     def forget(self) -> None:
-        """Drops the gradients of passes that led to no update, and the memory they took."""
+        """Drops gradients that led to no update, and frees their memory."""
         self.optimizer.zero_grad(set_to_none=True)
         if self.replay is not None:
             self.replay.forget()
@@ -242,11 +242,11 @@ class Engine:
             torch.cuda.empty_cache()
 
     def end_step(self) -> None:
-        """Closes a step: its evaluation, save and record, if any, are behind it."""
+        """Ends a step, after its evaluation, save and record, if any."""
         self.phases.end_step()
         self._taken += 1
         if self._taken == WARM_STEPS:
-            # Once: what is measured from here on begins with the host and the device at the same place, as it ends.
+            # Once: synchronize, so that later measurements start with host and device at the same point, as they end.
             self.wait()
         pending, now = self._pending[-1], time.perf_counter()
         pending.seconds, self._clock = now - (self._clock or now), now
@@ -256,7 +256,7 @@ class Engine:
             pending.ready.record()
 
     def sums(self, batch: Batch) -> Mapping[str, Tensor]:
-        """What the objective makes of a batch on the device: the loss, with its graph, and its metrics."""
+        """The objective's results for a batch on the device: the loss, with its autograd graph, and its metrics."""
         attend = attend_for(batch, active=self.active)
 
         def head(hidden_NC: Tensor, weight_VC: Tensor) -> Mapping[str, Tensor]:
@@ -267,7 +267,7 @@ class Engine:
 
     @torch.no_grad()
     def evaluate(self, batches: list[Batch]) -> float:
-        """Mean loss per target token over all ranks' batches. Waits for the device: call it now and then."""
+        """Mean loss per target token over all ranks' batches. Waits for the device: call it rarely."""
         sums = torch.zeros(2, dtype=torch.float64, device=self.active.device)
         for batch in batches:
             sums[0] += self.sums(batch.to(self.active.device))[LOSS]
@@ -280,11 +280,11 @@ class Engine:
         scaled_norm = torch.nn.utils.get_total_norm(gradients)
         norm = scaled_norm / self.scale
         not_finite = (~torch.isfinite(norm + loss)).float()
-        # The update divides by this, which unscales and clips in the optimizer's own pass over the gradients.
+        # The optimizer divides by this in its own pass over the gradients, which unscales and clips them.
         divisor = self.scale if self.clip is None else self.scale * (norm / self.clip).clamp(min=1.0)
         if isinstance(self.optimizer, FusedAdamW):
             self.optimizer.step(lr=lr, divisor=divisor, skip=not_finite)
-        elif not not_finite.item():  # the plain path asks the device, and waits
+        elif not not_finite.item():  # the plain path waits for the device
             torch._foreach_div_(gradients, divisor)
             for group in self.optimizer.param_groups:
                 group["lr"] = lr
@@ -300,10 +300,10 @@ class Engine:
         while self._pending and (all or len(self._pending) > LAG):
             pending = self._pending.popleft()
             if pending.ready is not None:
-                # Two steps old, so it is there; this also keeps the host from running away from the device.
+                # Two steps old, so it has arrived; this also limits how far the host runs ahead of the device.
                 pending.ready.synchronize()
                 if not self._pending and self._clock is not None:
-                    # The host was ahead: the last step's time is also what was waited for now.
+                    # The host was ahead: the last step's time includes this wait.
                     now = time.perf_counter()
                     pending.seconds, self._clock = pending.seconds + now - self._clock, now
             self._spans |= {timing.step: timing.spans for timing in self.phases.ready()}
@@ -329,6 +329,6 @@ class Engine:
 
 
 def _step_seed(seed: int, step: int, rank: int) -> int:
-    """One number per (seed, step, rank), far apart from its neighbours, so a resumed step draws the same."""
+    """A seed for each (seed, step, rank), far from its neighbours, so that a resumed step uses the same numbers."""
     mixed = (seed * 0x9E3779B97F4A7C15 + step * 0xBF58476D1CE4E5B9 + rank * 0x94D049BB133111EB) % 2**64
     return (mixed ^ (mixed >> 31)) % 2**63

@@ -1,4 +1,4 @@
-"""The model a run has come to: its newest whole checkpoint and its tokenizer (`export`, `demo`)."""
+"""The trained model of a run: its newest intact checkpoint and its tokenizer (`export`, `demo`)."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Trained:
     step: int
     checksum: str  # of the checkpoint
     notices: tuple[str, ...] = ()  # why it is not the newest checkpoint
-    adapters: Adapters | None = None  # on the model, whose other weights are those of `base`
+    adapters: Adapters | None = None  # on the model, whose other weights come from `base`
     base: str | None = None
     fingerprint: str | None = None
 
@@ -42,9 +42,9 @@ def open_trained(
     as_trained: bool = False,
     trust: str | None = None,
 ) -> Trained:
-    """Weights on the device in `dtype`. Under adapters the base is held in 16 bits or more, or `as_trained`.
+    """Loads the weights on the device in `dtype`. Under adapters the base has 16 bits or more, or is `as_trained`.
 
-    `trust` is the user's pin for code that comes with the model the run began as; the run itself gives none.
+    `trust` is the user's pin for code of the model that the run started from; the run itself cannot supply it.
     """
     checkpoint, notices = chosen_checkpoint(run, best=best)
     check_tokenizer(run.tokenizer_dir, checkpoint)
@@ -54,11 +54,11 @@ def open_trained(
         model: Model = empty_model(model_settings(run, trust=trust), shape=shape, device=device, dtype=dtype)
     else:
         if base is None:
-            raise UsageError(f"{run.path} trained adapters on random weights, which nobody else has: nothing to write")
+            raise UsageError(f"{run.path} trained adapters on random weights, so there is no base model to export for")
         folder = hub.folder(base, weights=True, revision=model_settings(run).revision)
         fingerprint = peft.fingerprint(folder)
         if fingerprint != checkpoint.state.get("base"):
-            raise UsageError(f"{base} holds other weights than those the adapters of {run.path} were trained on")
+            raise UsageError(f"{base} does not have the weights that the adapters of {run.path} were trained on")
         held = spec if as_trained else replace(spec, base_bits=16)
         model = load_adapted(folder, held, shape=shape, device=device, compute_dtype=dtype)
     restore(checkpoint, model=model, optimizer=None)
@@ -76,18 +76,16 @@ def open_trained(
 
 
 def chosen_checkpoint(run: Run, *, best: bool = False) -> tuple[Checkpoint, tuple[str, ...]]:
-    """The newest that holds, with a sentence for each newer one that does not; or the best one, and no other."""
+    """The newest intact checkpoint, with a sentence for each newer damaged one; or only the best one."""
     checkpoints = Checkpoints(run.checkpoints_dir, identity=None, keep=2, run=run.id)
     checkpoint, problems = checkpoints.best() if best else checkpoints.latest()
     why = "; ".join(problems)
     if checkpoint is None and best and problems:
-        raise UsageError(
-            f"the best checkpoint of {run.path} cannot be used: {why}. Without --best, the newest is taken"
-        )
+        raise UsageError(f"the best checkpoint of {run.path} cannot be used: {why}. Without --best, the newest is used")
     if checkpoint is None and best:
         raise UsageError(f"{run.path} keeps no best checkpoint: train with save.best: true, or export the newest")
     if checkpoint is None:
-        raise UsageError(f"{run.path} has no whole checkpoint" + (f": {why}" if problems else " yet"))
+        raise UsageError(f"{run.path} has no intact checkpoint" + (f": {why}" if problems else " yet"))
     return checkpoint, tuple(f"{run.path}: {text}. Step {checkpoint.step} is used instead" for text in problems)
 
 
@@ -104,16 +102,16 @@ def tokenizer_fingerprint(folder: Path) -> str:
 
 
 def check_tokenizer(folder: Path, checkpoint: Checkpoint) -> None:
-    """Refuses a run's tokenizer that is not the one its weights were trained with; older checkpoints name none."""
-    again = "remove the folder, and `flatout train --resume` makes it again"
+    """Refuses a tokenizer that the run's weights were not trained with; older checkpoints do not name theirs."""
+    again = "remove the folder, and `flatout train --resume` rebuilds it"
     if not (folder / "tokenizer.json").is_file():
-        raise UsageError(f"{folder} holds no whole tokenizer: {again}")
+        raise UsageError(f"{folder} has no complete tokenizer: {again}")
     if checkpoint.tokenizer is not None and tokenizer_fingerprint(folder) != checkpoint.tokenizer:
-        raise UsageError(f"{folder} was changed since {checkpoint.folder.name} was saved: put it back, or {again}")
+        raise UsageError(f"{folder} was changed after {checkpoint.folder.name} was saved: restore it, or {again}")
 
 
 def _job(run: Run) -> tuple[ModelShape, Adapters | None, str | None]:
-    """What the plan says of the model."""
+    """The model's shape, adapters and base, from the plan."""
     source, job = run.path / "plan.json", run.plan.get("job")
     job = job if isinstance(job, dict) else {}
     adapters, base = job.get("adapters"), job.get("base")

@@ -1,4 +1,4 @@
-"""Models measured on tasks, with intervals (`flatout eval`, and recipes on a cadence)."""
+"""Evaluates models on tasks, with confidence intervals (`flatout eval`, and recipes during training)."""
 
 from flatout.evaluate.intervals import Difference, Interval, mean_interval, paired, wilson
 from flatout.evaluate.measure import Score, chosen, compare, evaluate

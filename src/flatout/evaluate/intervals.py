@@ -1,4 +1,4 @@
-"""How sure a measured figure is: 95 % intervals, and of two models on the same questions, their difference."""
+"""95 % confidence intervals, and the paired difference of two models on the same questions."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-Z = 1.959963984540054  # 95 % of a normal distribution lie within so many standard deviations
+Z = 1.959963984540054  # 95 % of a normal distribution is within this many standard deviations
 RESAMPLES = 2000
 SEED = 0
 
@@ -23,7 +23,7 @@ class Interval:
 
 @dataclass(frozen=True, kw_only=True)
 class Difference:
-    """Second minus first; `p` is McNemar's exact test where every reward is 0 or 1, None elsewhere."""
+    """Second minus first; `p` is McNemar's exact test if every reward is 0 or 1, otherwise None."""
 
     value: float
     low: float
@@ -33,7 +33,7 @@ class Difference:
 
 
 def wilson(successes: int, n: int) -> Interval:
-    """Of a proportion; sensible also at 0 and n, and for few."""
+    """The Wilson interval of a proportion, which is also valid at 0 and n, and for small n."""
     if not 0 <= successes <= n or n < 1:
         raise ValueError(f"{successes} of {n}")
     share = successes / n
@@ -43,20 +43,20 @@ def wilson(successes: int, n: int) -> Interval:
 
 
 def mean_interval(values: Sequence[float]) -> Interval | None:
-    """Of a mean: Wilson's where every value is 0 or 1, by resampling elsewhere; None from a single value."""
+    """The interval of a mean: Wilson's if every value is 0 or 1, otherwise by bootstrap; None for a single value."""
     if values and all(value in (0.0, 1.0) for value in values):
         return wilson(round(sum(values)), len(values))
     return bootstrap(values, lambda drawn: sum(drawn) / len(drawn))
 
 
 def ratio_interval(above: Sequence[float], below: Sequence[float]) -> Interval | None:
-    """Of sum(above) / sum(below) over pairs, such as losses and tokens of windows."""
+    """The interval of sum(above) / sum(below) over pairs, such as losses and tokens of windows."""
     pairs = list(zip(above, below, strict=True))
     return bootstrap(pairs, lambda drawn: sum(a for a, _ in drawn) / sum(b for _, b in drawn))
 
 
 def bootstrap(values: Sequence[T], statistic: Callable[[Sequence[T]], float]) -> Interval | None:
-    """The middle 95 % of what the statistic gives on resampled values; None where there is nothing to resample."""
+    """The middle 95 % of the statistic on resampled values; None if there are too few to resample."""
     if len(values) < 2:
         return None
     chance = random.Random(SEED)
@@ -82,6 +82,6 @@ def paired(first: Sequence[float], second: Sequence[float]) -> Difference | None
 
 
 def mcnemar(gained: int, lost: int) -> float:
-    """How likely a split at least so uneven is, were gains and losses equally likely (exact, two-sided)."""
+    """The probability of a split at least this uneven if gains and losses were equally likely (exact, two-sided)."""
     n, fewer = gained + lost, min(gained, lost)
     return min(1.0, sum(math.comb(n, k) for k in range(fewer + 1)) / 2.0 ** (n - 1))

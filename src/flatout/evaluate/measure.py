@@ -1,4 +1,4 @@
-"""How good a model is at tasks: what it writes is graded, choices are compared by likelihood, text by surprise."""
+"""Scores models on tasks: completions are graded, choices compared by likelihood, texts measured by perplexity."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from flatout.evaluate.intervals import Difference, mean_interval, paired, ratio_
 from flatout.sample import Sampler, Sampling, prompt_ids, stop_texts, text_of
 from flatout.tasks import Grader, Task, Texts, open_task
 
-# Which questions a limit leaves: the same for every model, spread over the file.
+# The seed for the questions under a limit: the same for every model, spread over the file.
 SUBSET_SEED = 0
-# Text is read in windows of so many tokens, each beginning afresh.
+# Text is read in independent windows of this many tokens.
 WINDOW = 1024
 CHOICES_AT_ONCE = 32
-# From this share of completions on that could not be graded, the metric's own name says so.
+# If at least this share of completions could not be graded, the metric's name says so.
 UNGRADED_SHARE = 0.05
 
 # (done, of) after each question
@@ -29,27 +29,27 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True, kw_only=True)
 class Score:
-    """One task's result. Counts say what the figure hides: no answer, no room, cut short, graders killed."""
+    """The result of one task, with counts of completions without answer, too long, cut off, or not graded."""
 
     task: str
     spec: str
-    metric: str  # accuracy (all rewards 0 or 1), reward, perplexity; with the share not graded, where that is large
+    metric: str  # accuracy (all rewards 0 or 1), reward, perplexity; with the share not graded, if it is large
     value: float
     low: float | None
     high: float | None
     n: int  # questions; for perplexity, tokens
-    of: int | None  # how many the task has; None where it never ends
+    of: int | None  # the task's number of questions; None if it is endless
     samples: int
     seconds: float
     indices: tuple[int, ...]
-    rewards: tuple[float, ...]  # of each question, the mean over its samples
+    rewards: tuple[float, ...]  # the mean over its samples, for each question
     details: dict[str, Any] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
     def brief(self) -> dict[str, Any]:
-        """For a run's record, without each question's reward."""
+        """The score for a run's record, without the rewards of single questions."""
         return {key: value for key, value in asdict(self).items() if key not in ("indices", "rewards")}
 
 
@@ -63,7 +63,7 @@ def evaluate(
     limit: int | None = None,
     progress: Progress = lambda done, of: None,
 ) -> Iterable[Score]:
-    """A score for each task, one after the other. All specs are opened first: a mistake costs nothing."""
+    """Scores each task in turn. All specs are opened first, so that a mistake is reported at once."""
     tasks = [open_task(spec) for spec in specs]
     for task in tasks:
         chosen(task.size, limit=limit, name=task.name)
@@ -91,10 +91,10 @@ def evaluate(
 
 
 def chosen(size: int | None, *, limit: int | None, name: str = "this task") -> list[int]:
-    """Which questions are asked."""
+    """The indices of the questions to use."""
     if size is None:
         if limit is None:
-            raise UsageError(f"{name} never ends: say how many questions with --limit")
+            raise UsageError(f"{name} is endless: set the number of questions with --limit")
         return list(range(limit))
     if limit is None or limit >= size:
         return list(range(size))
@@ -102,7 +102,7 @@ def chosen(size: int | None, *, limit: int | None, name: str = "this task") -> l
 
 
 def compare(first: Score, second: Score) -> Difference | None:
-    """Of two models on one task's same questions; None for perplexity, whose tokens may differ."""
+    """The difference of two models on the same questions; None for perplexity, whose tokens may differ."""
     if first.metric == "perplexity" or first.indices != second.indices:
         return None
     return paired(first.rewards, second.rewards)
@@ -149,7 +149,7 @@ def _written(
 def _choices(
     task: Task, spec: str, indices: Sequence[int], *, sampler: Sampler, tokenizer: Tokenizer, progress: Progress
 ) -> Score:
-    """The likeliest per byte, so that a long choice has no handicap."""
+    """Chooses the likeliest per byte, so that a long choice has no disadvantage."""
     # After `Answer:` a word begins with a space; after a template's mark it does not.
     space = "" if tokenizer.has_template else " "
     rewards = [0.0] * len(indices)
@@ -207,10 +207,10 @@ def _texts(
     windows: list[list[int]] = []
     for i in range(task.size):
         ids = [*tokenizer.begin_ids, *tokenizer.encode_batch([task.text(i)])[0]]
-        # Each ends where the next begins, so that every token but the very first is predicted once.
+        # Each ends where the next begins, so that every token but the first is predicted once.
         windows += [ids[at : at + size + 1] for at in range(0, len(ids) - 1, size)]
     if not windows:
-        raise UsageError(f"{spec}: nothing to predict, the texts have one token or none")
+        raise UsageError(f"{spec}: nothing to predict, the texts have at most one token")
     kept = [windows[i] for i in chosen(len(windows), limit=limit)]
     losses, tokens = [], []
     for at, found in enumerate(sampler.surprisals(kept)):

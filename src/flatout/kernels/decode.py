@@ -1,9 +1,9 @@
 """Attention while generating: tiles of queries, each reading one range of a pool of tokens.
 
-A query may read several ranges one after another (what all prompts begin with, its own prompt, what it has written):
-each call goes on with the softmax that the last one left. A range that many rows share is read once for all of them.
+A query may read several ranges in turn (the common prefix, its own prompt, its generated tokens): each call continues
+the softmax of the one before. A range that many rows share is read once for all of them.
 
-Legend: N queries, H query heads, G key/value heads, D head width, T tiles, Q queries a tile, P tokens of the pool.
+Legend: N queries, H query heads, G key/value heads, D head width, T tiles, Q queries per tile, P tokens of the pool.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from torch import Tensor
 
 from flatout.kernels.launch import width
 
-# Keys looked at together.
+# Keys per block.
 BLOCK = 64
-# Rows of a tile, queries times the heads that share a key: the least a tensor core takes, and a full tile.
+# Rows of a tile, queries times the heads that share a key: the minimum for a tensor core, and a full tile.
 LEAST, FULL, READING = 16, 64, 128
 
 
@@ -36,7 +36,7 @@ def _read(
     which = row // GROUPS
     query = tl.load(queries + tile * QUERIES + which, mask=which < QUERIES, other=-1).to(tl.int64)
     known = (query >= 0) & (query < N)
-    # Loaded whether known or not: no load waits for another one.
+    # Loaded unconditionally, so that no load waits for another one.
     limit = tl.where(known, tl.load(seen + tile * QUERIES + which, mask=which < QUERIES, other=0), 0)
     start = tl.load(starts + tile).to(tl.int64)
     most = tl.max(limit, axis=0)
@@ -95,8 +95,8 @@ def _keep(
 
 @dataclass(frozen=True, kw_only=True)
 class Tiles:
-    """Which queries read which range of the pool: tile t from `starts[t]` on, query i of it so many tokens as
-    `seen[t, i]`. No query is -1, and sees 0; queries beyond those at hand are passed over."""
+    """The range of the pool that each query reads: tile t starts at `starts[t]`, and its query i reads `seen[t, i]`
+    tokens. An unused query is -1 and reads 0; queries beyond the given ones are skipped."""
 
     queries_TQ: Tensor
     seen_TQ: Tensor
@@ -116,7 +116,7 @@ class Tiles:
 
 @dataclass(frozen=True, kw_only=True)
 class Partial:
-    """What queries have summed up so far; one for all layers."""
+    """The partial softmax sums of the queries; shared by all layers."""
 
     sums_NHD: Tensor
     tops_NH: Tensor
@@ -132,12 +132,12 @@ class Partial:
 
 
 def reading_rows(head_dim: int, dtype: torch.dtype) -> int:
-    """Rows of a tile that reads prompts: a large one, where registers hold it."""
+    """Rows of a prefill tile: a large one, if the registers can hold it."""
     return READING if head_dim * dtype.itemsize <= 256 else FULL
 
 
 def _stages(query_size: int, key_size: int, like: Tensor) -> int:
-    """How many blocks of keys and values are under way at once: up to three, as shared memory holds them."""
+    """How many blocks of keys and values are loaded at once: up to three, as shared memory allows."""
     if not like.is_cuda:
         return 3
     most: int = torch.cuda.get_device_properties(like.device).shared_memory_per_block_optin
@@ -145,14 +145,14 @@ def _stages(query_size: int, key_size: int, like: Tensor) -> int:
 
 
 def per_tile(groups: int, rows: int) -> int:
-    """How many queries a tile of so many rows holds."""
+    """How many queries a tile of this many rows holds."""
     return max(1, rows // groups)
 
 
 def read(q_NHD: Tensor, k_GPD: Tensor, v_GPD: Tensor, ranges: list[Tiles], *, partial: Partial | None = None) -> Tensor:
     """Attention of each query over its ranges, of which the last one reaches every query.
 
-    `partial` is needed where there are several. Queries are the rows of one buffer, heads beside each other.
+    `partial` is needed if there are several. Queries are the rows of one buffer, with adjacent heads.
     """
     n, heads, d = q_NHD.shape
     groups = heads // k_GPD.shape[0]

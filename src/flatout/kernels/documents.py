@@ -1,4 +1,4 @@
-"""Causal attention inside packed documents that are short: all keys of a document lie in one tile.
+"""Causal attention inside short packed documents: all keys of a document fit in one tile.
 
 The libraries' kernel is made for long sequences. It takes tiles of its own size however short a document is, gives the
 gradients of keys and values once per query head, to be summed afterwards, and keeps what it summed. Here a program has
@@ -96,7 +96,7 @@ def _backward(
         o_BD = _rows(out, begin * dq_row + head * D, dq_row, row, d, known)
         log_B = tl.load(logs + head * N + begin + row, mask=row < length, other=0.0)
         along_B = tl.sum(d_BD.to(tl.float32) * o_BD.to(tl.float32), axis=1)
-        # Keys by queries: as they come, scores are then the left side of the two sums over queries.
+        # Keys by queries: without a transpose, the scores are the left operand of both sums over queries.
         s_TB = tl.dot(k_TD, tl.trans(q_BD), input_precision=PRECISION) * scale - log_B[None, :]
         p_TB = tl.where((col[:, None] <= row[None, :]) & inside, tl.exp(s_TB), 0.0)
         dv_TD += tl.dot(p_TB.to(d_BD.dtype), d_BD, input_precision=PRECISION)
@@ -158,7 +158,7 @@ def _sizes(q: Tensor, k: Tensor, longest: int, choice: tuple[int, int, int]) -> 
 
 
 def attend(q_NHD: Tensor, k_NGD: Tensor, v_NGD: Tensor, ends_S: Tensor, longest: int) -> Tensor:
-    """Each token over its document up to itself. Every token is in a document; empty ones may follow the last.
+    """Attention of each token over its document up to itself. All tokens are in documents; empty ones may follow.
 
     No document may have more than `SHORT_DOCUMENT` tokens; heads have a power of two of columns, 16 to 128.
     """

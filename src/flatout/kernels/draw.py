@@ -1,9 +1,9 @@
-"""One token a row from its logits, its log-probability, and what follows for the row: a single pass over the bytes.
+"""Samples one token per row from its logits, with its log-probability, and updates the row's state in a single kernel.
 
-Draws invert the cumulated probabilities, block by block: the block is chosen by the blocks' sums, the token inside it.
+Sampling inverts the cumulative probabilities: first the block is chosen by the blocks' sums, then the token inside it.
 Top-k and top-p are thresholds, found by bisection over the bits of a logit.
 
-Legend: R rows, V vocabulary, S tokens a row may write, K stop tokens.
+Legend: R rows, V vocabulary, S tokens a row may generate, K stop tokens.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from torch import Tensor
 from flatout.kernels.launch import cdiv, width
 
 BLOCK = 4096
-# Low bits that every logit of this type has at zero once it is fp32: bisection need not look at them.
+# Low bits that are zero in every logit of this type once it is fp32: bisection can skip them.
 _EMPTY_BITS = {torch.bfloat16: 16, torch.float16: 13, torch.float32: 0}
 
 
 @triton.jit
 def _ordered(x, SHIFT: tl.constexpr):
-    """Integers in the order of floats."""
+    """Maps floats to integers in the same order."""
     bits = x.to(tl.int32, bitcast=True)
     return (bits ^ ((bits >> 31) & 0x7FFFFFFF)) >> SHIFT
 
 
 @triton.jit
 def _allowed(logits, base, col, stops, early, KNOWN, STOPS: tl.constexpr, EARLY: tl.constexpr):
-    """Logits of a block, fp32; what must not be drawn at minus infinity."""
+    """The logits of a block in fp32; minus infinity for tokens that must not be sampled."""
     y = tl.load(logits + base + col, mask=col < KNOWN, other=float("-inf")).to(tl.float32)
     if EARLY:
         for i in range(STOPS):
@@ -39,7 +39,7 @@ def _allowed(logits, base, col, stops, early, KNOWN, STOPS: tl.constexpr, EARLY:
 
 @triton.jit
 def _uniform(key, position):
-    """`kernels.chance.uniform`, in fp32; there is no number between the largest and 1."""
+    """`kernels.uniform.uniform`, in fp32; there is no number between the largest and 1."""
     x = key + (position + 1) * -7046029254386353131
     x = (x ^ ((x >> 30) & 0x3FFFFFFFF)) * -4658895280553007687
     x = (x ^ ((x >> 27) & 0x1FFFFFFFFF)) * -7723592293110705685
@@ -62,8 +62,8 @@ def _draw(
     base = row * V
     i = tl.arange(0, BLOCK)
     block = tl.arange(0, BLOCKS)
-    tops = tl.full((BLOCKS,), -1e30, dtype=tl.float32)  # of each block, the highest logit that may be drawn
-    sums = tl.zeros((BLOCKS,), dtype=tl.float32)  # and the sum of its weights beside that
+    tops = tl.full((BLOCKS,), -1e30, dtype=tl.float32)  # of each block, the highest logit that may be sampled
+    sums = tl.zeros((BLOCKS,), dtype=tl.float32)  # and the sum of its weights relative to that
     # The softmax over everything, at temperature 1.
     highest = -1e30
     total = 0.0
@@ -148,7 +148,7 @@ def _draw(
         chosen = b * BLOCK + inner
     chosen = tl.minimum(chosen, KNOWN - 1)
     logprob = tl.load(logits + base + chosen).to(tl.float32) - highest - tl.log(total)
-    # What follows for the row.
+    # Update the row's state.
     going = tl.load(alive + place)
     at = place * S + tl.minimum(written, S - 1)
     tl.store(ids + at, chosen.to(tl.int64), mask=going > 0)
@@ -165,9 +165,9 @@ def draw_(
     logits_RV: Tensor, keys: Tensor, places_R: Tensor, stops_K: Tensor, rows: tuple[Tensor, ...], *,
     known: int, temperature: float, top_p: float, top_k: int, min_tokens: int,
 ) -> None:  # fmt: skip
-    """Draws for the rows at `places` and writes down what follows: (token, position, count, alive, limit, ids,
-    logprobs), as `sample.state` has them. Only the first `known` tokens are drawn; stop tokens are a power of two in
-    number, filled up with -1."""
+    """Samples for the rows at `places` and updates their state: (token, position, count, alive, limit, ids, logprobs),
+    as in `sample.state`. Only the first `known` tokens are sampled; the number of stop tokens is a power of two,
+    padded with -1."""
     num_rows, vocab = logits_RV.shape
     block = min(BLOCK, max(16, width(vocab)))
     _draw[(num_rows,)](

@@ -1,11 +1,11 @@
-"""8-bit matmuls: matrices in FP8 with one scale each, both ways round, as Hopper's tensor cores want them.
+"""8-bit matmuls: matrices in FP8 with one scale each, by rows and by columns, as Hopper's tensor cores need them.
 
-A matrix x is stored as x * scale. Weights are scaled by what they hold now; activations and gradients by the largest
-value they held lately (delayed scaling), because a kernel that writes them cannot wait to know its own. Values beyond
+A matrix x is stored as x * scale. Weights are scaled by their current largest value; activations and gradients by a
+recent largest value (delayed scaling), because a kernel does not know it before it has written them. Values beyond
 the range saturate. Forward values take e4m3, gradients e5m2, which has less precision and more range.
 
-Both operands of an FP8 matmul must lie along the summed dimension, so what is multiplied twice, along its rows in one
-product and along its columns in another, is written twice.
+Both operands of an FP8 matmul must be contiguous along the summed dimension, so a matrix that is multiplied along its
+rows in one product and along its columns in another is stored twice.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import Tensor
 from flatout.kernels.launch import cdiv
 
 FORWARD, BACKWARD = torch.float8_e4m3fn, torch.float8_e5m2
-# Programs add their largest value to one of so many places: one would be a queue.
+# Programs write their largest value to one of this many slots, to avoid contention.
 SLOTS = 64
 # How fast an old largest value is forgotten, and how far above it the range ends.
 MEMORY, HEADROOM = 0.95, 2.0
@@ -38,7 +38,7 @@ class Scale:
 
     @classmethod
     def own(cls, dtype: torch.dtype, device: torch.device, value: float = 1.0) -> Scale:
-        """One that is set by whoever owns the matrix, and never delayed."""
+        """A scale that the owner of the matrix sets, without delay."""
         scale = torch.tensor(value, device=device)
         return cls(dtype=dtype, scale=scale, inverse=1.0 / scale, amax=torch.zeros(1, device=device))
 
@@ -55,7 +55,7 @@ class Scale:
 
 
 def slot(fp8: Scale | None) -> tuple[Tensor | None, Tensor | None]:
-    """A kernel's arguments for a scale that may not be wanted; so are `limits` and `slots`."""
+    """A kernel's arguments for an optional scale, like `limits` and `slots`."""
     return (None, None) if fp8 is None else (fp8.scale, fp8.amax)
 
 
@@ -95,7 +95,7 @@ class Scales:
 
     @torch.no_grad()
     def advance(self) -> None:
-        """Takes in what the last step saw. Scales are powers of two, so that scaling itself rounds nothing."""
+        """Updates the scales from the last step's values. They are powers of two, so that scaling rounds nothing."""
         seen = self.amax.amax(dim=1, keepdim=True)
         self.recent.copy_(torch.maximum(seen, self.recent * MEMORY))
         wanted = torch.exp2(torch.floor(torch.log2(self._largest / (HEADROOM * self.recent))))
@@ -135,7 +135,7 @@ def _transpose(x, out, N, M, ROWS: tl.constexpr, COLS: tl.constexpr):
 
 
 def quantise(x_NM: Tensor, fp8: Scale, *, count: bool = True, into: Both | None = None) -> Both:
-    """A matrix in 8 bits, both ways round; its largest value is taken down unless the scale is already its own."""
+    """A matrix in 8 bits, by rows and by columns; its largest value is recorded unless the scale is its own."""
     n, m = x_NM.shape
     both = fp8.empty(n, m, device=x_NM.device) if into is None else into
     # Triton 3.6 transposes 8-bit tiles wrongly where they were made from 32-bit ones: those take a second pass.
@@ -160,7 +160,7 @@ def transposed(x8_NM: Tensor, *, into: Tensor | None = None) -> Tensor:
 
 
 class Weight:
-    """A weight's 8-bit copies, made anew once a step, with the scale that fits it at that moment."""
+    """A weight's 8-bit copies, refreshed once per step with its current scale."""
 
     def __init__(self, weight: Tensor) -> None:
         self.scale = Scale.own(FORWARD, weight.device)
@@ -180,7 +180,7 @@ class Weight:
 
 
 def matmul(a: Tensor, b_t: Tensor, a_inverse: Tensor, b_inverse: Tensor, *, dtype: torch.dtype, fast: bool) -> Tensor:
-    """a @ b_t.T of 8-bit matrices, both lying along the summed dimension. `fast` sums in fewer bits."""
+    """a @ b_t.T of 8-bit matrices, both contiguous along the summed dimension. `fast` sums in fewer bits."""
     if not a.is_cuda:  # the tests' way: exact products of the same 8-bit values
         product = (a.float() * a_inverse) @ (b_t.float() * b_inverse).t()
         return product.to(dtype)

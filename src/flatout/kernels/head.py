@@ -16,7 +16,7 @@ from flatout.kernels.rows import cross_entropy8
 
 
 class Head8:
-    """The head's 8-bit weight and the fixed scale of the logits' gradient, which lies in [-1, 1]."""
+    """The head's 8-bit weight and the fixed scale of the logits' gradient, which is in [-1, 1]."""
 
     def __init__(self, weight_VC: Tensor) -> None:
         self.weight = fp8.Weight(weight_VC)
@@ -30,7 +30,7 @@ class _LinearCrossEntropy8(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int, head: Head8) -> Tensor:
         w, dtype = head.weight.both, hidden.dtype
-        # The hidden state is narrow: its largest value is found here and now.
+        # The hidden state is narrow, so its current largest value is computed here.
         largest = float(torch.finfo(fp8.FORWARD).max)
         scale = torch.exp2(torch.floor(torch.log2(largest / hidden.abs().amax().float().clamp(min=1e-12))))
         head.hidden.scale.copy_(scale)

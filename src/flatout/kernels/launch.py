@@ -1,4 +1,4 @@
-"""What every kernel file needs: when Triton can run, and how tiles are sized."""
+"""Shared helpers of the kernel files: whether Triton can run, and tile sizes."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from torch import Tensor
 
 
 def interpreted() -> bool:
-    """Whether kernels run on the CPU, operation by operation: the tests' way (TRITON_INTERPRET=1)."""
+    """Whether kernels run interpreted on the CPU, as in the tests (TRITON_INTERPRET=1)."""
     return bool(triton.knobs.runtime.interpret)
 
 
 def width(columns: int) -> int:
-    """A row in one tile: the next power of two."""
+    """The tile width that holds a row: the next power of two."""
     return int(triton.next_power_of_2(columns))
 
 

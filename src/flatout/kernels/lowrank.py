@@ -1,11 +1,11 @@
-"""A frozen projection with a low-rank adapter beside it: y = x W' + bias + s (x A') B', and its gradients.
+"""A frozen projection with a low-rank adapter: y = x W' + bias + s (x A') B', and its gradients.
 
-Library matmuls only. What lies between A and B is a few columns wide, so it costs bytes, not operations, and the bytes
-are those of the wide matrices it is computed from or added to. One matmul therefore does two things wherever the
-columns can lie beside a matrix that is read or written anyway:
+Library matmuls only. The product x A' is a few columns wide, so its cost is memory traffic, mostly of the wide matrices
+it is computed from or added to. One matmul therefore does two things if the columns can be stored next to a matrix
+that is read or written anyway:
 
-    forward    wider than the input:  [x | x A'] [W | B]' ; whoever makes x leaves room beside it
-               otherwise:             x [W ; A]' gives y and what lies between, and B's product is added in place
+    forward    wider than the input:  [x | x A'] [W | B]' ; the producer of x leaves columns free next to it
+               otherwise:             x [W ; A]' gives y and x A', and B's product is added in place
     backward   the other way round
 
 Legend: N tokens, K inputs, M outputs, R columns of all adapters of one input.
@@ -28,10 +28,10 @@ def weight_gradient(dy_NM: Tensor, x_NK: Tensor, dtype: torch.dtype) -> Tensor:
     return (dy_NM.t() @ x_NK).to(dtype)
 
 
-class Home:
-    """Where a frozen weight and its adapter's matrices lie as the matmuls want them, in the weight's own type.
+class Stacked:
+    """A frozen weight stacked with its adapter's matrices as the matmuls need them, in the weight's own type.
 
-    `both` is [W | B] where there are more outputs than inputs, else [W ; A]: without it, each pass copies the weight.
+    `both` is [W | B] if there are more outputs than inputs, else [W ; A]: without it, each pass copies the weight.
     `layout` has, for each part of the output, its rows and which `rank` columns of B they have, if any.
     """
 
@@ -48,15 +48,15 @@ class Home:
         self.weight.copy_(weight_MK)
         self.scale, self._columns, self._layout, self._rank = scale, columns, layout, rank
 
-    def place(self, a_RK: Tensor, b_Mr: Tensor) -> None:
-        """Takes in what was learnt; B's parts lie below each other there, and the scale goes into them."""
+    def update(self, a_RK: Tensor, b_Mr: Tensor) -> None:
+        """Copies the current A and B in. The parts of `b_Mr` are one below the other, and are scaled."""
         self.a[: self._columns].copy_(a_RK)
         parts = self._parts(self.b)
         for place, part in zip(parts, b_Mr.split([len(place) for place in parts]), strict=True):
             torch.mul(part, self.scale, out=place)
 
-    def learnt(self, d_a_RK: Tensor, d_b_MR: Tensor) -> tuple[Tensor, Tensor]:
-        """Gradients of what `place` was given."""
+    def gradients(self, d_a_RK: Tensor, d_b_MR: Tensor) -> tuple[Tensor, Tensor]:
+        """The gradients of the arguments of `update`."""
         return d_a_RK[: self._columns], torch.cat(self._parts(d_b_MR)).mul_(self.scale)
 
     def _parts(self, b_MR: Tensor) -> list[Tensor]:
@@ -66,11 +66,11 @@ class Home:
         return [part[:, i * rank : (i + 1) * rank] for part, i in zip(rows, indices, strict=True) if i is not None]
 
 
-def room(x_NK: Tensor, home: Home | None) -> Tensor | None:
-    """Where an input like this should be written if columns are to lie beside it."""
-    if home is None or home.weight.shape[0] <= home.weight.shape[1]:
+def input_buffer(x_NK: Tensor, stacked: Stacked | None) -> Tensor | None:
+    """A buffer for the input with free columns for x A', if the stacked weights need one."""
+    if stacked is None or stacked.weight.shape[0] <= stacked.weight.shape[1]:
         return None
-    return x_NK.new_empty(x_NK.shape[0], home.both.shape[1], dtype=home.both.dtype)
+    return x_NK.new_empty(x_NK.shape[0], stacked.both.shape[1], dtype=stacked.both.dtype)
 
 
 def forward(
@@ -81,29 +81,29 @@ def forward(
     b_MR: Tensor,
     *,
     both: Tensor | None = None,
-    beside: Tensor | None = None,
+    buffer: Tensor | None = None,
     in_place: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """(y_NM, x A', which the backward pass needs).
 
-    `both` is that of the weight's home, `beside` the room that x was written to. `in_place` may give y with a gap
-    after each row, and is not for selective recomputation, which keeps what would be written over.
+    `both` is that of the stacked weights, `buffer` the one that x was written to. `in_place` may give y with a gap
+    after each row, and does not work with selective recomputation, which keeps values that would be overwritten.
     """
     m, k = weight_MK.shape
     if m > k:
-        if beside is None:
+        if buffer is None:
             between_NR = x_NK @ a_RK.t()
-            beside = torch.cat((x_NK, between_NR), dim=1)
+            buffer = torch.cat((x_NK, between_NR), dim=1)
         else:
-            between_NR = beside[:, k:]
+            between_NR = buffer[:, k:]
             torch.mm(x_NK, a_RK.t(), out=between_NR)
-        return F.linear(beside, torch.cat((weight_MK, b_MR), dim=1) if both is None else both, bias_M), between_NR
+        return F.linear(buffer, torch.cat((weight_MK, b_MR), dim=1) if both is None else both, bias_M), between_NR
     if not in_place or bias_M is not None:
         between_NR = x_NK @ a_RK.t()
         return torch.addmm(F.linear(x_NK, weight_MK, bias_M), between_NR, b_MR.t()), between_NR
-    stacked = torch.cat((weight_MK, a_RK)) if both is None else both
-    y_NM, between_NR = (x_NK @ stacked.t()).split((m, len(a_RK)), dim=1)
-    # A copy, or the few columns would keep all of them alive.
+    joined = torch.cat((weight_MK, a_RK)) if both is None else both
+    y_NM, between_NR = (x_NK @ joined.t()).split((m, len(a_RK)), dim=1)
+    # A copy, because the few columns would keep all of them alive.
     return y_NM.addmm_(between_NR, b_MR.t()), between_NR.contiguous()
 
 
@@ -122,12 +122,12 @@ def backward(
     m, k = weight_MK.shape
     if k > m:
         d_between_NR = dy_NM @ b_MR
-        stacked = torch.cat((weight_MK, a_RK)) if both is None else both
-        dx = torch.cat((dy_NM, d_between_NR), dim=1) @ stacked
+        joined = torch.cat((weight_MK, a_RK)) if both is None else both
+        dx = torch.cat((dy_NM, d_between_NR), dim=1) @ joined
     else:
-        # A square weight's home is [W ; A], of no use here.
-        stacked = torch.cat((weight_MK, b_MR), dim=1) if both is None or k == m else both
-        dx, d_between_NR = (dy_NM @ stacked).split((k, len(a_RK)), dim=1)
+        # A square weight is stacked as [W ; A], which cannot be used here.
+        joined = torch.cat((weight_MK, b_MR), dim=1) if both is None or k == m else both
+        dx, d_between_NR = (dy_NM @ joined).split((k, len(a_RK)), dim=1)
         dx.addmm_(d_between_NR, a_RK)
     return dx, weight_gradient(d_between_NR, x_NK, dtype), weight_gradient(dy_NM, between_NR, dtype)
 

@@ -1,4 +1,4 @@
-"""Rotary positions on a fused qkv projection, in place; with query and key norms beside it; and the way back.
+"""Rotary positions on a fused qkv projection, in place or with query and key norms, and their backward passes.
 
 Legend: N tokens, W = (H + 2G) x D columns, H query heads, G key/value heads, D head width, E = D / 2.
 """
@@ -140,7 +140,7 @@ ROWS, BLOCK = 4, 512
 
 
 def rotate_(qkv_NW: Tensor, cos_NE: Tensor, sin_NE: Tensor, *, rotated_heads: int) -> None:
-    """Turns the queries and keys of a projection by their positions, where they lie."""
+    """Rotates the queries and keys of a projection by their positions, in place."""
     n, w = qkv_NW.shape
     e = cos_NE.shape[-1]
     pairs = rotated_heads * e
@@ -152,7 +152,7 @@ def rotate_(qkv_NW: Tensor, cos_NE: Tensor, sin_NE: Tensor, *, rotated_heads: in
 def rotate_back(
     dq_NHD: Tensor, dk_NGD: Tensor, dv_NGD: Tensor, cos_NE: Tensor, sin_NE: Tensor, *, fp8: Scale | None = None
 ) -> Tensor:
-    """The projection's gradient from those of q, k and v as attention gives them, laid side by side."""
+    """The projection's gradient from the gradients of q, k and v, concatenated."""
     dq, dk, dv = (x if x.stride(-1) == 1 else x.contiguous() for x in (dq_NHD, dk_NGD, dv_NGD))
     n, heads, d = dq.shape
     groups, e = dk.shape[1], d // 2
@@ -189,7 +189,7 @@ def norm_rotate(
 def norm_rotate_back_(
     d_qkv_NW: Tensor, qkv_NW: Tensor, rstd: Tensor, q_norm_D: Tensor, k_norm_D: Tensor, *, heads: int, groups: int
 ) -> tuple[Tensor, Tensor]:
-    """Takes the norms' part out of the gradient that `rotate_back` gave, where it lies; gives the norms' own."""
+    """Applies the backward pass of the norms to the gradient from `rotate_back`, in place; returns the norms' own."""
     n, w = qkv_NW.shape
     d = q_norm_D.shape[0]
     programs = min(n, 8 * num_processors(qkv_NW))

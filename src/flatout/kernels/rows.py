@@ -1,4 +1,4 @@
-"""Cross-entropy of rows of logits: the loss, and softmax - one-hot written over the logits.
+"""Cross-entropy of rows of logits: the loss, and softmax - one-hot, which overwrites the logits.
 
 A row is read twice, the second time from the cache, and written once.
 Legend: R rows, V vocabulary.
@@ -66,15 +66,15 @@ BLOCK = 4096
 
 
 def cross_entropy_(logits_RV: Tensor, targets_R: Tensor) -> tuple[Tensor, Tensor]:
-    """The summed loss, and the logits' gradient in the logits' own place."""
+    """The summed loss, and the logits' gradient, which overwrites the logits."""
     losses, _ = _losses(logits_RV, targets_R, write=True)
     return losses.sum(), logits_RV
 
 
 def cross_entropy8(logits_RV: Tensor, targets_R: Tensor, fp8: Scale) -> tuple[Tensor, Both]:
-    """The summed loss, and the logits' gradient in 8 bits, both ways round.
+    """The summed loss, and the logits' gradient in 8 bits, by rows and by columns.
 
-    The gradient lies in [-1, 1], so its scale is fixed. 16-bit logits only (see `fp8.quantise`).
+    The gradient is in [-1, 1], so its scale is fixed. 16-bit logits only (see `fp8.quantise`).
     """
     r, v = logits_RV.shape
     losses, norms = _losses(logits_RV, targets_R, write=False)

@@ -3,8 +3,8 @@
 `norm_qkv_rope`: residual addition, RMSNorm, the qkv projection, rotary positions.
 `norm_mlp`: residual addition, RMSNorm, gate and up, SwiGLU, down.
 
-Each takes the compute type of the activations, or 8 bits for its matmuls when given the scales. What lies between
-them, attention and its output projection, is left to the libraries.
+Each uses the compute type of the activations, or 8 bits for its matmuls when given the scales. Attention and its output
+projection, which are between them, are left to the libraries.
 
 Legend: N tokens, C hidden width, H query heads, G key/value heads, D head width, F intermediate width.
 """
@@ -26,7 +26,7 @@ from flatout.kernels.swiglu import swiglu, swiglu_backward
 
 @dataclass(frozen=True, kw_only=True)
 class Qkv8:
-    """What the first segment needs for 8-bit matmuls."""
+    """The scales and weights of the first segment for 8-bit matmuls."""
 
     x: fp8.Scale
     d_qkv: fp8.Scale
@@ -35,7 +35,7 @@ class Qkv8:
 
 @dataclass(frozen=True, kw_only=True)
 class Mlp8:
-    """What the second segment needs for 8-bit matmuls."""
+    """The scales and weights of the second segment for 8-bit matmuls."""
 
     x: fp8.Scale
     h: fp8.Scale
@@ -46,32 +46,36 @@ class Mlp8:
 
 
 def _project(
-    x: Tensor, weight: Tensor, bias: Tensor | None, a: Any, b: Any, home: lowrank.Home | None,
-    *, beside: Tensor | None = None, gaps: bool = False,
+    x: Tensor, weight: Tensor, bias: Tensor | None, a: Any, b: Any, stacked: lowrank.Stacked | None,
+    *, buffer: Tensor | None = None, gaps: bool = False,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
-    """A projection, with an adapter where it has one; what lies between that one's matrices; the weight to be kept.
+    """A projection, with its adapter if it has one; x A' of the adapter; the weight to save for the backward pass.
 
-    `gaps` says that whoever reads the result takes rows with gaps. A weight at home is not kept: what is placed beside
-    it meanwhile would look like a change of it.
+    `gaps` allows gaps after the rows of the result. A stacked weight is not saved: updates of the adapter next to it
+    would count as in-place changes of it.
     """
-    if home is None:
+    if stacked is None:
         return torch.nn.functional.linear(x, weight, bias), None, weight
-    home.place(a[0], b[0])
-    y, between = lowrank.forward(x, home.weight, bias, home.a, home.b, both=home.both, beside=beside, in_place=gaps)
+    stacked.update(a[0], b[0])
+    y, between = lowrank.forward(
+        x, stacked.weight, bias, stacked.a, stacked.b, both=stacked.both, buffer=buffer, in_place=gaps
+    )
     return y, between, None
 
 
 def _project_back(
-    dy: Tensor, x: Tensor, weight: Tensor | None, between: Tensor | None, home: lowrank.Home | None, weight_type: Any
+    dy: Tensor, x: Tensor, weight: Tensor | None, between: Tensor | None, stacked: lowrank.Stacked | None, kind: Any
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
-    """Gradients of (x, the weight unless it is frozen, the adapter's two matrices where it has one)."""
+    """Gradients of (x, the weight unless it is frozen, the adapter's two matrices if it has one)."""
     if weight is None:
-        assert home is not None
+        assert stacked is not None
         assert between is not None
-        dx, *found = lowrank.backward(dy, x, between, home.weight, home.a, home.b, torch.float32, both=home.both)
-        d_a, d_b = home.learnt(*found)
+        dx, *found = lowrank.backward(
+            dy, x, between, stacked.weight, stacked.a, stacked.b, torch.float32, both=stacked.both
+        )
+        d_a, d_b = stacked.gradients(*found)
         return dx, None, d_a[None], d_b[None]
-    return dy @ weight, (None if weight_type is None else weight_gradient(dy, x, weight_type)), None, None
+    return dy @ weight, (None if kind is None else weight_gradient(dy, x, kind)), None, None
 
 
 class _NormQkvRope(torch.autograd.Function):
@@ -79,15 +83,16 @@ class _NormQkvRope(torch.autograd.Function):
     def forward(
         ctx: Any, residual: Tensor, delta: Tensor | None, norm: Tensor, weight: Tensor, bias: Tensor | None,
         q_norm: Tensor | None, k_norm: Tensor | None, cos: Tensor, sin: Tensor, eps: float, heads: int, groups: int,
-        scales: Qkv8 | None, a: Tensor | None, b: Tensor | None, home: lowrank.Home | None, dtype: torch.dtype | None,
+        scales: Qkv8 | None, a: Tensor | None, b: Tensor | None, stacked: lowrank.Stacked | None,
+        dtype: torch.dtype | None,
     ) -> tuple[Tensor | None, Tensor, Tensor, Tensor]:  # fmt: skip
-        beside = lowrank.room(residual, home)
+        buffer = lowrank.input_buffer(residual, stacked)
         fp8_x = None if scales is None else scales.x
-        summed, x, rstd = add_norm(residual, delta, norm, eps, into=beside, fp8=fp8_x, dtype=dtype)
+        summed, x, rstd = add_norm(residual, delta, norm, eps, into=buffer, fp8=fp8_x, dtype=dtype)
         if scales is None:
             cast = weight.to(x.dtype)
             bias_M = None if bias is None else bias.to(x.dtype)
-            qkv, between, cast = _project(x, cast, bias_M, a, b, home, beside=beside)
+            qkv, between, cast = _project(x, cast, bias_M, a, b, stacked, buffer=buffer)
             kept = [x, cast, between]
         else:
             both = scales.weight.both
@@ -106,7 +111,7 @@ class _NormQkvRope(torch.autograd.Function):
         ctx.save_for_backward(summed, rstd, norm, cos, sin, *kept)
         ctx.set_materialize_grads(False)
         trained = ctx.needs_input_grad
-        ctx.scales, ctx.home = scales, home
+        ctx.scales, ctx.stacked = scales, stacked
         ctx.types = (weight.dtype if trained[3] else None, bias.dtype if bias is not None and trained[4] else None)
         ctx.has_delta, ctx.has_head_norms, ctx.heads, ctx.groups = delta is not None, q_norm is not None, heads, groups
         return (summed if delta is not None else None), q, k, v
@@ -126,7 +131,7 @@ class _NormQkvRope(torch.autograd.Function):
             )
         if scales is None:
             x, cast, between = kept
-            dx, d_weight, d_a, d_b = _project_back(d_qkv, x, cast, between, ctx.home, weight_type)
+            dx, d_weight, d_a, d_b = _project_back(d_qkv, x, cast, between, ctx.stacked, weight_type)
             if bias_type is not None:
                 d_bias = d_qkv.sum(0, dtype=torch.float32).to(bias_type)
         else:
@@ -141,25 +146,25 @@ class _NormQkvRope(torch.autograd.Function):
             d_weight = fp8.matmul(d_cols, x_cols, inverse, scales.x.inverse, dtype=weight_type, fast=False)
         d_input, d_norm = add_norm_backward(dx, d_summed, summed, rstd, norm, learns=ctx.needs_input_grad[2])
         d_delta = d_input if ctx.has_delta else None
-        beside = (None,) * 6  # cos, sin, eps, heads, groups, scales
-        return d_input, d_delta, d_norm, d_weight, d_bias, d_q_norm, d_k_norm, *beside, d_a, d_b, None, None
+        rest = (None,) * 6  # cos, sin, eps, heads, groups, scales
+        return d_input, d_delta, d_norm, d_weight, d_bias, d_q_norm, d_k_norm, *rest, d_a, d_b, None, None
 
 
 class _NormMlp(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, residual: Tensor, delta: Tensor, norm: Tensor, gate_up: Tensor, down: Tensor, eps: float,
-        scales: Mlp8 | None, a1: Tensor | None, b1: Tensor | None, home1: lowrank.Home | None, a2: Tensor | None,
-        b2: Tensor | None, home2: lowrank.Home | None, dtype: torch.dtype | None,
+        scales: Mlp8 | None, a1: Tensor | None, b1: Tensor | None, stacked1: lowrank.Stacked | None, a2: Tensor | None,
+        b2: Tensor | None, stacked2: lowrank.Stacked | None, dtype: torch.dtype | None,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        beside = lowrank.room(residual, home1)
+        buffer = lowrank.input_buffer(residual, stacked1)
         fp8_x = None if scales is None else scales.x
-        summed, x, rstd = add_norm(residual, delta, norm, eps, into=beside, fp8=fp8_x, dtype=dtype)
+        summed, x, rstd = add_norm(residual, delta, norm, eps, into=buffer, fp8=fp8_x, dtype=dtype)
         if scales is None:
             wide, narrow = gate_up.to(x.dtype), down.to(x.dtype)
-            hidden, between1, wide = _project(x, wide, None, a1, b1, home1, beside=beside)
+            hidden, between1, wide = _project(x, wide, None, a1, b1, stacked1, buffer=buffer)
             h = swiglu(hidden)
-            out, between2, narrow = _project(h, narrow, None, a2, b2, home2, gaps=True)
+            out, between2, narrow = _project(h, narrow, None, a2, b2, stacked2, gaps=True)
             ctx.save_for_backward(summed, rstd, norm, x, hidden, h, wide, narrow, between1, between2)
         else:
             w, n, dtype = scales.gate_up.both, scales.down.both, residual.dtype
@@ -169,7 +174,7 @@ class _NormMlp(torch.autograd.Function):
             ctx.save_for_backward(summed, rstd, norm, fp8.transposed(x), hidden, fp8.transposed(h))
         trained = ctx.needs_input_grad
         ctx.types = (gate_up.dtype if trained[3] else None, down.dtype if trained[4] else None)
-        ctx.scales, ctx.homes = scales, (home1, home2)
+        ctx.scales, ctx.stacked = scales, (stacked1, stacked2)
         ctx.set_materialize_grads(False)
         return summed, out
 
@@ -179,9 +184,9 @@ class _NormMlp(torch.autograd.Function):
         low: list[Tensor | None] = [None] * 4
         if scales is None:
             summed, rstd, norm, x, hidden, h, wide, narrow, between1, between2 = ctx.saved_tensors
-            dh, d_down, *low[2:] = _project_back(d_out, h, narrow, between2, ctx.homes[1], narrow_type)
+            dh, d_down, *low[2:] = _project_back(d_out, h, narrow, between2, ctx.stacked[1], narrow_type)
             d_hidden = swiglu_backward(dh.contiguous(), hidden)
-            dx, d_gate_up, *low[:2] = _project_back(d_hidden, x, wide, between1, ctx.homes[0], wide_type)
+            dx, d_gate_up, *low[:2] = _project_back(d_hidden, x, wide, between1, ctx.stacked[0], wide_type)
         else:
             summed, rstd, norm, x_cols, hidden, h_cols = ctx.saved_tensors
             w, n, dtype = scales.gate_up.both, scales.down.both, summed.dtype
@@ -223,7 +228,7 @@ def norm_qkv_rope(
     sin: Tensor,
     a: Tensor | None = None,
     b: Tensor | None = None,
-    home: lowrank.Home | None = None,
+    stacked: lowrank.Stacked | None = None,
     *,
     eps: float,
     heads: int,
@@ -231,15 +236,15 @@ def norm_qkv_rope(
     scales: Qkv8 | None = None,
     dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(residual + delta, q_NHD, k_NGD, v_NGD); views of the projection, or beside it if q and k are normed.
+    """(residual + delta, q_NHD, k_NGD, v_NGD); views of the projection, or copies if q and k are normed.
 
-    `a`, `b` and `home` are the projection's adapter, see `lowrank`; a frozen weight gets no gradient. `dtype` is that
-    of the matmuls where the residual has another; such a residual is for passes without gradients.
+    `a`, `b` and `stacked` are the projection's adapter, see `lowrank`; a frozen weight gets no gradient. `dtype` is
+    that of the matmuls if the residual has another, which works only without gradients.
     """
     n = residual_NC.shape[0]
     summed, q, k, v = _NormQkvRope.apply(
         residual_NC, delta_NC, norm_C, weight, bias, q_norm_D, k_norm_D, cos.view(n, -1), sin.view(n, -1), eps, heads,
-        groups, scales if torch.is_grad_enabled() else None, a, b, home, dtype,
+        groups, scales if torch.is_grad_enabled() else None, a, b, stacked, dtype,
     )  # fmt: skip
     return (residual_NC if summed is None else summed), q, k, v
 
@@ -252,10 +257,10 @@ def norm_mlp(
     down: Tensor,
     a1: Tensor | None = None,
     b1: Tensor | None = None,
-    home1: lowrank.Home | None = None,
+    stacked1: lowrank.Stacked | None = None,
     a2: Tensor | None = None,
     b2: Tensor | None = None,
-    home2: lowrank.Home | None = None,
+    stacked2: lowrank.Stacked | None = None,
     *,
     eps: float,
     scales: Mlp8 | None = None,
@@ -263,7 +268,7 @@ def norm_mlp(
 ) -> tuple[Tensor, Tensor]:
     """(residual + delta, the MLP of its norm); adapters of gate and up first, then down's."""
     scales = scales if torch.is_grad_enabled() else None
-    low = (a1, b1, home1, a2, b2, home2)
+    low = (a1, b1, stacked1, a2, b2, stacked2)
     summed, out = _NormMlp.apply(residual_NC, delta_NC, norm_C, gate_up, down, eps, scales, *low, dtype)
     return summed, out
 

@@ -1,6 +1,6 @@
 """silu(gate) * up and its gradient, one pass each; in 8 bits as well.
 
-Legend: N tokens, F intermediate width; gate and up lie side by side in rows of 2F.
+Legend: N tokens, F intermediate width; gate and up are adjacent in rows of 2F.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def swiglu(gate_up_N2F: Tensor, *, fp8: Scale | None = None) -> Tensor:
 
 
 def swiglu_backward(d_out_NF: Tensor, gate_up_N2F: Tensor, *, fp8: Scale | None = None) -> Tensor:
-    """The gradient of gate and up, side by side."""
+    """The gradient of gate and up, concatenated."""
     n, f = d_out_NF.shape
     out = torch.empty_like(gate_up_N2F, dtype=None if fp8 is None else fp8.dtype)
     _swiglu_backward[(cdiv(n, ROWS), cdiv(f, COLS))](

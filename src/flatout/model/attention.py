@@ -1,4 +1,4 @@
-"""How tokens see each other. The decoder is token-flat; an `Attend` owns the layout.
+"""Attention over token-flat inputs. The decoder is token-flat; an `Attend` handles the layout.
 
 Legend: N tokens of the micro-batch, B sequences of T tokens, H query heads, G key/value heads, D head width.
 """
@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.torch_version import TorchVersion
 
-# The variable-length kernel has grouped heads; from torch 2.12 on they must be asked for.
+# The variable-length kernel supports grouped heads; from torch 2.12 they must be enabled.
 _GROUPED: dict[str, Any] = {"enable_gqa": True} if TorchVersion(torch.__version__) >= "2.12" else {}
 
 
@@ -28,7 +28,7 @@ def _sequences(x_NHD: Tensor, batch: int) -> Tensor:
 
 
 def grouped(q_NHD: Tensor, k_NGD: Tensor, v_NGD: Tensor) -> tuple[Tensor, Tensor]:
-    """Keys and values repeated to one per query head, for kernels that know no groups."""
+    """Keys and values repeated to one per query head, for kernels without grouped heads."""
     groups = q_NHD.shape[1] // k_NGD.shape[1]
     if groups == 1:
         return k_NGD, v_NGD
@@ -42,8 +42,8 @@ def _flat(x_BHTD: Tensor) -> Tensor:
 class _WithoutGaps(torch.autograd.Function):
     """Closes the gaps between rows of a gradient.
 
-    cuDNN's backward pass is built for one layout of it and kept by the layout of everything else, so that in one
-    process a gradient with gaps, as adapters give it, would spoil those without: torch 2.11 does not look.
+    cuDNN's backward pass is built for one layout of the gradient but cached by the layout of everything else, so in one
+    process a gradient with gaps, as adapters give it, would break those without: torch 2.11 does not check this.
     """
 
     @staticmethod
@@ -81,7 +81,7 @@ class Rectangular:
 
 @dataclass(frozen=True, kw_only=True)
 class Masked:
-    """Packed documents by an explicit mask: the plain path, on any device and in any precision."""
+    """Packed documents with an explicit mask: the plain path, on any device and in any precision."""
 
     mask_B1TT: Tensor
 
@@ -108,7 +108,7 @@ class Masked:
 
 @dataclass(frozen=True, kw_only=True)
 class Padded:
-    """Packed documents side by side, each padded at its end, which no token before it sees: no mask, few scores."""
+    """Packed documents as a padded batch. Causal attention ignores the padding at the end, so there is no mask."""
 
     places_N: Tensor
     documents: int
@@ -116,7 +116,7 @@ class Padded:
 
     @classmethod
     def of(cls, cu_seqlens: Tensor, *, tokens: int, longest: int, trim: bool = False) -> Padded:
-        """From cumulative document ends. `trim` leaves out empty documents; to count them is to wait for a GPU."""
+        """From cumulative document ends. `trim` drops empty documents, which on a GPU would mean a synchronization."""
         index = torch.arange(tokens, device=cu_seqlens.device)
         document = torch.bucketize(index, cu_seqlens[1:], right=True)
         documents = int((cu_seqlens < tokens).sum()) if trim else len(cu_seqlens) - 1
@@ -136,7 +136,7 @@ class Padded:
 
 @dataclass(frozen=True, kw_only=True)
 class Short:
-    """Packed documents none of which is longer than a tile, by a kernel of our own: see `kernels.documents`."""
+    """Packed documents that are no longer than a tile, by our own kernel: see `kernels.documents`."""
 
     cu_seqlens: Tensor
     longest: int

@@ -1,9 +1,9 @@
 """The Llama/Qwen/SmolLM-family decoder: grouped heads, rotary positions, RMSNorm, SwiGLU.
 
-Token-flat and layout-blind: it takes N tokens with their positions and an `Attend`, so rectangles, packed
-documents and caches are all the same to it. Trainable weights stay fp32; `linear` casts them to the compute type
-where they are used, so there is no autocast. A block passes on (residual, delta) rather than their sum, so that
-the addition fuses with the next norm.
+It is token-flat: it takes N tokens with their positions and an `Attend`, and does not depend on the layout, whether
+rectangles, packed documents or caches. Trainable weights stay fp32; `linear` casts them to the compute type where they
+are used, so there is no autocast. A block passes on (residual, delta) rather than their sum, so that the addition fuses
+with the next norm.
 
 Legend: N tokens, C hidden width, H query heads, G key/value heads, D head width, F intermediate width, V vocabulary.
 """
@@ -57,7 +57,7 @@ def linear(x: Tensor, weight: Tensor | Nf4, bias: Tensor | None = None) -> Tenso
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """In fp32 whatever comes in, as Hugging Face's models do."""
+    """RMSNorm in fp32 for any input type, as in Hugging Face's models."""
     return F.rms_norm(x.float(), (x.shape[-1],), weight.float(), eps).to(x.dtype)
 
 
@@ -83,10 +83,10 @@ class Block(nn.Module):
         self.mlp_norm = nn.Parameter(torch.ones(shape.hidden))
         self.gate_up = nn.Parameter(torch.empty(2 * shape.intermediate, shape.hidden))
         self.down = nn.Parameter(torch.empty(shape.hidden, shape.intermediate))
-        # Low-rank adapters by the projection they sit on, see `model.lora`.
+        # Low-rank adapters by their projection, see `model.lora`.
         self.adapters = nn.ModuleDict()
         self.recompute: Recompute = "none"
-        # Fused kernels for two segments of the body, where `engine.prepare` put them.
+        # Fused kernels for two segments of the body, set by `engine.prepare`.
         self.qkv_kernel: Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]] | None = None
         self.mlp_kernel: Callable[..., tuple[Tensor, Tensor]] | None = None
 
@@ -94,8 +94,8 @@ class Block(nn.Module):
         """`body`, its intermediates kept or recomputed in the backward pass."""
         if self.recompute == "none" or not torch.is_grad_enabled():
             return self.body(*inputs)
-        # In the class, not around an instance: every block then shares one compiled graph. Random numbers are drawn
-        # again only where adapters drop out: a pass that is being recorded cannot be asked for their state.
+        # In the class, not around an instance, so that all blocks share one compiled graph. The RNG state is preserved
+        # only for adapter dropout, because it cannot be read during CUDA graph capture.
         draws = any(adapter.dropout for adapter in self.adapters.values())
         options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": draws}
         if self.recompute == "selective":
@@ -111,7 +111,7 @@ class Block(nn.Module):
         return self.norm_mlp(residual_NC, self.project(mixed_NHD.flatten(1), "out", self.out_bias))
 
     def project(self, x: Tensor, name: str, bias: Tensor | None = None) -> Tensor:
-        """One of the four projections, with its adapter where it has one."""
+        """One of the four projections, with its adapter if it has one."""
         weight: Tensor | Nf4 = getattr(self, name)
         if name in self.adapters:
             out: Tensor = self.adapters[name](x, weight, bias)
@@ -119,19 +119,19 @@ class Block(nn.Module):
         return linear(x, weight, bias)
 
     def low_rank(self, name: str) -> tuple[Any, ...]:
-        """(A, B, where they lie) of a projection's adapter, for the kernels; nothing where no block has any."""
+        """(A, B, stacked weights) of a projection's adapter, for the kernels; empty without an adapter."""
         if not self.adapters:
             return ()
         if name not in self.adapters:
             return None, None, None
         adapter: Any = self.adapters[name]
-        assert adapter.home is not None, "kernels take an adapter that `lora.settle` gave a home"
-        return adapter.a, adapter.b, adapter.home
+        assert adapter.stacked is not None, "kernels need an adapter with weights stacked by `lora.stack_weights`"
+        return adapter.a, adapter.b, adapter.stacked
 
     def norm_qkv_rope(
         self, residual_NC: Tensor, delta_NC: Tensor | None, cos: Tensor, sin: Tensor
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """The residual stream with delta in it, and q, k, v at their positions."""
+        """The residual stream plus delta, and q, k, v with rotary positions."""
         if self.qkv_kernel is not None:
             weights = (self.attention_norm, self.qkv, self.qkv_bias, self.q_norm, self.k_norm)
             return self.qkv_kernel(residual_NC, delta_NC, *weights, cos, sin, *self.low_rank("qkv"))
@@ -147,7 +147,7 @@ class Block(nn.Module):
         return residual_NC, rotate(q_NHD, cos, sin), rotate(k_NGD, cos, sin), v_NGD
 
     def norm_mlp(self, residual_NC: Tensor, delta_NC: Tensor) -> tuple[Tensor, Tensor]:
-        """The residual stream with attention in it, and what the MLP adds next."""
+        """The residual stream plus the attention output, and the output of the MLP."""
         if self.mlp_kernel is not None:
             lora = (*self.low_rank("gate_up"), *self.low_rank("down"))
             return self.mlp_kernel(residual_NC, delta_NC, self.mlp_norm, self.gate_up, self.down, *lora)
@@ -167,7 +167,7 @@ class Decoder(nn.Module):
         self.norm = nn.Parameter(torch.ones(shape.hidden))
         self.head = None if shape.tied else nn.Parameter(torch.empty(shape.vocab, shape.hidden))
         self.norm_kernel: Callable[..., Tensor] | None = None
-        # Of what the blocks add up, where kernels take it apart from the compute type; see `sample.reader`.
+        # The type of the residual stream, if kernels keep it in another than the compute type; see `sample.reader`.
         self.residual_dtype: torch.dtype | None = None
         self.frequencies: Tensor
         self.register_buffer("frequencies", rope.frequencies(shape), persistent=False)
@@ -182,7 +182,7 @@ class Decoder(nn.Module):
         self.frequencies.copy_(rope.frequencies(self.shape))
 
     def draw_(self, name: str, parameter: Tensor, generator: torch.Generator) -> None:
-        """The first values of one parameter."""
+        """Initialises one parameter randomly."""
         if name.endswith("norm"):
             parameter.fill_(1.0)
         elif name.endswith("bias"):
@@ -214,7 +214,7 @@ class Decoder(nn.Module):
         return self.leave(residual_NC, delta_NC)
 
     def forward(self, tokens_N: Tensor, positions_N: Tensor, attend: Attend, head: Head) -> Any:
-        """`head` is given the hidden states and the head's weight, so the loss runs inside the root's forward."""
+        """`head` gets the hidden states and the head's weight, so that the loss runs inside the root's forward."""
         hidden_NC = self.hidden(tokens_N, positions_N, attend)
         return head(hidden_NC, self.head_weight)
 

@@ -1,11 +1,11 @@
-"""Any other causal language model, as transformers builds it, behind what the training step asks of a model.
+"""Any other causal language model, as transformers builds it, behind the interface of the training step.
 
-That is little: `hidden`, `head_weight`, `blocks` and a `forward` that joins the first two in a head. Its batches are
-rectangles, padded on the right where texts are shorter: a causal model's tokens never see what comes after them, and
-padding has no targets. Packing, 8 bits and the fused kernels of our own decoder are refused by name when planning.
+The interface is `hidden`, `head_weight`, `blocks` and a `forward` that joins the first two in a head. Its batches are
+rectangles, padded on the right: a causal model's tokens never attend to later ones, and padding has no targets.
+Packing, 8 bits and the fused kernels of our own decoder are refused by name when planning. Trainable weights are fp32
 
-Trainable weights are fp32 as everywhere; here autocast brings them to the compute type, since the code is not ours.
-Dropout is off, as in our own decoder: a step is then the same each time, recomputed or not.
+as everywhere; here autocast casts them to the compute type. Dropout is off, as in our own decoder, so that a step is
+the same each time, recomputed or not.
 """
 
 from __future__ import annotations
@@ -34,22 +34,22 @@ from flatout.model.weights import TensorFiles, refuse_quantised
 if TYPE_CHECKING:
     Head = Callable[[Tensor, Tensor], Any]
 
-# A head that is more than one matmul shows as a larger share of the logits than rounding is.
+# A head that is more than one matmul changes the logits by a larger share than rounding.
 HEAD_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 1e-2}
-# What config.json could ask of transformers beside a model: code, other files, kernels that are fetched and run.
+# Keys of config.json that make transformers load more than a model: code, other files, kernels that are downloaded.
 UNHEARD = re.compile(
     r"auto_map|custom_\w+|configuration_files|transformers_weights|_name_or_path|_commit_hash|"
     r"_?(attn|experts)_implementation\w*|use_kernels|kernel_config"
 )
-# Keys of config.json by which modules or matrices are counted, and the most that is believed of each.
+# Keys of config.json that count modules or matrices, and the largest accepted value of each.
 COUNTS = re.compile(r"(num|n)_\w*(layers?|heads?|experts?|blocks?|groups?)|(layers|heads|experts|blocks)\w*")
 MOST_COUNTED, LARGEST_NUMBER = 2**14, 2**53
-# Parameters that a model has beyond those in its files: of tied tables, and of what is made when it is built.
+# Parameters beyond those in the files: tied tables, and parameters created when the model is built.
 MOST_BESIDE_FILES = 4
 
 
 class Foreign(nn.Module):
-    """A model of transformers as the engine sees models. `config` is its own, word for word, for export."""
+    """A transformers model behind the engine's interface. `config` is its original configuration, for export."""
 
     def __init__(
         self,
@@ -65,7 +65,7 @@ class Foreign(nn.Module):
         self.inner, self.shape, self.compute_dtype = inner, shape, compute_dtype
         self.config, self.code = config, code or {}
         self.scale = _logit_scale(config)
-        self.inner.train(trains)  # with dropout off; checkpointing asks for it
+        self.inner.train(trains)  # with dropout off; activation checkpointing needs it
         if trains:
             self._require_plain_head()
 
@@ -91,15 +91,15 @@ class Foreign(nn.Module):
         return head(self.hidden(tokens_N, positions_N, attend), self.head_weight)
 
     def recompute(self, mode: Recompute) -> None:
-        """Activations by the model's own checkpointing: all of them, or none."""
+        """Enables or disables the model's own activation checkpointing."""
         if mode == "none":
             return
         if not self.inner.supports_gradient_checkpointing:
-            raise UsageError(f"plan.recompute {mode}: {type(self.inner).__name__} cannot recompute: take none")
+            raise UsageError(f"plan.recompute {mode}: {type(self.inner).__name__} cannot recompute: use none")
         self.inner.gradient_checkpointing_enable({"use_reentrant": False})
 
     def export(self, folder: Path, *, dtype: torch.dtype, **extra: Any) -> None:
-        """The folder that `from_pretrained` loads, under the names and with the configuration it came with."""
+        """Writes a folder that `from_pretrained` loads, with the original names and configuration."""
         copied = copy.deepcopy(self.inner).to("cpu", dtype)
         copied.config = copy.deepcopy(self.config)
         copied.config.dtype = dtype
@@ -107,7 +107,7 @@ class Foreign(nn.Module):
             setattr(copied.config, name, value)
         try:
             copied.save_pretrained(folder)
-        except (ValueError, TypeError, RecursionError) as error:  # of what its generation_config.json asks for
+        except (ValueError, TypeError, RecursionError) as error:  # caused by settings in its generation_config.json
             raise UsageError(f"transformers cannot write this model: {first_line(error)}") from error
         for name, content in self.code.items():
             (folder / name).write_bytes(content)
@@ -118,10 +118,10 @@ class Foreign(nn.Module):
 
     @torch.no_grad()
     def _require_plain_head(self) -> None:
-        """Refuses a model whose logits are not `hidden @ weight.T`: the loss would be of another model."""
+        """Refuses a model whose logits are not `hidden @ weight.T`: the loss would be that of another model."""
         name, head = type(self.inner).__name__, self.inner.get_output_embeddings()
         if head is None or self.inner.base_model is self.inner:
-            raise UsageError(f"{name} has no body and head that can be told apart, which the loss needs")
+            raise UsageError(f"{name} has no separate body and head, which the loss needs")
         tokens_BT = torch.arange(8, device=head.weight.device)[None] % self.shape.vocab
         theirs = self.inner(input_ids=tokens_BT, use_cache=False).logits.float()
         ours = (self._body(tokens_BT) @ head.weight.t()).float()
@@ -148,9 +148,9 @@ def load(
     random_seed: int | None = None,
     trains: bool = True,
 ) -> Foreign:
-    """The model of a folder, with its weights or, given a seed, with random ones. Never reads a pickle.
+    """Loads the model of a folder, with its weights or, given a seed, with random ones. Never reads a pickle.
 
-    `name` is how the user called it, a folder or a name on the hub; `trust` is the pin for its code.
+    `name` is the user's name for it, a folder or a name on the hub; `trust` is the pin for its code.
     """
     transformers = _transformers()
     raw = hub.read_json(folder / "config.json")
@@ -165,7 +165,7 @@ def load(
             inner = _built(transformers, stage, _without_dropout(config), options, dtype, files, random_seed)
     except FlatoutError:
         raise
-    except Exception as error:  # a stranger's numbers, or a stranger's code, may raise anything
+    except Exception as error:  # untrusted configurations and code may raise anything
         words = first_line(error)
         raise UsageError(f"transformers {transformers.__version__} cannot load {folder}: {words}") from error
     for module in inner.modules():
@@ -184,7 +184,7 @@ def _built(
     random_seed: int | None,
 ) -> Any:
     auto, trusted = transformers.AutoModelForCausalLM, options["trust_remote_code"]
-    if files is not None or not trusted:  # code that the user has read may need its numbers to build itself
+    if files is not None or not trusted:  # trusted code may need real tensors to build itself
         with torch.device("meta"):
             sketch = auto.from_config(copy.deepcopy(config), trust_remote_code=trusted)
         _require_room(sum(p.numel() for p in sketch.parameters()), dtype=dtype, files=files)
@@ -202,15 +202,15 @@ def _built(
 
 
 def _require_room(asked: int, *, dtype: torch.dtype, files: TensorFiles | None) -> None:
-    """Refuses a configuration that asks for more weights than there can be."""
+    """Refuses a configuration that needs more weights than the files or the memory can hold."""
     if files is not None and asked > MOST_BESIDE_FILES * files.num_elements:
         raise UsageError(
-            f"{files.folder}: config.json asks for {asked:,} weights, and the files hold {files.num_elements:,}"
+            f"{files.folder}: config.json needs {asked:,} weights, but the files have {files.num_elements:,}"
         )
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if files is None and asked * dtype.itemsize > memory:
         raise UsageError(
-            f"a model of {asked:,} weights takes {asked * dtype.itemsize / GIB:.0f} GiB, and this machine has "
+            f"a model of {asked:,} weights takes {asked * dtype.itemsize / GIB:.0f} GiB, but this machine has "
             f"{memory / GIB:.0f} GiB of memory"
         )
 
@@ -219,9 +219,9 @@ def _require_room(asked: int, *, dtype: torch.dtype, files: TensorFiles | None) 
 def _staged(
     raw: Mapping[str, Any], folder: Path, *, code: Mapping[str, bytes] | None, files: TensorFiles | None
 ) -> Iterator[Path]:
-    """A folder of our own with what was checked and nothing else: transformers reads, and imports, only from there."""
+    """A temporary folder with only the checked files: transformers reads and imports only from there."""
     with tempfile.TemporaryDirectory(prefix="flatout-") as private:
-        # Python knows imported code by this name; the same model has the same one each time.
+        # Python identifies imported code by this name, which is the same each time for the same model.
         stage = Path(private) / (re.sub(r"\W", "_", folder.absolute().name) or "model")
         stage.mkdir()
         heard = {"auto_map": raw["auto_map"]} if code else {}
@@ -237,7 +237,7 @@ def _staged(
 
 
 def _heard(config: Any) -> Any:
-    """A configuration without what is not listened to, at any depth."""
+    """A configuration without the ignored keys, at any depth."""
     if isinstance(config, list):
         return [_heard(one) for one in config]
     if not isinstance(config, dict):
@@ -246,7 +246,7 @@ def _heard(config: Any) -> Any:
 
 
 def _refuse_absurd(config: Any, folder: Path, key: str = "") -> None:
-    """Numbers by which a stranger's configuration would keep us busy for ever, or fill the memory."""
+    """Refuses numbers in a configuration that would lead to endless work or fill the memory."""
     if isinstance(config, dict):
         for name, value in config.items():
             _refuse_absurd(value, folder, name)
@@ -256,7 +256,7 @@ def _refuse_absurd(config: Any, folder: Path, key: str = "") -> None:
     elif isinstance(config, (int, float)):
         most = MOST_COUNTED if COUNTS.fullmatch(key) else LARGEST_NUMBER
         if isinstance(config, int) and abs(config) > most:
-            raise UsageError(f"{folder}: config.json: {key[:60]} is {shown(config)}, and must be at most {most}")
+            raise UsageError(f"{folder}: config.json: {key[:60]} is {shown(config)}, but must be at most {most}")
 
 
 def _transformers() -> Any:
@@ -273,14 +273,14 @@ def _transformers() -> Any:
 def _trusted_code(
     raw: Mapping[str, Any], folder: Path, *, name: str, trust: str | None, transformers: Any
 ) -> Mapping[str, bytes] | None:
-    """The model's own code, where it has some and the user's pin is exactly of that; None: transformers' own."""
+    """The model's own code, if it has some and the user's pin matches it; None: transformers' own."""
     kind, named = raw.get("model_type"), raw.get("auto_map")
     known = transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     native = isinstance(kind, str) and kind in known
     if not named and not native:
         raise UsageError(
-            f"model_type {kind!r:.60} of {folder} is no causal language model that transformers "
-            f"{transformers.__version__} knows: a newer version may"
+            f"model_type {kind!r:.60} of {folder} is not a causal language model that transformers "
+            f"{transformers.__version__} knows: try a newer version"
         )
     if not named or (native and trust is None):
         return None
@@ -288,7 +288,7 @@ def _trusted_code(
     for place in places:
         if not isinstance(place, str) or not re.fullmatch(r"\w+\.\w+", place):
             raise UsageError(
-                f"{folder} would run {place!r:.100}, which is not a class in a file beside its config.json: code of "
+                f"{folder} would run {place!r:.100}, which is not a class in a file next to its config.json: code of "
                 "another repository is never run"
             )
     code = hub.code_of(name, folder)
@@ -316,7 +316,7 @@ def _text(config: Any) -> Any:
 
 
 def _logit_scale(config: Any) -> float:
-    """What Cohere and Granite multiply or divide their logits with."""
+    """The factor or divisor of the logits in Cohere and Granite."""
     text = _text(config)
     factor, divisor = getattr(text, "logit_scale", None), getattr(text, "logits_scaling", None)
     if isinstance(factor, (int, float)):

@@ -1,7 +1,7 @@
-"""One way to a model with its weights, for every recipe and command.
+"""Loads models with their weights, for every recipe and command.
 
-Random by the configuration's own numbers; from a folder or the hub into our decoder; or, where that cannot run the
-architecture, as transformers builds it. What it is was decided with the plan: `shape.foreign` says why it is not ours.
+Models are random, by the configuration's numbers; or from a folder or the hub in our decoder; or, if that cannot run
+the architecture, as transformers builds them. The plan decides which: `shape.foreign` says why it is not ours.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ def load_model(
 ) -> Model:
     """The model that a configuration names, its weights on the device in `dtype`: fp32 to train them, bf16 frozen.
 
-    Without a shape it is taken from the model's config.json. `note` is told what was put right while loading. A model
-    that is only asked (`trains` false) may have any head.
+    Without a shape, the model's config.json gives it. `note` gets a notice about each correction while loading. A model
+    for inference only (`trains` false) may have any head.
     """
     shape = shape or named_shape(model)
     if model.name is None or (model.weights == "random" and not shape.foreign):
@@ -71,10 +71,10 @@ def load_adapted(
 ) -> Decoder:
     """Fresh adapters on the frozen weights of a folder, or on random ones.
 
-    Every weight goes from its file to the device in the type it is kept in: no wider copy ever exists.
+    Every weight goes from its file to the device directly in its final type: no wider copy ever exists.
     """
     fill = None if folder is None else weights.filler(folder, shape=shape, note=note)
-    model = lora.hollow(shape, compute_dtype=compute_dtype)
+    model = lora.meta_decoder(shape, compute_dtype=compute_dtype)
     lora.freeze(model, device=device, base_bits=spec.base_bits, seed=seed, fill=fill)
     lora.attach(model, spec, seed=seed)
     return model
@@ -87,7 +87,7 @@ def empty_model(
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
 ) -> Model:
-    """The model without its weights, to put a checkpoint's into."""
+    """The model without its weights, to load a checkpoint into."""
     if not shape.foreign:
         with torch.device(device), weights.default_dtype(dtype):
             decoder = Decoder(shape, compute_dtype=dtype)
@@ -98,7 +98,7 @@ def empty_model(
 
 
 def export_model(model: Model, folder: Path, *, dtype: torch.dtype = torch.bfloat16, **extra: Any) -> None:
-    """A folder that `transformers.AutoModelForCausalLM.from_pretrained` loads; `extra` goes into config.json."""
+    """Writes a folder that `transformers.AutoModelForCausalLM.from_pretrained` loads; `extra` goes into config.json."""
     if isinstance(model, Foreign):
         model.export(folder, dtype=dtype, **extra)
     else:

@@ -1,8 +1,8 @@
-"""LoRA: frozen weights, and beside each projection a pair of small matrices that learn (`lora:` in a configuration).
+"""LoRA: frozen weights, with a pair of small trainable matrices for each projection (`lora:` in a configuration).
 
-An adapter sits on one of our fused projections and keeps one pair per sub-projection, so that PEFT's files, which
-know only q, k, v, go in and out. The A matrices of one input are stacked: one matmul serves them all. The result
-equals W x + scale B (A x), see `kernels.lowrank`.
+An adapter belongs to one of our fused projections and has one pair per sub-projection, so that PEFT's files, which
+have only q, k, v, can be read and written. The A matrices of one input are stacked, so that one matmul is enough. The
+result equals W x + scale B (A x), see `kernels.lowrank`.
 
 Legend: N tokens, K inputs, M outputs, P sub-projections with an adapter, R = P x rank.
 """
@@ -23,7 +23,7 @@ from flatout.model import rope
 from flatout.model.decoder import Block, Decoder, linear
 from flatout.model.nf4 import Nf4, rebuilt
 
-# Our fused projections and what they are made of, in stacking order.
+# Our fused projections and their sub-projections, in stacking order.
 GROUPS = {"qkv": ("q", "k", "v"), "out": ("o",), "gate_up": ("gate", "up"), "down": ("down",)}
 
 
@@ -34,14 +34,14 @@ class Adapter(nn.Module):
         super().__init__()
         widths = projections(shape)
         self.parts = [name for name in GROUPS[group] if name in spec.targets]
-        # Of each sub-projection: its rows in the fused one, and which adapter it has, if any.
+        # For each sub-projection: its rows in the fused one, and the index of its adapter, if any.
         self.layout = [
             (widths[name][1], self.parts.index(name) if name in self.parts else None) for name in GROUPS[group]
         ]
         self.rank, self.scale, self.dropout = spec.rank, spec.scale, spec.dropout
-        # Where kernels find the weight and these matrices side by side, see `settle`.
-        self.home: lowrank.Home | None = None
-        # Checkpoints have had a first dimension of one from the start.
+        # The weight stacked with these matrices, for the kernels; see `stack_weights`.
+        self.stacked: lowrank.Stacked | None = None
+        # A first dimension of one, because existing checkpoints have it.
         self.a = nn.Parameter(torch.empty(1, spec.rank * len(self.parts), widths[self.parts[0]][0]))
         self.b = nn.Parameter(torch.zeros(1, sum(widths[name][1] for name in self.parts), spec.rank))
 
@@ -58,7 +58,7 @@ class Adapter(nn.Module):
         return out
 
     def matrices(self) -> tuple[Tensor, Tensor]:
-        """A, stacked, and B as one matrix from all of A's rows to the whole output, zero where they do not meet."""
+        """The stacked A, and B as one matrix from all of A's rows to the whole output, block-sparse."""
         b = self.b[0]
         if len(self.layout) == 1:
             return self.a[0], b
@@ -79,7 +79,7 @@ class Adapter(nn.Module):
 
 
 class _Adapted(torch.autograd.Function):
-    """Keeps the input and what lies between the matrices; the frozen weight gets no gradient, nor is it copied."""
+    """Keeps the input and the product with A. The frozen weight gets no gradient and is not copied."""
 
     @staticmethod
     def forward(
@@ -107,8 +107,8 @@ def _dense(weight: Tensor, scales: Tensor | None, shape: torch.Size | None, dtyp
     return rebuilt(weight, scales, dtype).view(shape)
 
 
-def hollow(shape: ModelShape, *, compute_dtype: torch.dtype) -> Decoder:
-    """A decoder whose weights take no memory until `freeze` fills or draws them, one at a time."""
+def meta_decoder(shape: ModelShape, *, compute_dtype: torch.dtype) -> Decoder:
+    """A decoder whose weights take no memory until `freeze` loads or initialises them, one at a time."""
     with torch.device("meta"):
         model = Decoder(shape, compute_dtype=compute_dtype)
     model.frequencies = rope.frequencies(shape)
@@ -124,10 +124,10 @@ def freeze(
     seed: int,
     fill: Callable[[str, Tensor], None] | None = None,
 ) -> None:
-    """Moves every weight to the device, matrices in the compute type or 4 bits, so that none of it learns.
+    """Moves every weight to the device and freezes it, matrices in the compute type or 4 bits.
 
     One at a time, so that no memory ever holds more than the result. Weights that do not exist yet are filled by
-    `fill` (see `weights.filler`), already in the type they are kept in; without it they are drawn.
+    `fill` (see `weights.filler`), already in their final type; without it they are randomly initialised.
     """
     generator = torch.Generator(device=device).manual_seed(seed)
     make = fill or partial(model.draw_, generator=generator)
@@ -150,7 +150,7 @@ def freeze(
 
 @torch.no_grad()
 def attach(model: Decoder, spec: Adapters, *, seed: int) -> None:
-    """Adapters on the frozen model: A drawn as PEFT draws it, B zero, so that nothing changes before the first step."""
+    """Adds adapters to the frozen model: A random as in PEFT, B zero, so that nothing changes before the first step."""
     device = model.embedding.device
     generator = torch.Generator(device=device).manual_seed(seed)
     for block in model.blocks:
@@ -164,14 +164,14 @@ def attach(model: Decoder, spec: Adapters, *, seed: int) -> None:
 
 
 @torch.no_grad()
-def settle(block: Block, *groups: str) -> None:
-    """Moves the frozen weights of these projections to where their adapters lie beside them; kernels need it."""
+def stack_weights(block: Block, *groups: str) -> None:
+    """Stacks the frozen weights of these projections with their adapters in memory, as the kernels need them."""
     for group in groups:
         if group in block.adapters:
             adapter, weight = block.adapters[group], getattr(block, group)
             assert isinstance(adapter, Adapter)
-            adapter.home = lowrank.Home(weight, adapter.layout, rank=adapter.rank, scale=adapter.scale)
-            setattr(block, group, nn.Parameter(adapter.home.weight, requires_grad=False))
+            adapter.stacked = lowrank.Stacked(weight, adapter.layout, rank=adapter.rank, scale=adapter.scale)
+            setattr(block, group, nn.Parameter(adapter.stacked.weight, requires_grad=False))
 
 
 def adapters(model: Decoder) -> dict[str, tuple[Tensor, Tensor]]:
@@ -187,7 +187,7 @@ def adapters(model: Decoder) -> dict[str, tuple[Tensor, Tensor]]:
 
 @torch.no_grad()
 def merge(model: Decoder) -> None:
-    """Adds every adapter to the weight it sits on, in fp32, and takes it off: the plain model it amounts to."""
+    """Merges every adapter into its weight, in fp32, and removes it: the result is an equivalent plain model."""
     for block in model.blocks:
         assert isinstance(block, Block)
         for group in list(block.adapters):

@@ -1,6 +1,6 @@
 """Weights in 4 bits: the NF4 code of QLoRA, one scale for each block of 64 weights.
 
-A frozen matrix is rebuilt where it is multiplied, in the forward and again in the backward pass, and never kept.
+A frozen matrix is dequantised for each matmul, in the forward and again in the backward pass, and never kept.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ VALUES = (
 
 
 class Nf4(nn.Module):
-    """A frozen matrix: two weights to a byte, and the largest magnitude of each block. In no checkpoint."""
+    """A frozen matrix: two weights per byte, and the largest magnitude of each block. Checkpoints do not contain it."""
 
     codes: Tensor
     scales: Tensor
@@ -39,7 +39,7 @@ class Nf4(nn.Module):
     def of(cls, weight: Tensor) -> Nf4:
         if weight.numel() % NF4_BLOCK:
             raise UsageError(
-                f"a matrix of {tuple(weight.shape)} is not made of blocks of {NF4_BLOCK}, which 4 bits need: "
+                f"a matrix of {tuple(weight.shape)} does not divide into blocks of {NF4_BLOCK}, which 4 bits need: "
                 "use lora.base: 16-bit"
             )
         blocks = weight.detach().reshape(-1, NF4_BLOCK).float()
@@ -60,7 +60,7 @@ def rebuilt(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def pairs(device: torch.device) -> Tensor:
-    """Both weights of every byte. Made once: a copy from the host waits for the device."""
+    """Both weights for every byte value. Computed once, because a copy from the host waits for the device."""
     if device not in _PAIRS:
         values = torch.tensor(VALUES, device=device)
         _PAIRS[device] = torch.stack((values.repeat_interleave(16), values.repeat(16)), dim=1)

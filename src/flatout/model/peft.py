@@ -1,4 +1,4 @@
-"""Adapters in and out of PEFT's files: `adapter_config.json` and `adapter_model.safetensors`. Their names end here.
+"""Reads and writes PEFT's adapter files: `adapter_config.json` and `adapter_model.safetensors`.
 
 `flatout export RUN --to DIR` writes them, `lora.adapter: DIR` starts from them. Safetensors and JSON only.
 """
@@ -26,7 +26,7 @@ from flatout.model.decoder import Decoder
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 MODULES = {name: f"{'self_attn' if name in 'qkvo' else 'mlp'}.{name}_proj" for name in TARGETS}
 _NAME = re.compile(r"base_model\.model\.model\.layers\.([0-9]{1,5})\.\w+\.(\w+)_proj\.lora_([AB])\.weight")
-# What their configuration may ask for and ours cannot do, with the value that asks for nothing.
+# PEFT settings that our adapters do not support, with the value that leaves them off.
 UNSUPPORTED = {
     "use_dora": False, "bias": "none", "modules_to_save": None, "rank_pattern": {}, "alpha_pattern": {},
     "layers_to_transform": None, "fan_in_fan_out": False, "trainable_token_indices": None, "layer_replication": None,
@@ -36,7 +36,7 @@ _CHECKSUM = "flatout_sha256"
 
 
 def save(model: Decoder, folder: Path, spec: Adapters, *, base: str | None, fingerprint: str | None) -> None:
-    """A folder that `peft.PeftModel.from_pretrained` puts on the base model with equal logits."""
+    """Writes a folder that `peft.PeftModel.from_pretrained` puts on the base model with equal logits."""
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {}
     for name, (a, b) in lora.adapters(model).items():
@@ -44,7 +44,7 @@ def save(model: Decoder, folder: Path, spec: Adapters, *, base: str | None, fing
         prefix = f"base_model.model.model.layers.{layer}.{MODULES[target]}"
         tensors[f"{prefix}.lora_A.weight"] = a.detach().cpu().contiguous()
         tensors[f"{prefix}.lora_B.weight"] = b.detach().cpu().contiguous()
-    # PEFT ignores what it does not know here; we know our base by it again, and whether these tensors are damaged.
+    # PEFT ignores unknown keys here; ours identify the base and detect damaged tensors.
     metadata = {"format": "pt", _CHECKSUM: _checksum(tensors)} | ({"flatout_base": fingerprint} if fingerprint else {})
     save_file(tensors, folder / TENSORS, metadata=metadata)
     config = {
@@ -64,16 +64,16 @@ def save(model: Decoder, folder: Path, spec: Adapters, *, base: str | None, fing
 
 
 def read(folder: Path) -> Adapters:
-    """What kind of adapters a folder holds; what we cannot do is refused by name."""
+    """The kind of adapters in a folder; unsupported settings are refused by name."""
     config = read_json(folder / CONFIG)
     if config.get("peft_type") != "LORA":
         kind = repr(config.get("peft_type"))[:60]
-        raise UsageError(f"{folder / CONFIG}: peft_type {kind} is not LORA, which is all we read")
+        raise UsageError(f"{folder / CONFIG}: peft_type {kind} is not LORA, the only supported type")
     asked = [name for name, nothing in UNSUPPORTED.items() if (config.get(name) or nothing) != nothing]
     if asked:
-        raise UsageError(f"{folder / CONFIG} asks for {', '.join(asked)}, which our adapters lack")
+        raise UsageError(f"{folder / CONFIG} sets {', '.join(asked)}, which flatout's adapters do not support")
     if missing := [name for name in ("r", "lora_alpha") if config.get(name) is None]:
-        raise UsageError(f"{folder / CONFIG} does not say {' and '.join(missing)}, which its adapters need")
+        raise UsageError(f"{folder / CONFIG} does not set {' and '.join(missing)}, which its adapters need")
     names = _names(folder)
     found = {target for _, target, _ in names}
     try:
@@ -92,13 +92,13 @@ def read(folder: Path) -> Adapters:
 
 @torch.no_grad()
 def load(model: Decoder, folder: Path, spec: Adapters, *, base: str | None) -> None:
-    """Puts a folder's adapters into a model that has the same kind; nothing changes if anything does not fit."""
+    """Loads a folder's adapters into a model with the same kind of adapters; nothing changes unless all fit."""
     theirs = read(folder)
     for name in ("rank", "targets", "rslora", "alpha"):
         if getattr(theirs, name) != getattr(spec, name):
             raise UsageError(
-                f"{folder} has adapters of {name} {getattr(theirs, name)}, this run asks for {getattr(spec, name)}: "
-                f"set lora.{name} to what the adapter has"
+                f"{folder} has adapters of {name} {getattr(theirs, name)}, but this run has {getattr(spec, name)}: "
+                f"set lora.{name} to the adapter's value"
             )
     ours = lora.adapters(model)
     names = _names(folder)
@@ -109,7 +109,7 @@ def load(model: Decoder, folder: Path, spec: Adapters, *, base: str | None) -> N
             f"the model has {model.shape.layers}"
         )
     if len(names) != 2 * len(wanted):
-        raise UsageError(f"{folder / TENSORS} has {len(names)} matrices, and {len(wanted)} adapters need two each")
+        raise UsageError(f"{folder / TENSORS} has {len(names)} matrices, but {len(wanted)} adapters need two each")
     values: dict[tuple[int, str, str], Tensor] = {}
     with weights.opened(folder / TENSORS) as file:
         metadata = file.metadata() or {}
@@ -136,7 +136,7 @@ def load(model: Decoder, folder: Path, spec: Adapters, *, base: str | None) -> N
 
 
 def fingerprint(folder: Path) -> str:
-    """One hash of a model's weights, from samples of every file: enough to tell one base from another."""
+    """One hash of a model's weights, from samples of every file: enough to distinguish base models."""
     digest = hashlib.sha256()
     for path in sorted(folder.glob("*.safetensors")):
         with files.opened(path, root=root_of(path)) as file:
@@ -167,19 +167,19 @@ def _names(folder: Path) -> dict[tuple[int, str, str], str]:
         match = _NAME.fullmatch(key)
         if match is None or match[2] not in TARGETS:
             raise UsageError(
-                f"{folder / TENSORS}: {key[:100]} sits on nothing this decoder has: targets are {', '.join(TARGETS)}"
+                f"{folder / TENSORS}: {key[:100]} matches no target of this decoder: targets are {', '.join(TARGETS)}"
             )
         found[int(match[1]), match[2], match[3]] = key
     if not found:
-        raise UsageError(f"{folder / TENSORS} holds no adapter")
+        raise UsageError(f"{folder / TENSORS} has no adapter")
     return found
 
 
 def _require_rank(folder: Path, names: dict[tuple[int, str, str], str], *, rank: int) -> None:
-    """Refuses a rank that the file's matrices do not have, before memory is taken for matrices of that rank."""
+    """Refuses a rank that the file's matrices do not have, before memory is allocated for that rank."""
     with weights.opened(folder / TENSORS) as file:
         shapes = weights.shapes_in(file)
     for (_, _, side), name in names.items():
         shape = shapes[name]
         if len(shape) != 2 or shape[side == "B"] != rank:
-            raise UsageError(f"{folder / CONFIG} says r {rank}, and {name} in {TENSORS} has shape {shape}")
+            raise UsageError(f"{folder / CONFIG} says r {rank}, but {name} in {TENSORS} has shape {shape}")

@@ -1,6 +1,6 @@
-"""Rotary frequencies, plain or stretched to longer texts as Llama 3, linear interpolation and YaRN do it.
+"""Rotary frequencies, plain or scaled to longer contexts by Llama 3, linear interpolation or YaRN.
 
-Stretching changes the frequencies and, for YaRN, the size of cosine and sine; the rotation itself knows nothing of it.
+Scaling changes the frequencies and, for YaRN, the amplitude of cosine and sine; the rotation itself does not change.
 Equal to transformers' own functions, against which they are tested.
 """
 
@@ -29,7 +29,7 @@ def frequencies(shape: ModelShape) -> Tensor:
 
 
 def amplitude(shape: ModelShape) -> float:
-    """What cosine and sine are multiplied with: more than one where YaRN sharpens attention over longer texts."""
+    """The factor of cosine and sine: more than one with YaRN, which sharpens attention over longer contexts."""
     scaling = shape.rope_scaling
     if scaling is None or scaling.rope_type != "yarn":
         return 1.0
@@ -45,7 +45,7 @@ def _magnitude(factor: float, scale: float) -> float:
 
 
 def _llama3(plain: Tensor, scaling: RopeScaling) -> Tensor:
-    """Short waves stay, long ones are stretched, those in between go over smoothly."""
+    """Short wavelengths stay, long ones are stretched, with a smooth transition in between."""
     low, high, original = scaling.low_freq_factor, scaling.high_freq_factor, scaling.original_max_position_embeddings
     assert low is not None
     assert high is not None
@@ -56,13 +56,13 @@ def _llama3(plain: Tensor, scaling: RopeScaling) -> Tensor:
 
 
 def _yarn(plain: Tensor, scaling: RopeScaling, *, base: float) -> Tensor:
-    """The fast dimensions stay, the slow ones are stretched, with a ramp by dimension in between."""
+    """Fast dimensions stay, slow ones are stretched, with a ramp by dimension in between."""
     original = scaling.original_max_position_embeddings
     assert original is not None
     half = len(plain)
 
     def dimension(turns: float) -> float:
-        """Where waves make so many turns within the original length."""
+        """The dimension whose wave makes this many turns within the original length."""
         return half * math.log(original / (turns * 2 * math.pi)) / math.log(base)
 
     first, last = dimension(scaling.beta_fast or 32.0), dimension(scaling.beta_slow or 1.0)

@@ -1,4 +1,4 @@
-"""Weights in and out of Hugging Face format. Their names exist only in this file.
+"""Reads and writes weights in Hugging Face format. Its tensor names are used only in this file.
 
 Our `qkv` and `gate_up` are their projections stacked along the output, in that order.
 """
@@ -27,13 +27,13 @@ from flatout.model import rope
 from flatout.model.decoder import Decoder
 
 SHARD_BYTES = 4 * 2**30
-# Rows by which a vocabulary is padded, at most, beyond twice what the files hold.
+# The most rows by which a vocabulary may be padded, beyond twice the rows in the files.
 MOST_PADDED = 1024
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
 def _parts(shape: ModelShape) -> dict[str, list[tuple[str, int | None]]]:
-    """Our parameter to their tensors in stacking order, with the rows of each (None: all of them)."""
+    """Maps our parameters to their tensors in stacking order, with the rows of each (None: all of them)."""
     q, kv, ff = shape.q_width, shape.kv_width, shape.intermediate
     table: dict[str, list[tuple[str, int | None]]] = {
         "embedding": [(EMBEDDING, None)],
@@ -84,10 +84,10 @@ def load(
     compute_dtype: torch.dtype = torch.float32,
     note: Callable[[str], None] = lambda text: None,
 ) -> Decoder:
-    """Our decoder with the weights of a Hugging Face folder (config.json and safetensors, nothing else).
+    """Loads the weights of a Hugging Face folder (only config.json and safetensors) into our decoder.
 
-    One tensor at a time goes from the file to its place on the device, in the type it is kept in there. What is not
-    quite as config.json says, and still means one thing only, is put right and told to `note`.
+    One tensor at a time goes from the file to the device, directly in its final type. Small deviations from
+    config.json that have only one meaning are corrected and reported to `note`.
     """
     shape = shape or ModelShape.from_hf(read_json(folder / "config.json"))
     fill = filler(folder, shape=shape, note=note)
@@ -102,19 +102,19 @@ def load(
 def filler(
     folder: Path, *, shape: ModelShape, note: Callable[[str], None] = lambda text: None
 ) -> Callable[[str, Tensor], None]:
-    """Checks a folder against a shape, and gives what fills any of our parameters from it, where and as it is kept."""
+    """Checks a folder against a shape, and returns a function that fills any of our parameters from it."""
     refuse_quantised(read_json(folder / "config.json"), folder)
     parts = _parts(shape)
     files = TensorFiles.of(folder)
     files.require([name for many in parts.values() for name, _ in many])
-    with torch.device("meta"):  # every size is compared before memory is taken for any
+    with torch.device("meta"):  # every size is compared before memory is allocated
         for ours, parameter in Decoder(shape, compute_dtype=torch.float32).named_parameters():
             for name, piece in _pieces(parameter, parts[ours]):
                 files.require_shape(name, piece.shape)
     if shape.tied:
         files.require_tied()
     elif HEAD not in files.file_of:
-        note(f"{HEAD} is not in the files: the head begins as a copy of the embedding")
+        note(f"{HEAD} is not in the files: the head starts as a copy of the embedding")
 
     def fill(ours: str, tensor: Tensor) -> None:
         for name, into in _pieces(tensor, parts[ours]):
@@ -128,7 +128,7 @@ def filler(
 
 @contextmanager
 def default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    """New parameters in this type at once, never in a wider one first."""
+    """Creates parameters directly in this type, never in a wider one first."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
@@ -138,7 +138,7 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 
 def export(model: Decoder, folder: Path, *, dtype: torch.dtype = torch.bfloat16, **extra: Any) -> None:
-    """A folder that `transformers.AutoModelForCausalLM.from_pretrained` loads; `extra` goes into config.json."""
+    """Writes a folder that `transformers.AutoModelForCausalLM.from_pretrained` loads; `extra` goes into config.json."""
     folder.mkdir(parents=True, exist_ok=True)
     state = {name: p.detach() for name, p in model.named_parameters()}
     shards: list[dict[str, Tensor]] = [{}]
@@ -210,7 +210,7 @@ def hf_config(shape: ModelShape) -> dict[str, Any]:
 
 
 def _architecture(shape: ModelShape) -> tuple[str, str]:
-    """Which of Hugging Face's architectures this is; what none of them has is refused."""
+    """The Hugging Face architecture of this shape; a shape without one is refused."""
     if shape.window:
         return "mistral", "MistralForCausalLM"
     if shape.qk_norm:
@@ -230,8 +230,7 @@ def refuse_quantised(config: Mapping[str, Any], folder: Path) -> None:
     if quantised := config.get("quantization_config"):
         method = str(quantised.get("quant_method", "unnamed") if isinstance(quantised, Mapping) else quantised)[:60]
         raise UsageError(
-            f"{folder} holds weights quantised by {method}, which are not trained or read here: "
-            "give the model they were made from"
+            f"{folder} has weights quantised by {method}, which flatout does not read: give the original model"
         )
 
 
@@ -250,10 +249,10 @@ class TensorFiles:
             file_of = _listed(index)
             held: dict[str, tuple[int, ...]] = {}
             for path in sorted({*file_of.values()}):
-                with opened(path) as file:  # a truncated file is told before anything is read
+                with opened(path) as file:  # a truncated file is reported before anything is read
                     held |= shapes_in(file)
             if absent := sorted(name for name in file_of if name not in held):
-                raise UsageError(f"{index} lists the tensor{_several(absent)}, which no file of it holds")
+                raise UsageError(f"{index} lists the tensor{_several(absent)}, which none of its files has")
             return cls(folder=folder, file_of=file_of, shapes=held)
         if os.path.lexists(single):
             with opened(single) as file:
@@ -267,25 +266,23 @@ class TensorFiles:
         )
 
     def require(self, names: Sequence[str]) -> None:
-        """Refuses a folder that lacks one of these tensors, or whose layers hold one that none of these is."""
+        """Refuses a folder that lacks one of these tensors, or whose layers have an unknown one."""
         if missing := [name for name in names if name not in self.file_of and name != HEAD]:
             raise UsageError(f"{self.folder} lacks the tensor{_several(missing)} that its config.json implies")
         inside = (name for name in self.file_of if name.startswith("model.") and not name.endswith(".inv_freq"))
         if unknown := sorted({*inside} - {*names}):
-            raise UsageError(
-                f"{self.folder} holds the tensor{_several(unknown)}, of which its config.json says nothing"
-            )
+            raise UsageError(f"{self.folder} has the tensor{_several(unknown)}, which its config.json does not imply")
 
     def require_shape(self, name: str, wanted: Sequence[int]) -> None:
-        """Refuses a tensor that does not fit; of a table with a row per token, rows may be padded on either side."""
+        """Refuses a tensor that does not fit; a table with a row per token may be padded on either side."""
         name = EMBEDDING if name == HEAD and name not in self.file_of else name
         shape = self.shapes[name]
         table = name in (EMBEDDING, HEAD) and len(shape) == 2 and shape[0] > 0
         if tuple(wanted) != shape and not (table and shape[1] == wanted[1]):
-            raise UsageError(f"{self.folder}: {name} has shape {shape}, config.json asks for {tuple(wanted)}")
+            raise UsageError(f"{self.folder}: {name} has shape {shape}, but config.json needs {tuple(wanted)}")
         if table and wanted[0] > 2 * shape[0] + MOST_PADDED:
             raise UsageError(
-                f"{self.folder}: {name} has {shape[0]} rows, config.json a vocabulary of {wanted[0]}: "
+                f"{self.folder}: {name} has {shape[0]} rows, but config.json a vocabulary of {wanted[0]}: "
                 "that is more than padding"
             )
 
@@ -294,7 +291,7 @@ class TensorFiles:
         return sum(math.prod(shape) for shape in self.shapes.values())
 
     def link(self, folder: Path) -> None:
-        """Puts these very files, and an index of them, into a folder for somebody else to read."""
+        """Links these files, with an index of them, into a folder."""
         names = {path: f"model-{i:05}.safetensors" for i, path in enumerate(sorted({*self.file_of.values()}))}
         for path, name in names.items():
             (folder / name).symlink_to(path.resolve())
@@ -302,15 +299,15 @@ class TensorFiles:
         (folder / "model.safetensors.index.json").write_text(json.dumps(index))
 
     def require_tied(self) -> None:
-        """Refuses a head of its own where config.json says that it is the embedding."""
+        """Refuses a separate head if config.json says that it is tied to the embedding."""
         if HEAD in self.file_of and not torch.equal(self.read(HEAD), self.read(EMBEDDING)):
             raise UsageError(
-                f"{self.folder}: config.json ties the head to the embedding, but {HEAD} is another than {EMBEDDING}: "
-                'set "tie_word_embeddings" to false there to use both, or remove the one that is not meant'
+                f"{self.folder}: config.json ties the head to the embedding, but {HEAD} differs from {EMBEDDING}: "
+                'set "tie_word_embeddings" to false there to use both, or remove the wrong one'
             )
 
     def read(self, name: str) -> Tensor:
-        """A tensor on the host, as it is in the file; a head that is not there is the embedding."""
+        """A tensor on the host, as it is in the file; a missing head is the embedding."""
         name = EMBEDDING if name == HEAD and name not in self.file_of else name
         with opened(self.file_of[name]) as file:
             tensor: Tensor = file.get_tensor(name)
@@ -320,30 +317,32 @@ class TensorFiles:
 def _listed(index: Path) -> dict[str, Path]:
     listed = read_json(index).get("weight_map")
     if not isinstance(listed, dict) or not listed:
-        raise UsageError(f"{index} has no weight_map, which says where each tensor is: fetch the model again")
+        raise UsageError(f"{index} has no weight_map, which says where each tensor is: download the model again")
     for file in {*map(str, listed.values())}:
         if Path(file).name != file or not file.endswith(".safetensors"):
-            raise UsageError(f"{index} names {file!r:.100}, which is no safetensors file beside it")
+            raise UsageError(f"{index} names {file!r:.100}, which is not a safetensors file next to it")
     places = {name: index.parent / str(file) for name, file in listed.items()}
     if missing := sorted({path.name for path in places.values() if not os.path.lexists(path)}):
         more = f" and {len(missing) - 5} more" if len(missing) > 5 else ""
         raise UsageError(
-            f"{index.parent} lacks {', '.join(missing[:5])}{more}, which {index.name} names: fetch the model again"
+            f"{index.parent} lacks {', '.join(missing[:5])}{more}, which {index.name} names: download the model again"
         )
     return places
 
 
 @contextmanager
 def opened(path: Path) -> Iterator[Any]:
-    """A safetensors file of a model or an adapter; whatever is wrong with it is one sentence."""
+    """Opens a safetensors file of a model or an adapter; any fault is reported in one sentence."""
     try:
         with safe_open(checked(path, root=root_of(path)), framework="pt") as file:
             yield file
     except FileNotFoundError:
-        raise UsageError(f"{path} is a link to nothing: fetch it again") from None
+        raise UsageError(f"{path} is a broken link: download it again") from None
     except (SafetensorError, OSError) as error:
         size = path.stat().st_size
-        raise UsageError(f"{path} is no readable safetensors file ({size} bytes): {error}; fetch it again") from None
+        raise UsageError(
+            f"{path} is not a readable safetensors file ({size} bytes): {error}; download it again"
+        ) from None
 
 
 def shapes_in(file: Any) -> dict[str, tuple[int, ...]]:
@@ -364,13 +363,13 @@ def _fill(into: Tensor, tensor: Tensor, *, name: str, folder: Path) -> None:
 
 
 def _fill_rows(into: Tensor, tensor: Tensor, *, name: str, folder: Path, note: Callable[[str], None]) -> None:
-    """As `_fill`, for a table with a row per token, which may have been padded by one side and not by the other."""
+    """Like `_fill`, for a table with a row per token, which may be padded in the file or in the model."""
     rows, vocab = tensor.shape[0], into.shape[0]
     both = min(rows, vocab)
     _fill(into[:both], tensor[:both], name=name, folder=folder)
     if rows > vocab:
-        note(f"{name} has {rows} rows, config.json a vocabulary of {vocab}: the last {rows - vocab} are left out")
+        note(f"{name} has {rows} rows, but config.json a vocabulary of {vocab}: the last {rows - vocab} are left out")
     if rows < vocab:
-        # The mean of all rows has the mean of all logits, so a token that nobody trained is never the likeliest.
+        # The mean of all rows gives the mean of all logits, so an untrained token is never the likeliest.
         into[rows:] = tensor.float().mean(0).to(into.dtype)
-        note(f"{name} has {rows} rows, config.json a vocabulary of {vocab}: {vocab - rows} are the mean of the others")
+        note(f"{name} has {rows} rows, but config.json a vocabulary of {vocab}: {vocab - rows} are the mean of all")

@@ -1,4 +1,4 @@
-"""The recipes: what each kind of training learns from, and what it minimises. They share one loop and one set-up."""
+"""The recipes: the data and the objective of each kind of training. They share one loop and one set-up."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ if TYPE_CHECKING:
 
 
 def run(settings: Settings, *, folder: Path, resume: bool = False, sinks: Sequence[Sink] = ()) -> Outcome:
-    """Carries out the recipe that the settings name, in a run folder; the command, launchers and tools call this."""
+    """Runs the recipe that the settings name in a run folder. The command, launchers and tools call this."""
     recipe = import_module(f"flatout.recipes.{settings.recipe}")
     outcome: Outcome = recipe.run(settings, folder=folder, resume=resume, sinks=sinks)
     return outcome
 
 
 def sample(settings: Settings, *, folder: Path, resume: bool = False, sinks: Sequence[Sink] = ()) -> Outcome:
-    """The first half of rejection sampling: the dataset of the first round, without the training."""
+    """Runs the first half of rejection sampling: the dataset of the first round, without training."""
     from flatout.recipes import rft
 
     return rft.run(settings, folder=folder, resume=resume, sinks=sinks, train=False)

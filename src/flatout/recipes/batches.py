@@ -1,4 +1,4 @@
-"""Batches of a stream: any step is a pure function of the data and the seed, and is ready before it is asked for."""
+"""Batches of a stream: any step is a pure function of the data and the seed, and is prepared ahead of time."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from flatout.plan import Plan
 
 @dataclass(frozen=True)
 class Streamed:
-    """The source of a run that learns from prepared data."""
+    """The source of a run that trains on prepared data."""
 
     stream: Steps
 
@@ -26,7 +26,7 @@ class Streamed:
     def steps_per_epoch(self) -> float | None:
         return self.stream.steps_per_epoch
 
-    def rehearsal(self, ranks: Ranks, *, micro_batch: int) -> Batch:
+    def trial_batch(self, ranks: Ranks, *, micro_batch: int) -> Batch:
         return self.stream.micro_batches(0, rank=ranks.rank, world=ranks.world, micro_batch=micro_batch)[0]
 
     @contextmanager
@@ -39,7 +39,7 @@ class Streamed:
 
 
 class StreamBatches:
-    """After an out-of-memory the micro-batches are smaller; the batch of a step stays the same."""
+    """After an out-of-memory error the micro-batches are smaller; the batch of a step stays the same."""
 
     def __init__(self, stream: Steps, plan: Plan, ranks: Ranks, *, start: int, stop: int) -> None:
         self.stream, self.plan, self.ranks, self.stop = stream, plan, ranks, stop
@@ -57,7 +57,7 @@ class StreamBatches:
         before = self.micro_batch
         if before == 1:
             raise RunFailed(
-                f"step {step} found too little memory even with micro-batch 1 ({cause}). "
+                f"step {step} ran out of memory even with micro-batch 1 ({cause}). "
                 + largest(self.plan.predicted.memory_gib)
             )
         self.micro_batch = smaller(before)

@@ -1,4 +1,4 @@
-"""The training loop of every recipe. What a recipe learns from, and what it minimises, is its `Material`."""
+"""The training loop of every recipe. A recipe's data and objective are its `Material`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def train(
     sinks: Sequence[Sink] = (),
     session: Session | None = None,
 ) -> Outcome:
-    """A recipe that already works in the same run folder passes the `session` it has open."""
+    """Trains a recipe. A recipe that already has the run folder open passes its `session`."""
     with set_up(settings, open_material, folder=folder, resume=resume, sinks=sinks, session=session) as training:
         return _loop(training)
 
@@ -42,14 +42,14 @@ def _loop(training: Training) -> Outcome:
         # The state after `step` steps. Time spent on it here counts towards the step that follows.
         engine.begin_step(step)
 
-        # Where a checkpoint can be resumed from: evaluate, save, stop.
+        # If a checkpoint can be resumed from here: evaluate, save, stop.
         if batches.resumable(step):
             stopped_by = _pause(training, step, since=paused)
             paused = step
         if stopped_by or step >= total_steps:
             break
 
-        # Take the step; where memory runs out, take it again with less.
+        # Take the step; if memory runs out, retry it with less.
         profile.before(step)
         phases.mark("data")
         try:
@@ -58,7 +58,7 @@ def _loop(training: Training) -> Outcome:
             _take_less_memory(training, step, error)
             continue
 
-        # Once: write down where the time went.
+        # Once: record where the time went.
         if profile.ends(step):
             phases.mark("profile")
             profile.write(step)
@@ -72,8 +72,8 @@ def _loop(training: Training) -> Outcome:
         step += 1
 
     ledger.write(engine.finished(all=True))
-    if (left_out := training.facts.summary()) != training.left_out:  # a stream knows more at its end
-        session.recorder.event(events.Notice(text=f"not learnt from: {left_out}"))
+    if (left_out := training.facts.summary()) != training.left_out:  # a stream may have left out more since
+        session.recorder.event(events.Notice(text=f"left out: {left_out}"))
     return _finish(training, step, stopped_by)
 
 
@@ -97,7 +97,7 @@ def _pause(training: Training, step: int, *, since: int) -> str:
 
 
 def _take_less_memory(training: Training, step: int, error: OutOfMemory) -> None:
-    """Arranges for `step` to be taken again: first without CUDA graphs, then in smaller micro-batches."""
+    """Prepares a retry of `step`: first without CUDA graphs, then in smaller micro-batches."""
     record = training.session.recorder
     if error.recorded:
         training.batches.again(step)

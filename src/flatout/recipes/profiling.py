@@ -1,4 +1,4 @@
-"""A window of steps under torch's profiler: a Chrome trace and a table of kernels in the run folder."""
+"""Runs a window of steps under torch's profiler: a Chrome trace and a table of kernels in the run folder."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from flatout.record.events import Profiled
 class Profile:
     """Traces the steps from the first to the last given, both included; None traces nothing.
 
-    A run that ends inside the window writes what it has: an open trace must not outlive it.
+    A run that ends inside the window writes the trace so far: an open trace must not outlive it.
     """
 
     def __init__(self, steps: tuple[int, int] | None, *, session: Session) -> None:
@@ -20,7 +20,7 @@ class Profile:
         self._profile: profile | None = None
 
     def before(self, step: int) -> None:
-        """Starts with the first step of the window, also where a resumed run comes in later."""
+        """Starts with the first step of the window, or later if a resumed run begins inside it."""
         if self._profile is None and self.steps and self.steps[0] <= step <= self.steps[1]:
             activities = [ProfilerActivity.CPU]
             if torch.cuda.is_available():

@@ -1,6 +1,6 @@
-"""Tasks on a cadence (`eval.tasks`): the weights as they are now answer what `flatout eval` would ask a checkpoint.
+"""Evaluates tasks during training (`eval.tasks`): the current weights get the questions of `flatout eval`.
 
-The first rank asks, greedily, while the others wait; nothing that a step draws or counts is touched by it.
+The first rank evaluates with greedy decoding while the others wait. It changes no random state or count of a step.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from flatout.tasks import open_task
 
 
 def check_tasks(settings: Settings) -> None:
-    """Mistakes in the tasks are told before anything is loaded."""
+    """Reports mistakes in the tasks before anything is loaded."""
     for spec in settings.eval.tasks:
         task = open_task(spec)
         chosen(task.size, limit=settings.eval.task_limit, name=task.name)
@@ -34,7 +34,7 @@ def check_tasks(settings: Settings) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Live:
-    """The model that is being trained, as it is asked: its adapters on it, and in no folder."""
+    """The model that is being trained, with its adapters, which has no folder."""
 
     model: Model
     tokenizer: Tokenizer
@@ -59,7 +59,7 @@ class Questions:
         return cls(settings, engine, session, ranks, tokenizer) if settings.eval.tasks else None
 
     def ask(self, step: int) -> float | None:
-        """Records every task's score after `step` steps; the mean of those that have answers, the same on all ranks."""
+        """Records every task's score after `step` steps. Returns the mean over tasks with answers, on all ranks."""
         found = ""
         with self.ranks.first_leads():
             if self.ranks.first:
@@ -71,7 +71,7 @@ class Questions:
         model = unprepared(self.engine.model)
         on_gpu = self.engine.active.device.type == "cuda"
         if on_gpu:
-            torch.cuda.empty_cache()  # the cache of keys and values is as large as what is free
+            torch.cuda.empty_cache()  # the KV cache is sized by the free memory
         scores = list(
             evaluate(
                 self.specs,

@@ -1,7 +1,7 @@
 """Rejection-sampling fine-tuning: `flatout train` with `recipe: rft`; its first half alone is `flatout sample`.
 
-A model answers a task's questions many times, the right answers are kept, and the student learns from them. The stages
-are in `stages`, sampling in `sampling`; the training is that of recipe sft.
+A model answers a task's questions many times, the correct answers are kept, and the student is trained on them. The
+stages are in `stages`, sampling in `sampling`; the training is that of recipe sft.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from flatout.recipes.sampling import Kept, Stopped
 from flatout.recipes.sealed import Seals
 from flatout.recipes.session import begun, open_session
 from flatout.recipes.setup import plan_for
-from flatout.recipes.stages import Asked, Stages, alone, by_question, nothing_trained, total
+from flatout.recipes.stages import RunTasks, Stages, by_question, nothing_trained, single_rank, total
 from flatout.record import Outcome, Sink, events
 
 
@@ -32,8 +32,8 @@ def run(
     sinks: Sequence[Sink] = (),
     train: bool = True,
 ) -> Outcome:
-    """Not `train`: sample, write the dataset of the first round, and leave it there."""
-    began, asked, ranks = time.monotonic(), Asked.of(settings), alone()
+    """Without `train`, samples and writes the dataset of the first round, and stops there."""
+    began, tasks, ranks = time.monotonic(), RunTasks.of(settings), single_rank()
     hardware = detect()
     check_build(hardware)
     plan = plan_for(settings, hardware=hardware, ranks=ranks)
@@ -45,36 +45,36 @@ def run(
             run=session.run.id,
             tell=lambda text: session.recorder.event(events.Notice(text=text)),
         )
-        stages = Stages(settings=settings, asked=asked, plan=plan, session=session, resume=resume, seals=seals)
+        stages = Stages(settings=settings, tasks=tasks, plan=plan, session=session, resume=resume, seals=seals)
         for written_into in (session.run.path, session.run.samples_dir, *session.run.samples_dir.glob("round-*/")):
             files.sweep(written_into)
         try:
-            # Who learns: a model as it comes, one of our own runs, or one that is taught the task's form first.
+            # The student: a published model, one of our own runs, or a model that first learns the task's format.
             student = stages.student()
 
-            # How good it is.
+            # Its score before training.
             scores = [stages.score(student, number=0)] if train else []
 
             kept: dict[int, list[Kept]] = {}
             sampled = settings.rft.generator or student
             for number in range(1, (settings.rft.rounds if train else 1) + 1):
-                # What it, or a larger model, gets right.
+                # Correct answers, by it or by a larger model.
                 chunks = stages.samples(sampled, number=number, before=kept)
                 rows = stages.dataset(chunks, number=number, student=student, least=2 if train else 1)
                 kept = by_question(chunks)
                 if not train:
                     return nothing_trained()
 
-                # What it learns from that, each time from where it began.
+                # Training on them, each round from the original weights.
                 outcome = stages.trained(student, rows, number=number)
                 if outcome.stopped_by.startswith("SIG"):
                     return outcome
 
-                # How good it is now; in the next round it is sampled itself.
+                # Its score now; in the next round it is itself the sampled model.
                 sampled = str(stages.folder_of(number))
                 scores.append(stages.score(sampled, number=number))
             stages.verdict(scores, counts=total(chunks), seconds=None if resume else time.monotonic() - began)
             return outcome
         except Stopped as stopped:
-            asked_by = session.stop.signal
-            return nothing_trained(stopped_by=asked_by.name if asked_by else str(stopped))
+            signal = session.stop.signal
+            return nothing_trained(stopped_by=signal.name if signal else str(stopped))

@@ -1,8 +1,8 @@
-"""Questions to correct completions, chunk by chunk: the first half of recipe rft, and all of `flatout sample`.
+"""Samples correct completions of questions, chunk by chunk: the first half of recipe rft, and `flatout sample`.
 
-A chunk is written whole, atomically, when its last question is settled, so a killed run goes on with the first chunk
-that is not there. Draws depend on (seed, question, sample) only, and what is kept on the number of the sample only,
-never on when it was finished.
+A chunk is written atomically when its last question is done, so a killed run continues with the first missing chunk.
+Random draws depend only on (seed, question, sample). Which completions are kept depends only on their sample numbers,
+never on the order in which they finished.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from flatout.record.events import RowsHalved, SamplingProgress
 from flatout.sample import Completion, Sampler, Sampling, prompt_ids, text_of
 from flatout.tasks import Graded, Grader, Task
 
-# Workers that grade beside the sampler.
+# Workers that grade while the sampler runs.
 MOST_GRADERS = 8
 # Seconds between two progress events.
 PROGRESS_S = 5.0
@@ -37,15 +37,15 @@ END = "</answer>"
 
 T = TypeVar("T")
 # An event for the record.
-Tell = Callable[[Event], None]
+Report = Callable[[Event], None]
 
 
-def _untold(event: Event) -> None:
-    """Where nobody keeps a record."""
+def _discard(event: Event) -> None:
+    """Used where there is no record."""
 
 
 class Stopped(Exception):
-    """Asked to stop: the chunk in the making is given up, those before it stand."""
+    """A stop was requested: the current chunk is abandoned, earlier ones are kept."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,15 +59,15 @@ class Kept:
 
 @dataclass(frozen=True, kw_only=True)
 class Counts:
-    """What sampling came to; the sums of chunks are the sums of their fields."""
+    """The counts of sampling. Counts of several chunks are added field by field."""
 
     questions: int = 0
-    solved: int = 0  # questions with something to keep, from this round or before it
+    solved: int = 0  # questions with a kept completion, from this round or an earlier one
     samples: int = 0
     correct: int = 0
-    answered: int = 0  # in the form asked for
-    duplicates: int = 0  # correct, and said before
-    unfinished: int = 0  # correct, but cut off before an end
+    answered: int = 0  # in the requested format
+    duplicates: int = 0  # correct, but the same as an earlier one
+    unfinished: int = 0  # correct, but cut off before the end
     cut_short: int = 0
     too_long: int = 0
     killed: int = 0
@@ -95,7 +95,7 @@ class Counts:
 
 @dataclass(frozen=True, kw_only=True)
 class Chunk:
-    """Some questions, settled. `identity` is what all chunks of a dataset must share."""
+    """Some questions with their kept completions. All chunks of a dataset share one `identity`."""
 
     identity: str
     questions: tuple[int, ...]
@@ -107,18 +107,18 @@ class Chunk:
 
     @classmethod
     def read(cls, path: Path, seals: Seals, *, identity: str) -> Chunk:
-        """A missing one raises FileNotFoundError."""
+        """Reads a chunk; a missing one raises FileNotFoundError."""
         chunk = seals.read(path, cls)
         if chunk.identity == identity:
             return chunk
         raise UsageError(
-            f"{path} was sampled with another task, model or settings: give those of config.yaml, or begin anew "
+            f"{path} was sampled with another task, model or settings: give those of config.yaml, or start again "
             "with another --run FOLDER"
         )
 
 
 @dataclass(frozen=True, kw_only=True)
-class Tried:
+class Attempt:
     """One completion, graded."""
 
     done: Completion
@@ -127,7 +127,7 @@ class Tried:
 
 
 class Graders:
-    """Several workers that grade at once; the same words to the same question are looked at once."""
+    """Several workers that grade in parallel; identical answers to a question are graded once."""
 
     def __init__(self, spec: str, *, count: int | None = None) -> None:
         count = count or max(1, min(MOST_GRADERS, (os.cpu_count() or 2) - 1))
@@ -150,7 +150,7 @@ class Graders:
         grader = self._free.get()
         try:
             graded = grader.grade(i, text)
-            # A busy machine may have been the reason: what is kept must not depend on that.
+            # A busy machine may have been the reason, and the kept completions must not depend on that.
             return graded if graded.status == "graded" else grader.grade(i, text)
         finally:
             self._free.put(grader)
@@ -165,9 +165,9 @@ class Graders:
 
 
 class Fitting:
-    """A sampler with as many rows in flight as memory holds: where it runs out, half, and the work is done again."""
+    """A sampler with as many concurrent sequences as memory holds. Out of memory, it retries with half as many."""
 
-    def __init__(self, open_sampler: Callable[[int], Sampler], *, rows: int, tell: Tell = _untold) -> None:
+    def __init__(self, open_sampler: Callable[[int], Sampler], *, rows: int, tell: Report = _discard) -> None:
         self.open_sampler, self.rows, self.tell = open_sampler, rows, tell
         self._sampler: Sampler | None = None
 
@@ -180,11 +180,11 @@ class Fitting:
                 if not is_out_of_memory(error):
                     raise
                 said = str(error).splitlines()[0]
-            # Past the handler: what failed, and all it held, is gone.
+            # After the handler, the failed sampler and all its memory are freed.
             if self.rows == 1:
                 raise RunFailed(
-                    f"sampling found too little memory even for one completion at a time ({said}): shorten "
-                    "sample.max_tokens and the prompt, or take a smaller model"
+                    f"sampling ran out of memory even for one completion at a time ({said}): shorten "
+                    "sample.max_tokens and the prompt, or use a smaller model"
                 )
             self._sampler = None
             free_memory()
@@ -193,7 +193,7 @@ class Fitting:
 
 
 def free_memory() -> None:
-    """Gives back what nothing holds any more."""
+    """Frees unused memory."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
@@ -210,15 +210,15 @@ class Sampled:
     rft: RftSettings
     fitting: Fitting
     identity: str
-    seals: Seals | None = None  # None: of a folder that belongs to no run
-    tell: Tell = _untold
+    seals: Seals | None = None  # None: for a folder that belongs to no run
+    tell: Report = _discard
     memory: Callable[[], Mapping[str, float]] = dict
     stop: Callable[[], bool] = bool
 
     def collect(
         self, questions: Sequence[int], *, folder: Path, before: Mapping[int, Sequence[Kept]] | None = None
     ) -> list[Chunk]:
-        """All chunks, those on file as they are. `before`: what earlier rounds kept of each question."""
+        """All chunks; existing ones are read from file. `before`: the completions that earlier rounds kept."""
         size = self.rft.chunk
         progress = _Progress(self, len(questions))
         chunks, seals = [], self.seals or Seals(root=folder)
@@ -240,10 +240,10 @@ class Sampled:
         self, questions: Sequence[int], graders: Graders, progress: _Progress, before: Mapping[int, Sequence[Kept]]
     ) -> Chunk:
         began = time.monotonic()
-        tried: dict[int, list[Tried]] = {i: [] for i in questions}
+        tried: dict[int, list[Attempt]] = {i: [] for i in questions}
         kept = {i: list(before.get(i, ())) for i in questions}
         drawn = 0
-        for count in looks(self.rft):
+        for count in sample_counts(self.rft):
             left = [i for i in questions if not self.rft.adaptive or len(kept[i]) < self.rft.keep]
             if not left:
                 break
@@ -253,7 +253,7 @@ class Sampled:
             for i in left:
                 tried[i].sort(key=lambda one: one.done.sample)
                 kept[i] = chosen(i, tried[i], before.get(i, ()), most=self.rft.keep)
-            progress.looked(kept, keep=self.rft.keep)
+            progress.checked(kept, keep=self.rft.keep)
         return Chunk(
             identity=self.identity,
             questions=tuple(questions),
@@ -263,10 +263,10 @@ class Sampled:
 
     def _draw(
         self, questions: Sequence[int], graders: Graders, progress: _Progress, *, first: int, samples: int
-    ) -> list[tuple[int, Tried]]:
+    ) -> list[tuple[int, Attempt]]:
         prompts = [prompt_ids(self.tokenizer, self.task.prompt(i)) for i in questions]
 
-        def drawn(sampler: Sampler) -> list[tuple[int, Tried]]:
+        def drawn(sampler: Sampler) -> list[tuple[int, Attempt]]:
             done = sampler.generate(prompts, sampling=self.sampling, samples=samples, first=first, keys=questions)
             return self._graded(done, questions, graders, progress)
 
@@ -274,7 +274,7 @@ class Sampled:
 
     def _graded(
         self, drawn: Iterator[Completion], questions: Sequence[int], graders: Graders, progress: _Progress
-    ) -> list[tuple[int, Tried]]:
+    ) -> list[tuple[int, Attempt]]:
         waiting = []
         for done in drawn:
             if self.stop():
@@ -283,11 +283,11 @@ class Sampled:
             i = questions[done.prompt]
             waiting.append((i, done, text, graders.grade(i, text)))
             progress.sample(done)
-        return [(i, Tried(done=done, text=text, graded=future.result())) for i, done, text, future in waiting]
+        return [(i, Attempt(done=done, text=text, graded=future.result())) for i, done, text, future in waiting]
 
 
-def looks(rft: RftSettings) -> Iterator[int]:
-    """How many samples are drawn before each look at what was solved; their sums double."""
+def sample_counts(rft: RftSettings) -> Iterator[int]:
+    """How many samples to generate before each check of what is solved; their running total doubles."""
     total, wanted = 0, rft.first if rft.adaptive else rft.oversample
     while total < rft.oversample:
         count = min(wanted, rft.oversample) - total
@@ -295,8 +295,8 @@ def looks(rft: RftSettings) -> Iterator[int]:
         total, wanted = total + count, 2 * wanted
 
 
-def chosen(i: int, tried: Sequence[Tried], before: Sequence[Kept], *, most: int) -> list[Kept]:
-    """What is kept of a question: what was before, then correct ones in the order of their samples, none twice."""
+def chosen(i: int, tried: Sequence[Attempt], before: Sequence[Kept], *, most: int) -> list[Kept]:
+    """The kept completions of a question: earlier ones, then new correct ones by sample number, without duplicates."""
     kept = list(before)
     said = {plain(one.text) for one in kept}
     for one in tried:
@@ -307,8 +307,8 @@ def chosen(i: int, tried: Sequence[Tried], before: Sequence[Kept], *, most: int)
     return kept
 
 
-def finished(one: Tried) -> str | None:
-    """A correct completion to learn from; one that was cut off, up to its answer; None where there is none."""
+def finished(one: Attempt) -> str | None:
+    """The text of a correct completion; one that was cut off, up to its answer; None if it is not usable."""
     if one.graded.reward < 1.0:
         return None
     if one.done.status == "stopped":
@@ -318,11 +318,11 @@ def finished(one: Tried) -> str | None:
 
 
 def plain(text: str) -> str:
-    """Equal for rationales that differ in case and white space only."""
+    """Equal for texts that differ only in case and white space."""
     return " ".join(text.casefold().split())
 
 
-def _counts(kept: Mapping[int, Sequence[Kept]], tried: Mapping[int, Sequence[Tried]], *, seconds: float) -> Counts:
+def _counts(kept: Mapping[int, Sequence[Kept]], tried: Mapping[int, Sequence[Attempt]], *, seconds: float) -> Counts:
     every = [one for many in tried.values() for one in many]
     correct = {i: [one for one in many if one.graded.reward >= 1.0] for i, many in tried.items()}
     texts = {i: [text for one in many if (text := finished(one)) is not None] for i, many in correct.items()}
@@ -345,12 +345,12 @@ def _counts(kept: Mapping[int, Sequence[Kept]], tried: Mapping[int, Sequence[Tri
 
 
 class _Progress:
-    """Says now and then how far sampling has come."""
+    """Reports the progress of sampling at intervals."""
 
     def __init__(self, of: Sampled, questions: int) -> None:
         self.of, self.questions = of, questions
-        self.total = Counts()  # of the chunks that stand
-        self.chunk = Counts()  # of the one in the making, as of the last look
+        self.total = Counts()  # of the finished chunks
+        self.chunk = Counts()  # of the current chunk, at the last check
         self.settled = self.fresh = self.samples = self.tokens = 0
         self.began = self.told = time.monotonic()
 
@@ -360,7 +360,7 @@ class _Progress:
         if time.monotonic() - self.told >= PROGRESS_S:
             self.tell()
 
-    def looked(self, kept: Mapping[int, Sequence[Kept]], *, keep: int) -> None:
+    def checked(self, kept: Mapping[int, Sequence[Kept]], *, keep: int) -> None:
         self.settled = sum(len(many) >= keep for many in kept.values())
         solved, rows = sum(bool(many) for many in kept.values()), sum(map(len, kept.values()))
         self.chunk = Counts(questions=len(kept), solved=solved, kept=rows)

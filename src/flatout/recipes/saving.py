@@ -1,4 +1,4 @@
-"""The state of a run: saved whole on the first rank, found again by `--resume`."""
+"""The state of a run: saved atomically on the first rank, restored by `--resume`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from flatout.record import events
 
 @dataclass(frozen=True, kw_only=True)
 class State:
-    """What a checkpoint holds besides tensors."""
+    """The state in a checkpoint besides tensors."""
 
     tokens: int
     seconds: float
@@ -34,18 +34,18 @@ class State:
 
     @classmethod
     def of(cls, checkpoint: Checkpoint) -> State:
-        """BadFile where a number cannot be: a run does not go on from it."""
+        """Raises BadFile for an impossible number: no run can resume from it."""
         source = checkpoint.folder / MANIFEST
         state = files.typed(cls, dict(checkpoint.state), source=source)
         for name in ("tokens", "seconds", "saves", "loss_scale", "loss_scale_streak"):
             value = getattr(state, name)
             if not 0 <= value < math.inf or (name == "loss_scale" and not value):
-                raise files.BadFile(source, f"says {name}: {value}, which no run comes to: remove that checkpoint")
+                raise files.BadFile(source, f"says {name}: {value}, which is impossible: remove that checkpoint")
         return state
 
 
 class Saving:
-    """Puts engine and ledger into checkpoints and back. `identity` is what both ends of a resume must share."""
+    """Saves engine and ledger to checkpoints and restores them. `identity` must be the same on both sides."""
 
     def __init__(
         self,
@@ -59,7 +59,7 @@ class Saving:
         valid: str | None = None,
         base: str | None = None,
     ) -> None:
-        """`data` and `valid` identify what is trained on and what is held out.
+        """`data` and `valid` identify the training and the held-out data.
 
         `base` identifies the frozen weights under adapters, which no checkpoint holds.
         """
@@ -83,11 +83,11 @@ class Saving:
             run=session.run.id,
             valid=valid,
         )
-        self.step: int | None = None  # the newest that stands
-        self.failed = ""  # why the last save was none
+        self.step: int | None = None  # of the newest saved checkpoint
+        self.failed = ""  # why the last save failed
 
     def begin(self, tokenizer: Tokenizer, *, resume: bool) -> int:
-        """The step to begin with, its state put back. From here on the run folder holds the tokenizer, whole."""
+        """Restores the state and returns the step to start with. Also saves the tokenizer in the run folder."""
         checkpoint = self._newest() if resume else None
         with self.ranks.first_leads():
             if self.ranks.first:
@@ -97,7 +97,7 @@ class Saving:
         return 0 if checkpoint is None else self._restore(checkpoint)
 
     def _keep_tokenizer(self, tokenizer: Tokenizer, checkpoint: Checkpoint | None) -> None:
-        """Saves it whole, unless it is there; what lies there must be the tokenizer of this run."""
+        """Saves the tokenizer atomically. An existing one must be the tokenizer of this run."""
         folder = self.session.run.tokenizer_dir
         whole = (folder / "tokenizer.json").is_file()
         try:
@@ -105,7 +105,7 @@ class Saving:
                 left = (path.name for path in folder.glob("*") if not path.name.endswith(".tmp"))
                 others = [name for name in left if name not in FILES]
                 if others:
-                    raise UsageError(f"{folder} holds {others[0]}, and nothing is overwritten: move the folder away")
+                    raise UsageError(f"{folder} has {others[0]}, and nothing is overwritten: move the folder away")
                 with files.whole_folder(folder) as partial:
                     tokenizer.save(partial)
             elif checkpoint is None:
@@ -113,7 +113,7 @@ class Saving:
                     tokenizer.save(Path(scratch))
                     if tokenizer_fingerprint(Path(scratch)) != tokenizer_fingerprint(folder):
                         raise UsageError(
-                            f"{folder} is not the tokenizer of this run: remove the folder, and it is made again"
+                            f"{folder} is not the tokenizer of this run: remove the folder, and it is rebuilt"
                         )
         except OSError as error:
             raise EnvironmentLacks(f"{folder} cannot be written: {error.strerror or error}") from None
@@ -122,13 +122,13 @@ class Saving:
         self.checkpoints.tokenizer = tokenizer_fingerprint(folder)
 
     def _newest(self) -> Checkpoint | None:
-        """The newest whole checkpoint; None if the run never saved one."""
+        """The newest intact checkpoint; None if the run never saved one."""
         checkpoint, problems = self.checkpoints.latest()
         for problem in problems:
             self.session.recorder.event(events.BadCheckpoint(text=problem))
         if checkpoint is None:
             if problems:
-                raise RunFailed("no checkpoint of this run can be trusted: " + "; ".join(problems))
+                raise RunFailed("no checkpoint of this run is intact: " + "; ".join(problems))
             self.session.recorder.event(
                 events.Notice(text="the run had saved nothing yet: it starts from the beginning")
             )
@@ -149,7 +149,7 @@ class Saving:
         return checkpoint.step
 
     def save_best(self, step: int, **found: float) -> None:
-        """Saves the state that was just found to be the best, and keeps it."""
+        """Saves the best state so far, and keeps it."""
         if (self.step == step or self.save(step)) and self.ranks.first:
             try:
                 self.checkpoints.mark_best(step)
@@ -161,7 +161,7 @@ class Saving:
                 )
 
     def save(self, step: int) -> bool:
-        """Saves on the first rank while the others wait. One that fails, as on a full disk, is told and survived."""
+        """Saves on the first rank while the others wait. A failure, as on a full disk, is reported and not fatal."""
         engine, ledger = self.engine, self.ledger
         ledger.write(engine.finished(all=True))
         failed = False

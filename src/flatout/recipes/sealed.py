@@ -1,8 +1,8 @@
-"""What one stage of a recipe writes for a later one: sealed when it is written, checked before it is used.
+"""Files that one stage of a recipe writes for a later one: sealed when written, checked before use.
 
-A seal is a SHA-256 over the content, its place in the run folder and the run's id. So content that was damaged or
-edited, that lies in the place of another, or that another run wrote does not match its seal. It guards against damage
-and mistakes, not against somebody who computes it anew.
+A seal is a SHA-256 over the data, its place in the run folder and the run's id. So data that was damaged or edited,
+moved to another place, or written by another run does not match its seal. It protects against damage and mistakes,
+not against somebody who recomputes it.
 """
 
 from __future__ import annotations
@@ -23,30 +23,30 @@ from flatout.files import BadFile, write_atomic
 
 # In a sealed folder, the file with the hashes of all others.
 FOLDER_SEAL = "sealed.json"
-AGAIN = "remove it, and it is made again"
+AGAIN = "remove it, and it is rebuilt"
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rows:
-    """What lies beside a file of rows."""
+    """The seal file of a file of rows."""
 
     sha256: str
 
 
 @dataclass(frozen=True, kw_only=True)
 class Folder:
-    """SHA-256 of each file of a folder, by its path in it."""
+    """The SHA-256 of each file of a folder, by its path in the folder."""
 
     files: dict[str, str]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Seals:
-    """Writes and checks what belongs to the run in the folder `root`.
+    """Writes and checks the sealed files of the run in the folder `root`.
 
-    `run` is its id. Runs of older versions have none, and what they wrote has no seal: it is used, and that is told.
+    `run` is its id. Runs of older versions have no id and no seals: their files are used with a notice.
     """
 
     root: Path
@@ -54,12 +54,12 @@ class Seals:
     tell: Callable[[str], None] = lambda text: None
 
     def write(self, path: Path, content: Mapping[str, Any], *, place: Path | None = None) -> None:
-        """A JSON object with its seal in it. `place`: where it will lie, if not at `path`."""
+        """Writes a JSON object with its seal in it. `place`: its final path, if not `path`."""
         body = json.loads(json.dumps(content))
         write_whole(path, json.dumps(body | {"seal": self._seal(place or path, body)}))
 
     def read(self, path: Path, kind: type[T]) -> T:
-        """What `write` wrote there, as the dataclass `kind`. A missing file raises FileNotFoundError."""
+        """Reads what `write` wrote, as the dataclass `kind`. A missing file raises FileNotFoundError."""
         try:
             body = files.read_json(path, root=self.root)
             seal = body.pop("seal", None)
@@ -74,9 +74,9 @@ class Seals:
             raise BadFile(path, f"is nested too deeply: {AGAIN}") from None
 
     def write_rows(self, path: Path, text: str) -> None:
-        """Lines whose reader expects nothing else among them: their seal lies beside them.
+        """Writes lines, with their seal in a separate file, because their reader expects only rows.
 
-        What stood there is replaced where other rows are wanted, and refused where it was changed.
+        Existing rows are replaced if they differ, and refused if they were changed since they were sealed.
         """
         beside, content = path.with_suffix(".seal.json"), text.encode()
         wanted = Rows(sha256=hashlib.sha256(content).hexdigest())
@@ -92,25 +92,25 @@ class Seals:
                 self._accept_without_seal(path, advice=f": {AGAIN}")
             if found == wanted and beside.exists():
                 return
-            path.unlink()  # a kill between the two that follow leaves a seal and no rows
+            path.unlink()  # a kill between the next two writes leaves a seal and no rows
         self.write(beside, {"sha256": wanted.sha256})
         write_whole(path, text)
 
     @contextmanager
     def writing_folder(self, folder: Path) -> Iterator[Path]:
-        """A folder to write files into; it is there, with its seal, when the block ends well, or not at all."""
+        """A folder to write files into. It appears, with its seal, only when the block ends without error."""
         with files.whole_folder(folder) as partial:
             yield partial
             self.write(partial / FOLDER_SEAL, {"files": self._hashes(partial)}, place=folder / FOLDER_SEAL)
 
     def check_folder(self, folder: Path) -> None:
-        """Refuses a folder that does not hold the very files it was sealed with."""
-        again = "remove the folder, and it is made again"
+        """Refuses a folder whose files are not exactly those it was sealed with."""
+        again = "remove the folder, and it is rebuilt"
         try:
             sealed = self.read(folder / FOLDER_SEAL, Folder).files
         except FileNotFoundError:
             if not folder.is_dir():
-                raise BadFile(folder, f"is no folder: {AGAIN}") from None
+                raise BadFile(folder, f"is not a folder: {AGAIN}") from None
             return self._accept_without_seal(folder, advice=f": {again}")
         except BadFile as error:
             raise BadFile(error.path, error.why.replace(AGAIN, again)) from None
@@ -146,7 +146,7 @@ class Seals:
 
 
 def seal_of(folder: Path) -> str | None:
-    """What identifies the content of a sealed folder; None where it has no seal."""
+    """Identifies the files of a sealed folder; None if it has no seal."""
     try:
         seal = files.read_json(folder / FOLDER_SEAL).get("seal")
     except (FileNotFoundError, BadFile):
@@ -155,7 +155,7 @@ def seal_of(folder: Path) -> str | None:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """After a kill the file is there as it should be, or not; what prevents it is told, and what stands is kept."""
+    """Writes a file atomically. A failure is reported, and the existing file is kept."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(path, text.encode())
@@ -164,9 +164,9 @@ def write_whole(path: Path, text: str) -> None:
 
 
 def unwritable(path: Path, error: OSError) -> EnvironmentLacks:
-    first = "Make room" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "Mend that"
+    first = "Free some space" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "Fix that"
     why = error.strerror or error
-    return EnvironmentLacks(f"{path} cannot be written: {why}. {first} and go on with --resume; what stands is kept")
+    return EnvironmentLacks(f"{path} cannot be written: {why}. {first} and continue with --resume; nothing is lost")
 
 
 def _changed(path: Path) -> BadFile:

@@ -1,4 +1,4 @@
-"""What every recipe needs around its loop: the run folder, the monitor, signals, the ledger of finished steps."""
+"""The environment of every recipe's loop: run folder, monitor, signals, and the ledger of finished steps."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from flatout.record import WARM_STEPS, Outcome, Recorder, Run, Sink, StepExtra, 
 from flatout.record.events import Compiled, Notice, UpdateSkipped
 from flatout.verdict import LossTrend, Speedometer
 
-# Steps between collections of Python garbage when the plan takes them out of Python's hands.
+# Steps between garbage collections when the plan disables automatic ones.
 GC_STEPS = 500
 
 
@@ -42,7 +42,7 @@ class Session:
 
 
 def begun(folder: Path, ranks: Ranks, *, resume: bool) -> bool:
-    """Whether there is a run to resume; one that was killed while its folder was being made starts again."""
+    """Whether there is a run to resume. A run that was killed while its folder was being created starts again."""
     half_made = resume and ranks.first and Run.is_half_made(folder)
     return resume and not ranks.any(half_made)
 
@@ -57,7 +57,7 @@ def open_session(
     resume: bool,
     sinks: Sequence[Sink],
 ) -> Iterator[Session]:
-    """Makes or opens the run folder, locks it, starts recording and watching; undoes it all at the end."""
+    """Creates or opens the run folder, locks it, and starts recording and monitoring; undoes it all at the end."""
     config_text, config = dump(settings), to_mapping(settings)
     with ExitStack() as stack:
         with ranks.first_leads():
@@ -81,7 +81,7 @@ def open_session(
                     )
                 recorder = stack.enter_context(run.recorder(sinks=[*sinks, *_trackers(settings, run, plan, config)]))
                 if restarted:
-                    text = f"{folder} was not whole when the run was stopped: it starts from the beginning"
+                    text = f"{folder} was not complete when the run was stopped: the run starts from the beginning"
                     recorder.event(Notice(text=text))
         attempt = ranks.agree(str(recorder.attempt) if ranks.first else "")
         if not ranks.first:
@@ -108,7 +108,7 @@ def _trackers(settings: Settings, run: Run, plan: Plan, config: Mapping[str, Any
 
 
 class Ledger:
-    """Writes finished steps to the record and keeps the sums a run is judged by."""
+    """Writes finished steps to the record and keeps the sums for the run's verdict."""
 
     def __init__(self, session: Session, *, plan: Plan, active: Active) -> None:
         self.session, self.plan, self.active = session, plan, active
@@ -161,7 +161,7 @@ class Ledger:
                 self.session.recorder.event(UpdateSkipped(step=facts.step, loss=facts.loss, grad_norm=facts.grad_norm))
 
     def _compile_payback(self, record: StepRecord) -> None:
-        """Says once what compiling took, from the first steps, and from which step on it has paid."""
+        """Records once how long compiling took, from the first steps, and the step at which it breaks even."""
         if self.active.compile == "none" or len(self._early) > WARM_STEPS:
             return
         self._early.append(record.training_s)
@@ -171,7 +171,7 @@ class Ledger:
             self.session.recorder.event(Compiled(step=record.step, seconds=took, break_even=paid))
 
     def remember(self, steps: Iterable[StepRecord], *, before_step: int) -> None:
-        """Takes in what earlier attempts recorded, so that the run is judged as a whole."""
+        """Adds the steps of earlier attempts, so that the run is judged as a whole."""
         for record in steps:
             if record.step < before_step:
                 self.speed.see(record)
@@ -180,7 +180,7 @@ class Ledger:
         self._looked = (self.speed.data, self.speed.seconds)
 
     def data_share_since_last(self) -> float | None:
-        """Share of the time spent waiting for data since this was last asked."""
+        """Share of the time spent waiting for data since the last call."""
         data, seconds = self.speed.data - self._looked[0], self.speed.seconds - self._looked[1]
         self._looked = (self.speed.data, self.speed.seconds)
         return data / seconds if seconds > 0 else None
@@ -208,7 +208,7 @@ class Ledger:
 
 
 def device_memory(device: torch.device, monitor: Monitor) -> dict[str, float]:
-    """What the allocator holds on a GPU; on a CPU the process's resident memory. Waits for nothing."""
+    """The allocator's memory on a GPU, the process's resident memory on a CPU. Does not synchronize."""
     if device.type == "cuda":
         return {
             "allocated_gib": torch.cuda.memory_allocated(device) / GIB,
@@ -226,5 +226,5 @@ def device_memory(device: torch.device, monitor: Monitor) -> dict[str, float]:
 
 
 def identity_of(**facts: Any) -> str:
-    """One hash over what a checkpoint must share with the run that loads it."""
+    """One hash over everything that a checkpoint must share with the run that loads it."""
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()

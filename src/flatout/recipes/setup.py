@@ -50,7 +50,7 @@ class Training:
     engine: Engine
     ledger: Ledger
     facts: Facts
-    left_out: str  # of the data, as far as it is known at the start
+    left_out: str  # rows left out, as far as known at the start
     batches: Batches
     validation: Validation
     saving: Saving
@@ -71,7 +71,7 @@ def set_up(
 ) -> Iterator[Training]:
     check_tasks(settings)
     with ExitStack() as stack:
-        # The machine. Kernels compile while the data is opened.
+        # The hardware. Kernels compile while the data is opened.
         hardware = detect()
         compiling = stack.enter_context(ahead.compiling(plan_to_compile(settings, hardware=hardware)))
         check_build(hardware)
@@ -104,7 +104,7 @@ def set_up(
         elif not resume:
             session.run.replan(plan.to_json())
 
-        # The engine, with the micro-batch that runs fastest.
+        # The engine, with the fastest micro-batch.
         for process in compiling:
             process.join()
         stack.enter_context(explained(plan.predicted.memory_gib))
@@ -114,9 +114,7 @@ def set_up(
         )
         plan = with_found_micro_batch(plan, engine, material, session, ranks, cache=cache_folder(settings.data))
         ledger = Ledger(session, plan=plan, active=active)
-        left_out = introduce(
-            session, plan, active, hardware=hardware, ranks=ranks, facts=facts, total_steps=total_steps
-        )
+        left_out = announce(session, plan, active, hardware=hardware, ranks=ranks, facts=facts, total_steps=total_steps)
 
         # The state to start from.
         saving = Saving(
@@ -155,7 +153,7 @@ def set_up(
 
 
 def dry_run(settings: Settings) -> Plan:
-    """All that can be checked and decided without reading the data: this torch, this hardware, the plan."""
+    """Checks and plans everything that does not need the data: this torch, this hardware, the plan."""
     check_tasks(settings)
     hardware = detect()
     check_build(hardware)
@@ -163,7 +161,7 @@ def dry_run(settings: Settings) -> Plan:
 
 
 def steps_of(settings: Settings, steps_per_epoch: float | None) -> int:
-    """The length of the run in optimizer steps, whichever way it was given."""
+    """The length of the run in optimizer steps."""
     train = settings.train
     if train.steps is not None:
         return train.steps
@@ -186,12 +184,12 @@ def plan_for(
     material: Material | None = None,
     begun: Path | None = None,
 ) -> Plan:
-    """The plan of this configuration on the hardware that is here, the same on all ranks.
+    """The plan of this configuration on this hardware, the same on all ranks.
 
-    A run that was begun in the folder `begun` keeps what it was begun with, as far as the machine is the same.
+    A run that was started in the folder `begun` keeps its decisions as far as the machine is the same.
     """
     if hardware.gpu is None:
-        if ranks.first:  # alone: others at work would slow it down
+        if ranks.first:  # on one rank only: the others would slow it down
             hardware = with_cpu_facts(hardware, cache=files.cache_folder(), num_ranks=ranks.world)
         hardware = Hardware.from_json(json.loads(ranks.agree(json.dumps(hardware.to_json()))))
     job = job_of(
@@ -207,13 +205,13 @@ def plan_for(
 
 
 def plan_to_compile(settings: Settings, *, hardware: Hardware) -> Plan | None:
-    """The plan as far as it is known before the data is; None where nothing is compiled, or was compiled before."""
+    """The plan as far as it is known without the data; None if nothing needs compiling."""
     ranks = from_environment()
     if hardware.gpu is None or ranks.world > 1:
         return None
     try:
         plan = plan_for(settings, hardware=hardware, ranks=ranks)
-    except FlatoutError:  # it needs the data; what is wrong is said by the plan that has it
+    except FlatoutError:  # the plan needs the data, and reports any error then
         return None
     known = search.remembered(cache_folder(settings.data) / "micro-batch", search.key_of(plan))
     return None if known else plan
@@ -226,7 +224,7 @@ def kept_pins(job: Job, begun: Mapping[str, Any]) -> PlanSettings:
     """
     same = begun["job"]["hardware"] == job.hardware.name and begun["job"]["num_ranks"] == job.num_ranks
     names = [field.name for field in fields(Decisions)] if same else ["precision"]
-    # Given one of the two that make up the batch, the other follows.
+    # If one of the two factors of the batch is given, the other follows.
     if job.pins.micro_batch or job.pins.accumulation:
         names = [name for name in names if name not in ("micro_batch", "accumulation")]
     kept = {name: begun["decisions"].get(name) for name in names if getattr(job.pins, name) is None}
@@ -280,7 +278,8 @@ def build_engine(
 
 
 def build_model(settings: Settings, plan: Plan, active: Active, *, note: Callable[[str], None]) -> Model:
-    """Loaded or drawn, on the device; under adapters frozen, read there weight by weight in the type they keep."""
+    """Loads or randomly initialises the model on the device. Under adapters, frozen weights are read one by one,
+    directly in their final type."""
     chosen, adapters = settings.model, plan.job.adapters
     if adapters is None:
         return load_model(
@@ -292,7 +291,7 @@ def build_model(settings: Settings, plan: Plan, active: Active, *, note: Callabl
             note=note,
         )
     if plan.job.shape.foreign:
-        raise UsageError(f"lora goes with our own decoder only: {plan.job.shape.foreign}")
+        raise UsageError(f"lora works only with flatout's own decoder: {plan.job.shape.foreign}")
     folder = None
     if chosen.name is not None and chosen.weights == "load":
         folder = hub.folder(chosen.name, weights=True, revision=chosen.revision)
@@ -311,7 +310,7 @@ def build_model(settings: Settings, plan: Plan, active: Active, *, note: Callabl
 
 
 def base_of(settings: Settings) -> str | None:
-    """What identifies the frozen weights under adapters; None without such."""
+    """Identifies the frozen weights under adapters; None without adapters."""
     if settings.lora.rank is None:
         return None
     if settings.model.name is None or settings.model.weights == "random":
@@ -322,20 +321,20 @@ def base_of(settings: Settings) -> str | None:
 def with_found_micro_batch(
     plan: Plan, engine: Engine, material: Material, session: Session, ranks: Ranks, *, cache: Path
 ) -> Plan:
-    """The plan with the micro-batch that runs fastest here, unless it was pinned or there is no GPU to fill."""
+    """The plan with the fastest micro-batch on this device, unless it was pinned or there is no GPU."""
     pins = plan.job.pins
     if pins.micro_batch or pins.accumulation or engine.active.device.type != "cuda":
         return plan
     key, folder = search.key_of(plan), cache / "micro-batch"
     known = search.remembered(folder, key) if ranks.first else None
     if known and any(plan.job.rank_sequences % trial.micro_batch for trial in known):
-        known = None  # no search of this plan tried such a size
+        known = None  # no search of this plan tried this size
     text = ranks.agree("" if known is None else json.dumps([asdict(trial) for trial in known]))
     if text:
         trials, source = [search.Trial(**trial) for trial in json.loads(text)], "measured here before"
     else:
         began = time.perf_counter()
-        trials = search.search(engine, plan, ranks, lambda size: material.source.rehearsal(ranks, micro_batch=size))
+        trials = search.search(engine, plan, ranks, lambda size: material.source.trial_batch(ranks, micro_batch=size))
         source = "measured here"
         session.recorder.event(
             events.MicroBatchSearched(
@@ -346,7 +345,7 @@ def with_found_micro_batch(
         )
         if ranks.first:
             search.remember(folder, key, trials)
-        # The peak that is recorded is the run's own.
+        # The recorded peak must be that of the run, not of the search.
         torch.cuda.reset_peak_memory_stats()
     size = int(ranks.agree(str(search.chosen(trials).micro_batch)))
     plan = search.fitted(plan, trials, size=size, source=source)
@@ -355,7 +354,7 @@ def with_found_micro_batch(
     return plan
 
 
-def introduce(
+def announce(
     session: Session,
     plan: Plan,
     active: Active,
@@ -365,18 +364,18 @@ def introduce(
     facts: Facts,
     total_steps: int,
 ) -> str:
-    """Says once, at the start, what was planned and what is really active. Gives what was left out of the data."""
+    """Records the plan and the active paths once, at the start. Returns the description of the rows left out."""
     record = session.recorder
     begun = session.run.plan["decisions"]
     for name, value in asdict(plan.decisions).items():
         if name in begun and begun[name] != value:
-            text = f"this run began with plan.{name} {begun[name]} and goes on with {value}: not bit for bit the same"
+            text = f"this run started with plan.{name} {begun[name]} and continues with {value}: not bit-equal"
             record.event(events.Notice(text=text))
     record.event(events.HardwareFound(facts=hardware.to_json()))
     described = facts.describe()
     record.event(events.DataOpened(**described))
     if left_out := str(described["left_out"]):
-        record.event(events.Notice(text=f"not learnt from: {left_out}"))
+        record.event(events.Notice(text=f"left out: {left_out}"))
     record.event(events.Planned(facts=plan.to_json()))
     record.event(events.PathsActive(facts=active.facts))
     if ranks.world == 1 and hardware.num_gpus > 1:

@@ -1,6 +1,6 @@
 """Supervised fine-tuning: `flatout train` with `recipe: sft`, all weights or adapters (`lora:`).
 
-It learns from whole examples, packed side by side without seeing each other, and only from the answers in them.
+It trains on whole examples, packed without attention between them, and only on the answers in them.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ def run(
 def conversations(settings: Settings) -> Iterator[Material]:
     """Training and held-out examples, tokenized by the model's own tokenizer unless another is named."""
     data = settings.data
-    with open_conversations(data, seed=settings.seed, tokenizer=tokenizer_of(settings)) as talks:
+    with open_conversations(data, seed=settings.seed, tokenizer=tokenizer_of(settings)) as examples:
         stream = Packed(
-            talks.train,
+            examples.train,
             sequence_length=data.sequence_length,
             batch_sequences=settings.train.batch_tokens // data.sequence_length,
             seed=settings.seed,
@@ -49,7 +49,7 @@ def conversations(settings: Settings) -> Iterator[Material]:
 
         def valid(size: int) -> Packed:
             return Packed(
-                talks.valid,
+                examples.valid,
                 sequence_length=data.sequence_length,
                 batch_sequences=size,
                 seed=settings.seed,
@@ -61,7 +61,7 @@ def conversations(settings: Settings) -> Iterator[Material]:
             return held_out(valid, windows=windows, ranks=ranks, micro_batch=micro_batch)
 
         yield Material(
-            facts=talks,
+            facts=examples,
             source=Streamed(stream),
             held_out=validation,
             mean_context=stream.mean_context,

@@ -1,4 +1,4 @@
-"""The stages of rejection-sampling fine-tuning. Each continues after what an earlier attempt has finished."""
+"""The stages of rejection-sampling fine-tuning. Each continues after the work that an earlier attempt finished."""
 
 from __future__ import annotations
 
@@ -40,78 +40,78 @@ from flatout.recipes.sealed import Seals, seal_of, unwritable
 from flatout.recipes.session import Session, device_memory, identity_of
 from flatout.record import Outcome, Run, Speed, events
 from flatout.sample import Sampler, Sampling, plain_prompt, sampler_of, stop_texts
-from flatout.tasks import Messages, Task, Texts, Worked, asking, open_task
+from flatout.tasks import Messages, Task, Texts, Worked, open_task, with_prompt
 
-# Where the plan cannot say how many completions fit.
+# Used where the plan cannot predict how many completions fit.
 ROWS = 64
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked:
-    """The tasks of a run: what is sampled, the same questions as the student is to learn them, and what is measured."""
+class RunTasks:
+    """The tasks of a run: the sampled one, the same with the student's prompt, and the measured one."""
 
     sampled: str
-    learnt: str
+    student: str
     measured: str
     questions: list[int]
 
     @classmethod
-    def of(cls, settings: Settings) -> Asked:
+    def of(cls, settings: Settings) -> RunTasks:
         rft = settings.rft
         assert rft.task is not None
         measured = rft.valid or held_out(rft.task) or ""
         student = rft.student_prompt or rft.prompt
-        made = [asking(rft.task, rft.prompt), asking(rft.task, student), asking(measured, student)]
+        made = [with_prompt(rft.task, rft.prompt), with_prompt(rft.task, student), with_prompt(measured, student)]
         for spec in made:
-            task = written(spec)
+            task = questions_of(spec)
             limit = rft.valid_questions if spec == made[2] else rft.questions
             questions = chosen(task.size, limit=limit, name=task.name)
             if not questions or task.choices(questions[0]) is not None:
-                raise UsageError(f"{spec} has options to choose from; recipe rft takes tasks whose answers are written")
-        taught = None if rft.teach is None else open_task(rft.teach)
-        if taught is not None and (not isinstance(taught, Worked) or taught.size is None):
+                raise UsageError(f"{spec} is multiple choice; recipe rft takes tasks whose answers are generated")
+        worked = None if rft.teach is None else open_task(rft.teach)
+        if worked is not None and (not isinstance(worked, Worked) or worked.size is None):
             raise UsageError(
-                f"rft.teach: {rft.teach} has no worked solutions, or no end of them; take sums:shown, units:train or "
+                f"rft.teach: {rft.teach} has no worked solutions, or is endless; use sums:shown, units:train or "
                 "gsm8k:FILE"
             )
         if rft.teach is not None and settings.model.name is not None and Run.is_at(settings.model.name):
-            raise UsageError(f"rft.teach and {settings.model.name}, a run that was taught already: leave one out")
-        sampled = written(made[0])
+            raise UsageError(f"rft.teach and {settings.model.name}, an already trained run: leave one out")
+        sampled = questions_of(made[0])
         return cls(
             sampled=made[0],
-            learnt=made[1],
+            student=made[1],
             measured=made[2],
             questions=chosen(sampled.size, limit=rft.questions, name=sampled.name),
         )
 
 
-def written(spec: str) -> Task:
+def questions_of(spec: str) -> Task:
     task = open_task(spec)
     if isinstance(task, Texts):
-        raise UsageError(f"{spec} asks nothing: recipe rft takes tasks with questions")
+        raise UsageError(f"{spec} has no questions: recipe rft takes tasks with questions")
     return task
 
 
 @dataclass(frozen=True, kw_only=True)
 class Measured(Score):
-    """A score on file. `identity` is of the weights and the questions; older versions wrote none."""
+    """A saved score. `identity` is that of the weights and the questions; older versions did not write it."""
 
     identity: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Stages:
-    """What `rft` does, one method after the other."""
+    """The stages of `rft`, one method each."""
 
     settings: Settings
-    asked: Asked
+    tasks: RunTasks
     plan: Plan
     session: Session
     resume: bool
     seals: Seals
 
     def student(self) -> str:
-        """Its name or folder, which recipe sft can train."""
+        """The name or folder of the student, for recipe sft."""
         settings, run = self.settings, self.session.run
         name, to = settings.model.name, run.stage_dir("student").absolute()
         if to.exists():
@@ -130,14 +130,14 @@ class Stages:
         return str(to)
 
     def score(self, name: str, *, number: int) -> Score:
-        """Accuracy on the held-out questions, greedily; after round `number`, 0 being before the first."""
+        """Accuracy on the held-out questions with greedy decoding after round `number`; 0 is before the first."""
         rft, path = self.settings.rft, self.session.run.samples_dir / f"score-{number}.json"
-        how = [self.asked.measured, rft.valid_questions, self.settings.sample.max_tokens]
+        how = [self.tasks.measured, rft.valid_questions, self.settings.sample.max_tokens]
         try:
             known = self.seals.read(path, Measured)
         except FileNotFoundError:
             known = None
-        # Other weights, as after more steps, are measured again.
+        # Changed weights, as after more steps, are measured again.
         if known is not None and known.identity == identity_of(how=how, weights=weights_of(name)):
             return known
         model = self._opened(name)
@@ -145,7 +145,7 @@ class Stages:
 
         def measure(sampler: Sampler) -> Score:
             [score] = evaluate(
-                [self.asked.measured],
+                [self.tasks.measured],
                 sampler=sampler,
                 tokenizer=model.tokenizer,
                 sampling=sampling,
@@ -158,12 +158,12 @@ class Stages:
         self.seals.write(path, score.to_json() | {"identity": identity})
         brief = {key: value for key, value in score.to_json().items() if key not in ("indices", "rewards")}
         self.session.recorder.event(events.StudentScored(round=number, **brief))
-        self._leave_if_asked()
+        self._stop_if_requested()
         return score
 
     def samples(self, name: str, *, number: int, before: Mapping[int, Sequence[Kept]]) -> list[Chunk]:
         settings, session = self.settings, self.session
-        rft, task = settings.rft, written(self.asked.sampled)
+        rft, task = settings.rft, questions_of(self.tasks.sampled)
         model = self._opened(name)
         sampling = Sampling(
             max_tokens=settings.sample.max_tokens,
@@ -178,7 +178,7 @@ class Stages:
         identity = identity_of(
             weights=model.checksum or weights_of(name),
             sampling=asdict(sampling) | {"stop_ids": sorted(sampling.stop_ids)},
-            prompts=[list(map(dict, task.prompt(i))) for i in self.asked.questions],
+            prompts=[list(map(dict, task.prompt(i))) for i in self.tasks.questions],
             before=[asdict(one) for many in before.values() for one in many],
             how=[rft.oversample, rft.adaptive, rft.first, rft.keep, rft.chunk],
         )
@@ -186,8 +186,8 @@ class Stages:
         session.recorder.event(
             events.SamplingBegan(
                 round=number,
-                task=self.asked.sampled,
-                questions=len(self.asked.questions),
+                task=self.tasks.sampled,
+                questions=len(self.tasks.questions),
                 oversample=rft.oversample,
                 adaptive=rft.adaptive,
                 temperature=sampling.temperature,
@@ -199,7 +199,7 @@ class Stages:
         device = model.model.head_weight.device
         return Sampled(
             task=task,
-            spec=self.asked.sampled,
+            spec=self.tasks.sampled,
             tokenizer=model.tokenizer,
             sampling=sampling,
             rft=rft,
@@ -209,15 +209,15 @@ class Stages:
             tell=session.recorder.event,
             memory=partial(device_memory, device, session.monitor),
             stop=lambda: bool(session.stop),
-        ).collect(self.asked.questions, folder=session.run.samples_dir / f"round-{number}", before=before)
+        ).collect(self.tasks.questions, folder=session.run.samples_dir / f"round-{number}", before=before)
 
     def dataset(self, chunks: Sequence[Chunk], *, number: int, student: str, least: int) -> Path:
-        """All that was kept, in the order of the questions, as recipe sft reads it; fewer rows than `least` are none.
+        """Writes all kept completions, in the order of the questions, for recipe sft. Fewer rows than `least` fail.
 
-        Training takes two: one to learn from, one to validate with.
+        Training needs two: one to train on, one to validate with.
         """
         path, counts = self.session.run.samples_dir / f"round-{number}.jsonl", total(chunks)
-        task, tokenizer = written(self.asked.learnt), load_tokenizer(student, documents=None, cache=Path())
+        task, tokenizer = questions_of(self.tasks.student), load_tokenizer(student, documents=None, cache=Path())
         kept = [one for chunk in chunks for one in chunk.kept]
         rows = (
             row(tokenizer, task.prompt(one.question), one.text) | {"index": one.question, "sample": one.sample}
@@ -227,14 +227,14 @@ class Stages:
         self.session.recorder.event(events.DatasetMade(round=number, path=str(path), **counts.to_json()))
         if len(kept) < least:
             raise RunFailed(
-                f"too little to learn from: {counts.solved} of {counts.questions} questions solved in {counts.samples} "
-                f"samples, {counts.answered} of which gave an answer in the form asked for. Take a larger "
-                "rft.generator, raise rft.oversample or sample.max_tokens, or look at the prompt (rft.prompt)"
+                f"too little to train on: {counts.solved} of {counts.questions} questions solved in {counts.samples} "
+                f"samples, {counts.answered} of which gave an answer in the requested format. Use a larger "
+                "rft.generator, raise rft.oversample or sample.max_tokens, or check the prompt (rft.prompt)"
             )
         return path
 
     def trained(self, student: str, rows: Path, *, number: int) -> Outcome:
-        """The last round trains in this run's own folder, those before in folders of their own."""
+        """Trains a round: the last one in this run's own folder, earlier ones in separate folders."""
         settings, run = as_sft(self.settings, student=student, rows=rows), self.session.run
         free_memory()
         if number == self.settings.rft.rounds:
@@ -251,12 +251,12 @@ class Stages:
         return run.path if number == self.settings.rft.rounds else run.stage_dir(f"round-{number}")
 
     def verdict(self, scores: Sequence[Score], *, counts: Counts, seconds: float | None) -> None:
-        """The last word: what the student could before and can now, on the same questions."""
+        """Records the final result: the student's scores before and after, on the same questions."""
         before, after = scores[0], scores[-1]
         difference = compare(before, after)
         self.session.recorder.event(
             events.StudentJudged(
-                task=self.asked.measured,
+                task=self.tasks.measured,
                 n=after.n,
                 accuracy=tuple(score.value for score in scores),
                 intervals=tuple((score.low, score.high) for score in scores),
@@ -268,14 +268,14 @@ class Stages:
         )
 
     def _teach(self, folder: Path) -> Outcome:
-        """Teaches the task's own worked solutions, all weights."""
+        """Fine-tunes all weights on the task's own worked solutions."""
         settings, rft, run = self.settings, self.settings.rft, self.session.run
         assert rft.teach is not None
-        task, asked = open_task(rft.teach), written(asking(rft.teach, rft.student_prompt or rft.prompt))
+        task, prompted = open_task(rft.teach), questions_of(with_prompt(rft.teach, rft.student_prompt or rft.prompt))
         assert isinstance(task, Worked)
         tokenizer = load_tokenizer(sft.tokenizer_of(settings), documents=None, cache=Path())
         path = run.samples_dir / "solutions.jsonl"
-        solved = (row(tokenizer, asked.prompt(i), task.solution(i)) for i in chosen(asked.size, limit=None))
+        solved = (row(tokenizer, prompted.prompt(i), task.solution(i)) for i in chosen(prompted.size, limit=None))
         self.seals.write_rows(path, "".join(json.dumps(one) + "\n" for one in solved))
         train = replace(
             settings.train,
@@ -285,13 +285,13 @@ class Stages:
             lr=rft.teach_lr or settings.train.lr,
             warmup_steps=min(settings.train.warmup_steps, rft.teach_steps // 2),
         )
-        text = f"taught the solutions of {rft.teach}: {train.steps} steps in {folder}"
+        text = f"fine-tuned on the solutions of {rft.teach}: {train.steps} steps in {folder}"
         self.session.recorder.event(events.Notice(text=text))
         alike = as_sft(settings, student=None, rows=path)
         return self._stage(replace(alike, train=train, lora=LoraSettings()), folder)
 
     def _stage(self, settings: Settings, folder: Path) -> Outcome:
-        """A training of its own on the way, judged by nothing."""
+        """Runs an intermediate training, without success criteria."""
         quiet = replace(
             settings,
             eval=EvalSettings(tokens=settings.eval.tokens),
@@ -300,7 +300,7 @@ class Stages:
             criteria=CriteriaSettings(),
             profile=ProfileSettings(),
         )
-        self._clear_unborn(folder)
+        self._remove_unstarted(folder)
         outcome = sft.run(quiet, folder=folder, resume=Run.is_at(folder))
         self.session.recorder.event(
             events.StageTrained(
@@ -314,14 +314,14 @@ class Stages:
         free_memory()
         return outcome
 
-    def _clear_unborn(self, folder: Path) -> None:
-        """Removes what a kill left of a stage that had not begun yet, so that it begins anew."""
+    def _remove_unstarted(self, folder: Path) -> None:
+        """Removes the incomplete folder of a stage that was killed before it started, so that it starts again."""
         files.sweep(folder)
         if self.resume and folder.is_dir() and not Run.is_at(folder) and not any(p.is_dir() for p in folder.iterdir()):
             files.remove(folder)
 
     def _as_folder(self, run: Run, to: Path) -> None:
-        """The model of a run as a Hugging Face folder, sealed; whole or not there."""
+        """Exports the model of a run as a sealed Hugging Face folder, atomically."""
         trained = open_trained(run, trust=self.settings.model.trust)
         self._tell(trained.notices)
         if trained.adapters is not None and isinstance(trained.model, Decoder):
@@ -334,7 +334,7 @@ class Stages:
             raise unwritable(to, as_os_error(error, to)) from None
 
     def _opened(self, name: str) -> Opened:
-        """A model to be asked, in the memory that the one before has left."""
+        """Opens a model for sampling, after freeing the memory of the previous one."""
         free_memory()
         model = open_model(name, trust=self.settings.model.trust)
         self._tell(model.notices)
@@ -351,7 +351,7 @@ class Stages:
             tell=self.session.recorder.event,
         )
 
-    def _leave_if_asked(self) -> None:
+    def _stop_if_requested(self) -> None:
         if self.session.stop:
             raise Stopped
 
@@ -360,25 +360,25 @@ class Stages:
 
 
 def as_sft(settings: Settings, *, student: str | None, rows: Path) -> Settings:
-    """The same run as recipe sft on what was sampled. None: the model as it is configured, weights or none."""
+    """The same run as recipe sft on the sampled rows. `student` None: the configured model."""
     model = settings.model if student is None else ModelSettings(name=student, trust=settings.model.trust)
-    # What a model wrote may spell out a control token: such a row is left out and counted, and stops nothing.
+    # A completion may spell out a control token: such a row is left out and counted, without stopping the run.
     data = replace(settings.data, source="jsonl", path=str(rows), on_bad_row="skip", max_bad_share=1.0)
     return replace(settings, recipe="sft", model=model, data=data)
 
 
 def row(tokenizer: Tokenizer, prompt: Messages, answer: str) -> dict[str, Any]:
-    """A row for recipe sft: the prompt word for word as it is sampled and measured, and what is to be learnt."""
+    """A row for recipe sft: the exact prompt that is sampled and measured, and the answer to train on."""
     if tokenizer.has_template:
         said = [{"role": "assistant", "content": answer}]
         return {"prompt": [dict(message) for message in prompt], "completion": said}
     return {"prompt": plain_prompt(prompt), "completion": f" {answer}"}
 
 
-# --- what lies between ------------------------------------------------------------------------------------
+# --- helpers ----------------------------------------------------------------------------------------------
 
 
-def alone() -> Ranks:
+def single_rank() -> Ranks:
     ranks = from_environment()
     if ranks.world > 1:
         raise UsageError(f"recipe rft runs on one device, not on {ranks.world} ranks: start it without torchrun")
@@ -386,7 +386,7 @@ def alone() -> Ranks:
 
 
 def weights_of(name: str) -> str:
-    """What identifies the weights behind a name: a checkpoint of a run, a folder that was sealed, or the name."""
+    """Identifies the weights behind a name: the checkpoint of a run, the seal of a folder, or the name."""
     if Run.is_at(name):
         return chosen_checkpoint(Run.open(name))[0].checksum
     return seal_of(Path(name)) or name

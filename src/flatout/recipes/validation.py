@@ -1,4 +1,4 @@
-"""Validation during a run: the loss on a fixed set, the scores of tasks, and what they mean for going on."""
+"""Validation during a run: the loss on a fixed set, the scores of tasks, and early stopping."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from flatout.recipes.questions import Questions
 from flatout.recipes.session import Ledger, Session
 from flatout.record.events import Evaluated, PatienceEnded, TargetReached
 
-# Windows are taken in whole groups of this many, where there are as many, so that they split evenly.
+# Windows are taken in whole groups of this many, if there are enough, so that they split evenly.
 GROUP = 64
 
 
 def validation_batches(settings: Settings, corpus: Corpus, ranks: Ranks, *, micro_batch: int) -> list[Batch]:
     """This rank's part of the first windows of the held-out data.
 
-    Which windows those are follows from the data and the configuration alone: the loss can be compared between
+    The windows depend only on the data and the configuration, so the loss can be compared between
     machines, numbers of ranks and micro-batches.
     """
     length = settings.data.sequence_length
@@ -54,7 +54,7 @@ def every(steps: int | None, step: int, *, since: int | None = None) -> bool:
 
 
 class Validation:
-    """Measures, remembers, and says when it is enough."""
+    """Measures the loss and tasks, keeps the results, and decides when to stop."""
 
     def __init__(
         self,
@@ -72,22 +72,22 @@ class Validation:
         self.tasks_every = (wanted.tasks_every or wanted.every) if questions else None
         self.engine, self.ledger, self.session = engine, ledger, session
         self.batches, self.questions = batches, questions
-        self.loss_step: int | None = None  # measured last
+        self.loss_step: int | None = None  # step of the last measurement
         self.tasks_step: int | None = None
-        # What was just measured, if it is the best so far.
+        # The last measurement, if it is the best so far.
         self.best: dict[str, float] | None = None
 
     def due(self, step: int, *, since: int | None = None, last: bool = False) -> tuple[bool, bool]:
         """Whether the loss is due, and whether the tasks are; at the last step both are, unless just measured.
 
-        `since` is the last step at which this was asked, by default the step before.
+        `since` is the step of the last call, by default the step before.
         """
         loss = self.loss_step != step and (last or every(self.every, step, since=since))
         tasks = self.tasks_step != step and (last or every(self.tasks_every, step, since=since))
         return loss, tasks and self.questions is not None
 
     def measure(self, step: int, *, since: int | None = None, last: bool = False) -> str:
-        """Measures what is due after `step` steps. Returns why to stop, `target` or `patience`, or nothing."""
+        """Measures what is due after `step` steps. Returns the reason to stop, `target` or `patience`, or ""."""
         by_loss, by_tasks = self.due(step, since=since, last=last)
         if by_loss:
             self.loss_step, loss = step, self.engine.evaluate(self.batches)
@@ -100,7 +100,7 @@ class Validation:
         judged = by_tasks if self.by_tasks else by_loss
         self.best = self._best() if judged else None
         if by_loss and self.reached():
-            # The evaluation waited for the device, so the time so far is all there.
+            # The evaluation waited for the device, so the time so far is complete.
             self.ledger.write(self.engine.finished(all=True))
             seconds = self.ledger.seconds
             self.session.recorder.event(
@@ -120,12 +120,12 @@ class Validation:
         return ""
 
     def reached(self) -> bool:
-        """Whether the last measured loss is the one that was asked for."""
+        """Whether the last measured loss reached the target."""
         losses = self.ledger.val_losses
         return self.target is not None and bool(losses) and losses[-1] <= self.target
 
     def _values(self) -> list[float]:
-        """What the run is judged by, so that less is better."""
+        """The values the run is judged by, with the sign such that lower is better."""
         return [-score for score in self.ledger.task_scores] if self.by_tasks else self.ledger.val_losses
 
     def _best(self) -> dict[str, float] | None:

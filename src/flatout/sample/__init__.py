@@ -1,5 +1,5 @@
-"""Generation and likelihoods: one `Sampler` protocol; a cached sampler on our decoder, transformers', vLLM's, and the
-plain reference."""
+"""Generation and likelihoods behind one `Sampler` protocol: a cached sampler on our decoder, transformers, vLLM, and
+the plain reference."""
 
 from flatout.sample.backends import BACKENDS, Backend, backend_of, sampler_of
 from flatout.sample.generate import Generator

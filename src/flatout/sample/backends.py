@@ -1,4 +1,4 @@
-"""Who samples: our own sampler on our own decoder, `generate` of transformers on any model, or vLLM."""
+"""The sampling backends: our own sampler on our own decoder, `generate` of transformers on any model, or vLLM."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ Backend = Literal["auto", "flatout", "hf", "vllm"]
 BACKENDS: tuple[Backend, ...] = get_args(Backend)
 
 
-class Askable(Protocol):
-    """What a sampler is made of; a model that is being trained has no folder."""
+class SampledModel(Protocol):
+    """A model that can be sampled; a model that is being trained has no folder."""
 
     @property
     def model(self) -> Model: ...
@@ -32,7 +32,7 @@ class Askable(Protocol):
     def tokenizer(self) -> Tokenizer: ...
     @property
     def folder(self) -> Path | None:
-        """Hugging Face's, with these very weights, or those under the adapters."""
+        """The Hugging Face folder of these weights, or of the base under the adapters."""
         ...
 
     @property
@@ -40,7 +40,7 @@ class Askable(Protocol):
 
 
 def backend_of(name: str) -> Backend:
-    """A backend by its name; whether it can be had here is told before a model is loaded."""
+    """A backend by its name. Raises before a model is loaded if it is not available here."""
     for known in BACKENDS:
         if name == known:
             if known == "vllm":
@@ -49,14 +49,14 @@ def backend_of(name: str) -> Backend:
     raise UsageError(f"--backend {name!r} must be one of {', '.join(BACKENDS)}")
 
 
-def sampler_of(opened: Askable, *, backend: Backend = "auto", rows: int | None = None) -> Sampler:
-    """`auto`: ours for our decoder, transformers' for what only that can run."""
+def sampler_of(opened: SampledModel, *, backend: Backend = "auto", rows: int | None = None) -> Sampler:
+    """`auto` is our sampler for our decoder, and transformers for all other models."""
     model, tokenizer = opened.model, opened.tokenizer
     if backend == "vllm":
         return _vllm(opened, rows=rows)
     if isinstance(model, Foreign):
         if backend == "flatout":
-            raise UsageError(f"--backend flatout runs our own decoder only, take hf: {model.shape.foreign}")
+            raise UsageError(f"--backend flatout runs only flatout's own decoder, use hf: {model.shape.foreign}")
         return HuggingFace(
             model.inner, tokenizer, window=model.shape.positions, compute_dtype=model.compute_dtype, rows=rows
         )
@@ -66,22 +66,22 @@ def sampler_of(opened: Askable, *, backend: Backend = "auto", rows: int | None =
 
 
 def _merged(model: Decoder) -> Decoder:
-    """A copy without adapters, as transformers knows none of ours."""
+    """A copy with merged adapters, because transformers cannot run ours."""
     plain = copy.deepcopy(model)
     lora.merge(plain)
     return plain
 
 
-def _vllm(opened: Askable, *, rows: int | None) -> Sampler:
-    """On the folder the weights came from; what has none is written to one that goes with this process."""
+def _vllm(opened: SampledModel, *, rows: int | None) -> Sampler:
+    """vLLM on the folder of the weights; weights without a folder are written to a temporary one."""
     model, adapters, folder, adapter = opened.model, opened.adapters, opened.folder, None
     dtype = str(model.compute_dtype).removeprefix("torch.")
     if folder is None:
-        folder = _passing()
+        folder = _temporary_folder()
         export_model(model, folder, dtype=model.compute_dtype, eos_token_id=opened.tokenizer.eos_id)
         opened.tokenizer.save(folder)
     elif adapters is not None and isinstance(model, Decoder):
-        adapter = _passing()
+        adapter = _temporary_folder()
         peft.save(model, adapter, adapters, base=str(folder), fingerprint=None)
     return Vllm(
         folder,
@@ -95,8 +95,8 @@ def _vllm(opened: Askable, *, rows: int | None) -> Sampler:
     )
 
 
-def _passing() -> Path:
-    """A folder that is gone when this process is."""
+def _temporary_folder() -> Path:
+    """A temporary folder that is removed when this process ends."""
     folder = tempfile.mkdtemp(prefix="flatout-")
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return Path(folder)

@@ -1,6 +1,6 @@
-"""Keys and values of rows in flight, each row with all it has read: the plain store, on any device.
+"""The plain KV cache, on any device: each row has the keys and values of its whole sequence.
 
-A prompt with several samples is read once and its row copied; so is what all prompts begin with.
+A prompt with several samples is prefilled once and its row copied; so is the common prefix of all prompts.
 
 Legend: R rows (one sequence each), S tokens a row can hold, N tokens of this pass, Q the most of them in one row,
 H query heads, G key/value heads, D head width, V vocabulary.
@@ -20,60 +20,60 @@ from flatout.cost import ModelShape
 from flatout.model import Attend, Decoder
 from flatout.sample.request import Prompt
 
-# What is looked at of a cache grows in such steps, so that there are few shapes.
+# The attended part of a cache grows in steps of this size, so that there are few shapes.
 BLOCK = 64
-# Most tokens of prompts that are read in one pass.
+# The most prompt tokens in one prefill pass.
 READ_TOKENS = 8192
 
 
 class Store(Protocol):
-    """Where rows keep what they have read. Rows have places, 0 to `rows` - 1."""
+    """Stores the keys and values of rows. Rows have places, 0 to `rows` - 1."""
 
     @property
     def rows(self) -> int: ...
     @property
     def own(self) -> int | None:
-        """Tokens a row may write, if that is fixed."""
+        """The most tokens a row may generate, if that is fixed."""
         ...
 
     @property
     def shared(self) -> int:
-        """Tokens that every prompt begins with, as read by `share`."""
+        """The length of the common prefix of all prompts, as read by `share`."""
         ...
 
     @property
-    def holes(self) -> bool:
-        """Whether rows that have ended may stand among others."""
+    def gaps(self) -> bool:
+        """Whether places of ended rows may stay free among live ones."""
         ...
 
     @property
     def layout(self) -> tuple[int, ...]:
-        """What a recorded step of so many rows has fixed; another needs a recording of its own."""
+        """What a CUDA graph of a step has fixed; another layout needs its own graph."""
         ...
 
     def share(self, ids: Prompt) -> None:
-        """What every prompt begins with: read here, and left out of the prompts that are admitted."""
+        """Prefills the common prefix of all prompts, which is left out of the prompts given to `admit`."""
         ...
 
     def admit(self, prompts: Sequence[Prompt], places: Sequence[Sequence[int]]) -> Tensor:
-        """Reads each prompt once for all its places; the logits after as many of them as there was room for."""
+        """Prefills each prompt once for all its places. Returns the logits after as many prompts as fit."""
         ...
 
     def decode(self, token_R: Tensor, position_R: Tensor) -> Tensor:
-        """The logits after one more token of each of the first R rows."""
+        """The logits after one more token in each of the first R rows."""
         ...
 
     def move(self, source: Sequence[int], to: Sequence[int]) -> None:
-        """Rows to other places, whose rows have ended."""
+        """Moves rows to free places."""
         ...
 
-    def leave(self, places: Sequence[int]) -> None:
-        """Rows that have ended."""
+    def release(self, places: Sequence[int]) -> None:
+        """Frees the places of ended rows."""
         ...
 
 
 def logits(hidden_NC: Tensor, weight_VC: Tensor) -> Tensor:
-    """In fp32: beyond 16, where a trained model's likely tokens are, bf16 knows steps of an eighth only."""
+    """In fp32: above 16, where a trained model's likely tokens are, bf16 has a resolution of only an eighth."""
     weight_CV = weight_VC.to(hidden_NC.dtype).t()
     if hidden_NC.is_cuda and hidden_NC.dtype != torch.float32:
         out: Tensor = torch.mm(hidden_NC, weight_CV, out_dtype=torch.float32)
@@ -82,13 +82,13 @@ def logits(hidden_NC: Tensor, weight_VC: Tensor) -> Tensor:
 
 
 def logits_after(model: Decoder, tokens_N: Tensor, positions_N: Tensor, attend: Attend, at: Tensor) -> Tensor:
-    """Of some of the tokens."""
+    """The logits after some of the tokens."""
     out: Tensor = model(tokens_N, positions_N, attend, lambda hidden_NC, weight_VC: logits(hidden_NC[at], weight_VC))
     return out
 
 
 def passes(lengths: Sequence[int], most: int) -> Iterator[list[tuple[int, int, int]]]:
-    """Prompts of such lengths in parts of so many tokens together: (prompt, from, to); long ones in several."""
+    """Splits prompts of these lengths into passes of at most `most` tokens: (prompt, from, to)."""
     part: list[tuple[int, int, int]] = []
     room = most
     for i, length in enumerate(lengths):
@@ -113,7 +113,7 @@ class Cache:
     @classmethod
     def make(cls, shape: ModelShape, *, rows: int, length: int, dtype: torch.dtype, device: torch.device) -> Cache:
         size = (shape.layers, rows, shape.kv_heads, length, shape.head_dim)
-        # Zeros: what is masked counts nothing, and nothing times zero must stay a number.
+        # Zeros, because masked values are multiplied by zero and must stay finite.
         k, v = (torch.zeros(size, dtype=dtype, device=device) for _ in range(2))
         return cls(k_LRGSD=k, v_LRGSD=v)
 
@@ -126,21 +126,21 @@ class Cache:
         return self.k_LRGSD.shape[3]
 
     def copy(self, source: Sequence[int], to: Sequence[int], *, length: int) -> None:
-        """The first `length` tokens of rows to other rows."""
+        """Copies the first `length` tokens of rows to other rows."""
         if source:
             for store in (self.k_LRGSD, self.v_LRGSD):
                 store[:, list(to), :, :length] = store[:, list(source), :, :length]
 
 
 class Cached:
-    """Each token sees what its row has read, itself included: a whole prompt, a part of one, or one new token.
+    """Each token attends to its row up to itself: a whole prompt, a part of one, or one new token.
 
-    One pass of the model uses one of these; blocks call it in order, and so it knows the layer. Rows are a range of
-    the cache. Prompts may be of any lengths: only the attention is padded, and nothing else of the model.
+    One pass of the model uses one of these. Blocks call it in order, so it counts the layers. Rows are a range of the
+    cache. Prompts may have any lengths: only the attention is padded, no other part of the model.
     """
 
     def __init__(self, cache: Cache, *, first: int, lengths: Sequence[int], starts: Sequence[int], block: int) -> None:
-        """Row `first + i` reads `lengths[i]` tokens from position `starts[i]` on; `block` rounds what is looked at."""
+        """Row `first + i` reads `lengths[i]` tokens from position `starts[i]`; `block` rounds the attended length."""
         device = cache.k_LRGSD.device
         rows, self.width = len(lengths), max(lengths)
         counts = torch.tensor(lengths, device=device)
@@ -155,7 +155,7 @@ class Cached:
         self.k_LRGSD = cache.k_LRGSD[:, first : first + rows, :, :seen]
         self.v_LRGSD = cache.v_LRGSD[:, first : first + rows, :, :seen]
         at_RQ = starts_R[:, None] + torch.arange(self.width, device=device)
-        # Places beyond a row's own tokens see them too: unused, and never a row without anything to see.
+        # Padding queries attend to the row's tokens too, so that no softmax is over an empty set.
         self.mask_RQS = torch.arange(seen, device=device) <= at_RQ[:, :, None]
         self._layer = 0
 
@@ -166,8 +166,7 @@ class Cached:
         v_RGSD[self.row_N, :, self.positions_N] = v_NGD
         rows, kv_heads, _, head_dim = k_RGSD.shape
         heads = q_NHD.shape[1]
-        # The heads of a group stand beside each other as further queries: no backend has to know groups, and no
-        # key is copied.
+        # The heads of a group become additional queries: no backend needs grouped heads, and no key is copied.
         groups = heads // kv_heads
         q_RQHD = q_NHD.new_zeros(rows, self.width, heads, head_dim)
         q_RQHD[self.row_N, self.offset_N] = q_NHD
@@ -179,11 +178,11 @@ class Cached:
 
 
 class Rows:
-    """A `Store` on a cache, whose row after the last holds what all prompts begin with. Rows stand without holes."""
+    """A `Store` on a cache, whose extra last row holds the common prefix of all prompts. Live rows have no gaps."""
 
-    holes = False
+    gaps = False
     own: int | None = None
-    layout: tuple[int, ...] = ()  # never recorded
+    layout: tuple[int, ...] = ()  # never used with CUDA graphs
 
     def __init__(self, model: Decoder, cache: Cache, *, rows: int) -> None:
         self.model, self.cache, self.rows = model, cache, min(rows, cache.rows - 1)
@@ -196,14 +195,14 @@ class Rows:
         self.shared = len(ids)
 
     def admit(self, prompts: Sequence[Prompt], places: Sequence[Sequence[int]]) -> Tensor:
-        """Readers stand side by side, so each prompt is read at one of the first places and copied from there."""
+        """Each prompt is prefilled in one of the first free places, which are adjacent, and copied from there."""
         first, shared = places[0][0], self.shared
         readers = range(first, first + len(prompts))
         if shared:
             self.cache.copy([self.rows] * len(prompts), readers, length=shared)
         found = self._read(prompts, first=first, start=shared)
         longest = shared + max(map(len, prompts))
-        # From the last on: a copy may stand where a later prompt was read, never an earlier one.
+        # Copied from the last to the first, because a copy may overwrite a later prompt, never an earlier one.
         for reader, many in reversed(list(zip(readers, places, strict=True))):
             others = [place for place in many if place != reader]
             self.cache.copy([reader] * len(others), others, length=longest)
@@ -219,11 +218,11 @@ class Rows:
     def move(self, source: Sequence[int], to: Sequence[int]) -> None:
         self.cache.copy(source, to, length=self._length)
 
-    def leave(self, places: Sequence[int]) -> None:
+    def release(self, places: Sequence[int]) -> None:
         pass
 
     def _read(self, prompts: Sequence[Prompt], *, first: int, start: int) -> Tensor:
-        """Prompts side by side from row `first` on, each going on at position `start`; the logits after each."""
+        """Prefills prompts in adjacent rows from `first`, each from position `start`. Returns the logits after each."""
         ended: list[Tensor] = []
         for part in passes([len(prompt) for prompt in prompts], READ_TOKENS):
             lengths = [end - begin for _, begin, end in part]

@@ -1,4 +1,4 @@
-"""Which token comes next: a pure function of the logits and of (seed, prompt, sample, position)."""
+"""Samples the next token: a pure function of the logits and of (seed, prompt, sample, position)."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from flatout.kernels.chance import FIRST, GOLDEN, MASK, SECOND, signed
+from flatout.kernels.uniform import FIRST, GOLDEN, MASK, SECOND, signed
 from flatout.sample.request import Keys, Sampling
 
 
 def row_key(seed: int, prompt: int, sample: int) -> int:
-    """64 bits that tell one completion's draws from any other's (splitmix64)."""
+    """64 bits that make one completion's random numbers differ from any other's (splitmix64)."""
     key = 0
     for part in (seed, prompt, sample):
         key = (key ^ part) + GOLDEN & MASK
@@ -23,16 +23,16 @@ def row_key(seed: int, prompt: int, sample: int) -> int:
 
 
 def numbered(num_prompts: int, samples: int, *, first: int, keys: Keys, seed: int) -> Iterator[tuple[int, int, int]]:
-    """(prompt, sample, key of its draws), for `Sampler.generate`."""
+    """(prompt, sample, key of its random numbers), for `Sampler.generate`."""
     for i in range(num_prompts):
         for sample in range(first, first + samples):
             yield i, sample, row_key(seed, i if keys is None else keys[i], sample)
 
 
 def draw(logits_RV: Tensor, uniform_R: Tensor, positions_R: Tensor, sampling: Sampling) -> Tensor:
-    """One token a row, by the inverse of the cumulated probabilities in the vocabulary's own order."""
+    """Samples one token per row by inverting the cumulative probabilities in vocabulary order."""
     if sampling.min_tokens and sampling.stop_ids:
-        # What would end a completion too early is never drawn.
+        # Tokens that would end a completion too early are never sampled.
         stops = torch.tensor(sorted(sampling.stop_ids), device=logits_RV.device)
         early_RV = torch.zeros_like(logits_RV, dtype=torch.bool)
         early_RV[:, stops[stops < logits_RV.shape[-1]]] = True
@@ -41,7 +41,7 @@ def draw(logits_RV: Tensor, uniform_R: Tensor, positions_R: Tensor, sampling: Sa
     if sampling.temperature == 0:
         return logits_RV.argmax(-1)
     if 0 < sampling.top_k < logits_RV.shape[-1]:
-        # Ties at the border all stay.
+        # Ties at the threshold are all kept.
         border_R1 = logits_RV.topk(sampling.top_k).values[:, -1:]
         logits_RV = logits_RV.masked_fill(logits_RV < border_R1, float("-inf"))
     p_RV = (logits_RV / sampling.temperature).softmax(-1)
@@ -53,8 +53,7 @@ def draw(logits_RV: Tensor, uniform_R: Tensor, positions_R: Tensor, sampling: Sa
 
 
 def _nucleus(p_RV: Tensor, top_p: float) -> Tensor:
-    """The likeliest tokens that together reach `top_p`, and all that are as likely as the last of them; the others
-    at zero."""
+    """Zeroes all but the likeliest tokens that together reach `top_p`; ties with the last of them are kept."""
     sorted_RV = p_RV.sort(dim=-1, descending=True).values
     before_RV = sorted_RV.cumsum(-1) - sorted_RV
     border_R1 = sorted_RV.masked_fill(before_RV >= top_p, 2.0).amin(-1, keepdim=True)

@@ -1,7 +1,7 @@
-"""A sampler by `generate` of transformers: for models that our own decoder does not hold, and to hold ours against.
+"""A sampler by `generate` of transformers: for models that our decoder cannot run, and to compare ours with.
 
-transformers runs the model, keeps its cache and pads on the left; what is drawn is decided here, so that a draw is the
-same function of (seed, prompt, sample, position) as everywhere. It is plain: a batch goes on until its last row ends.
+transformers runs the model, keeps its cache and pads on the left. Tokens are sampled here, so that a sample is the same
+function of (seed, prompt, sample, position) as everywhere. A batch runs until its last row ends.
 
 Legend: R rows of a batch, T tokens of its longest, V vocabulary.
 """
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from flatout.data.tokenizer import Tokenizer
 from flatout.errors import UsageError
-from flatout.kernels.chance import uniform
+from flatout.kernels.uniform import uniform
 from flatout.sample.draw import draw, numbered, row_key
 from flatout.sample.plain import ended
 from flatout.sample.request import Completion, Keys, Prompt, Sampling, Unfinished
@@ -36,7 +36,7 @@ class _Row(Unfinished):
 
 
 class HuggingFace:
-    """A `Sampler` on any causal language model of transformers, as it is, on its device."""
+    """A `Sampler` on any causal language model of transformers, on its device."""
 
     def __init__(
         self,
@@ -47,9 +47,11 @@ class HuggingFace:
         compute_dtype: torch.dtype | None = None,
         rows: int | None = None,
     ) -> None:
-        """`compute_dtype`: for weights held in another type, as while they are trained."""
+        """`compute_dtype` is for weights in another type, as during training."""
         if not model.can_generate():
-            raise UsageError(f"{type(model).__name__} cannot generate, says transformers: evaluate another model")
+            raise UsageError(
+                f"transformers reports that {type(model).__name__} cannot generate: evaluate another model"
+            )
         self.model, self.tokenizer, self.window = model, tokenizer, window
         self.compute_dtype = compute_dtype or model.dtype
         self._rows = rows or ROWS.get(model.device.type, ROWS["cpu"])
@@ -70,28 +72,28 @@ class HuggingFace:
             yield from (row.done() for row in batch)
 
     def stream(self, prompt: Prompt, *, sampling: Sampling) -> Iterator[int]:
-        """`generate` gives nothing back before its end, hence a thread that tells each token."""
+        """`generate` returns nothing before its end, so a thread runs it and passes on each token."""
         row = self._row(0, 0, row_key(sampling.seed, 0, 0), prompt, sampling)
         if row.status:
             return
-        told: queue.Queue[int | BaseException | None] = queue.Queue()
+        tokens: queue.Queue[int | BaseException | None] = queue.Queue()
 
         def work() -> None:
             try:
-                self._write([row], sampling, tell=told.put)
-                told.put(None)
-            except BaseException as error:  # of the other thread, told in this one
-                told.put(error)
+                self._write([row], sampling, tell=tokens.put)
+                tokens.put(None)
+            except BaseException as error:  # raised in the caller's thread
+                tokens.put(error)
 
         thread = threading.Thread(target=work, daemon=True)
         thread.start()
         try:
-            while (token := told.get()) is not None:
+            while (token := tokens.get()) is not None:
                 if isinstance(token, BaseException):
                     raise token
                 yield token
         finally:
-            row.status = row.status or "stopped"  # nobody listens any more
+            row.status = row.status or "stopped"  # the caller has stopped iterating
             thread.join()
 
     def likelihoods(self, items: Sequence[tuple[Prompt, Sequence[Prompt]]]) -> list[list[float]]:
@@ -105,14 +107,14 @@ class HuggingFace:
             yield from self._surprisals(batch)
 
     def _surprisals(self, sequences: Sequence[Prompt]) -> list[list[float]]:
-        """Padded on the right: no token of a causal model sees what comes after it."""
+        """Padded on the right, because no token of a causal model attends to later ones."""
         lengths = [len(sequence) - 1 for sequence in sequences]
         tokens_RT = torch.zeros(len(sequences), max(lengths), dtype=torch.long)
         for row_T, sequence, length in zip(tokens_RT, sequences, lengths, strict=True):
             row_T[:length] = torch.tensor(sequence[:-1])
         mask_RT = torch.arange(max(lengths))[None] < torch.tensor(lengths)[:, None]
         device = self.model.device
-        with self._asked():
+        with self._inference():
             answer = self.model(
                 input_ids=tokens_RT.to(device), attention_mask=mask_RT.long().to(device), use_cache=False
             )
@@ -128,7 +130,7 @@ class HuggingFace:
         return _Row(prompt=prompt, sample=sample, key=key, read=read, status=status)
 
     def _write(self, rows: Sequence[_Row], sampling: Sampling, *, tell: Callable[[int], None] | None = None) -> None:
-        """All rows to their ends. Rows that ended go on unread until the last one does."""
+        """Generates all rows to their ends. Ended rows run on, ignored, until the last one ends."""
         from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 
         longest, device = max(len(row.read) for row in rows), self.model.device
@@ -140,7 +142,7 @@ class HuggingFace:
         keys_R = torch.tensor([row.key for row in rows], device=device)
 
         def extend(_: Tensor, logits_RV: Tensor) -> Tensor:
-            """Draws, writes down what was drawn, and leaves `generate` no other choice."""
+            """Samples the tokens, stores them, and forces `generate` to use them."""
             place_R = torch.full_like(keys_R, max(len(row.ids) for row in rows))
             known_RV = logits_RV[:, : self.tokenizer.vocab_size]
             chosen_R = draw(known_RV, uniform(keys_R, place_R), place_R, sampling)
@@ -157,7 +159,7 @@ class HuggingFace:
         def over(tokens_RT: Tensor, _: Tensor, **__: Any) -> Tensor:
             return torch.tensor([row.status is not None for row in rows], device=tokens_RT.device)
 
-        with self._asked():
+        with self._inference():
             self.model.generate(
                 input_ids=tokens_RT.to(device),
                 attention_mask=mask_RT.to(device),
@@ -167,8 +169,8 @@ class HuggingFace:
             )
 
     @contextmanager
-    def _asked(self) -> Iterator[None]:
-        """As a model is asked: nothing of training, and none of its own habits of generating."""
+    def _inference(self) -> Iterator[None]:
+        """Inference mode: without training behaviour, and without the model's own generation settings."""
         from transformers import GenerationConfig
 
         model, dtype = self.model, self.compute_dtype
@@ -184,7 +186,7 @@ class HuggingFace:
 
 
 def _batches(sequences: Sequence[Prompt], *, tokens: int) -> Iterator[list[Prompt]]:
-    """In order, each no larger than so many tokens, padding included."""
+    """Batches in order, each of at most this many tokens, including padding."""
     batch: list[Prompt] = []
     for sequence in sequences:
         if batch and max(map(len, [*batch, sequence])) * (len(batch) + 1) > tokens:

@@ -1,6 +1,6 @@
-"""The plain sampler, cache-free and one prompt at a time: the reference that faster ones are held to.
+"""The plain sampler, without a cache and one prompt at a time: the reference for the faster ones.
 
-It asks a model for one thing only, the logits after each of a sequence's tokens, so that any model will do.
+It needs only the logits after each token of a sequence, so it works with any model.
 """
 
 from __future__ import annotations
@@ -11,17 +11,17 @@ import torch
 from torch import Tensor
 
 from flatout.data.tokenizer import Tokenizer
-from flatout.kernels.chance import uniform
+from flatout.kernels.uniform import uniform
 from flatout.model import Decoder, Rectangular
 from flatout.sample.draw import draw, numbered, row_key
 from flatout.sample.request import Completion, Keys, Prompt, Sampling, Status
 
-# Token ids of one sequence to the logits after each of them, [T] to [T, V].
+# From the token ids of one sequence to the logits after each of them, [T] to [T, V].
 Logits = Callable[[Tensor], Tensor]
 
 
 def logits_of(model: Decoder) -> Logits:
-    """A whole forward pass of our decoder."""
+    """The logits by a whole forward pass of our decoder."""
 
     def logits(tokens_T: Tensor) -> Tensor:
         tokens_T = tokens_T.to(model.embedding.device)
@@ -83,7 +83,7 @@ class Plain:
 def ended(
     tokenizer: Tokenizer, prompt: Prompt, ids: Sequence[int], sampling: Sampling, *, window: int
 ) -> Status | None:
-    """How a completion has ended; None while it goes on."""
+    """How a completion has ended; None while it is unfinished."""
     if not 0 < len(prompt) < window:
         return "too_long"
     text = tokenizer.decode(ids) if sampling.stop_texts and len(ids) >= sampling.min_tokens else ""

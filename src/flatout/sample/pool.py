@@ -1,8 +1,8 @@
-"""Keys and values in one pool of tokens: the fast store, read by the kernels of `kernels.decode`.
+"""The fast KV store: keys and values in one pool of tokens, read by the kernels of `kernels.decode`.
 
-What all prompts begin with is kept once, a prompt once for all its samples, and each row's own tokens at its place.
-While decoding, each of them is read once for all the rows that share it. Nothing here waits for the device, and all
-addresses are fixed, so that a CUDA graph can replay a step.
+The common prefix of all prompts is stored once, a prompt once for all its samples, and each row's own tokens at its
+place. While decoding, each of them is read once for all the rows that share it. Nothing here waits for the device, and
+all addresses are fixed, so that a CUDA graph can replay a step.
 
 Legend: R rows, N tokens of a pass, P tokens of the pool, T tiles, Q queries a tile, L layers, G key/value heads,
 D head width, V vocabulary.
@@ -23,7 +23,7 @@ from flatout.model import Decoder
 from flatout.sample.cache import logits_after, passes
 from flatout.sample.request import Prompt
 
-# Most tokens of prompts that are read in one pass: each pass waits for the last one.
+# The most prompt tokens in one prefill pass: each pass waits for the one before.
 READ_TOKENS = 32_768
 
 
@@ -52,7 +52,7 @@ class Ranges:
 
 @dataclass
 class _Held:
-    """A prompt in the pool, and how many rows read it."""
+    """A prompt in the pool, and the number of rows that use it."""
 
     start: int
     length: int
@@ -60,16 +60,16 @@ class _Held:
 
 
 class Pool:
-    """A `Store` in one pool. Its first `rows` x `own` tokens are what rows write, the rest is for prompts."""
+    """A `Store` in one pool. Its first `rows` x `own` tokens are for generated tokens, the rest is for prompts."""
 
-    holes = True
+    gaps = True
 
     def __init__(self, model: Decoder, *, rows: int, own: int, prompts: int, samples: int) -> None:
-        """Room for `own` tokens of each row and `prompts` tokens of all prompts, with so many samples of each."""
+        """Holds `own` tokens of each row and `prompts` tokens of all prompts, with this many samples of each."""
         shape, device, dtype = model.shape, model.embedding.device, model.compute_dtype
         self.model, self.rows, self.own = model, rows, own
         size = (shape.layers, shape.kv_heads, rows * own + prompts, shape.head_dim)
-        # Zeros: what is masked counts nothing, and nothing times zero must stay a number.
+        # Zeros, because masked values are multiplied by zero and must stay finite.
         self.k_LGPD, self.v_LGPD = (torch.zeros(size, dtype=dtype, device=device) for _ in range(2))
         self.capacity = prompts
         self._groups = shape.heads // shape.kv_heads
@@ -104,11 +104,11 @@ class Pool:
 
     @property
     def layout(self) -> tuple[int, ...]:
-        """Whether there is a common beginning; the size of the tiles of prompts, and how many of them are run."""
+        """Whether there is a common prefix, the size of the prompt tiles, and how many of them run."""
         return int(self.shared > 0), self.per_tile, self._tiles
 
     def clear(self) -> None:
-        """As if nothing had been read."""
+        """Removes all rows and prompts."""
         self.shared = 0
         self._ranges = Ranges(self.rows * self.own, self.capacity)
         self._held: dict[int, _Held] = {}  # by place
@@ -122,7 +122,7 @@ class Pool:
         if not ids:
             return
         start = self._ranges.take(len(ids))
-        assert start is not None, "sized for it"
+        assert start is not None, "the pool is large enough for it"
         self._read([ids], [start])
         self.shared, self._shared_start = len(ids), start
         self._everybody.seen_TQ.copy_(self.shared * (self._everybody.queries_TQ >= 0))
@@ -153,26 +153,26 @@ class Pool:
         return found
 
     def _read(self, prompts: Sequence[Prompt], starts: Sequence[int]) -> Tensor:
-        """Prompts into the pool, after what all of them begin with; the logits after each."""
+        """Prefills prompts into the pool after their common prefix. Returns the logits after each."""
         ended: list[Tensor] = []
         for part in passes([len(prompt) for prompt in prompts], READ_TOKENS):
-            reading = _Reading(self, [(starts[i], begin, end) for i, begin, end in part])
+            attend = _PrefillAttend(self, [(starts[i], begin, end) for i, begin, end in part])
             ids = [token for i, begin, end in part for token in prompts[i][begin:end]]
             tokens = torch.tensor(ids, device=self._begin_R.device)
             last = [at for at, (i, _, end) in enumerate(part) if end == len(prompts[i])]
-            ended.append(logits_after(self.model, tokens, reading.positions_N, reading, reading.last_R[last]))
+            ended.append(logits_after(self.model, tokens, attend.positions_N, attend, attend.last_R[last]))
         return torch.cat(ended)
 
     # Writing
 
     def decode(self, token_R: Tensor, position_R: Tensor) -> Tensor:
-        writing = _Writing(self, position_R)
-        return logits_after(self.model, token_R, position_R, writing, writing.rows_R)
+        attend = _DecodeAttend(self, position_R)
+        return logits_after(self.model, token_R, position_R, attend, attend.rows_R)
 
     # Places
 
     def move(self, source: Sequence[int], to: Sequence[int]) -> None:
-        # Rows change their slots, not what lies in them.
+        # Rows exchange their slots; the tokens are not copied.
         pair = torch.tensor([list(source), list(to)], device=self._begin_R.device)
         self._slot_R[pair.flatten()] = self._slot_R[pair.flip(0).flatten()]
         self._begin_R[pair[1]] = self._begin_R[pair[0]]
@@ -180,7 +180,7 @@ class Pool:
             self._held[after] = self._held.pop(before)
         self._lay_out()
 
-    def leave(self, places: Sequence[int]) -> None:
+    def release(self, places: Sequence[int]) -> None:
         for place in places:
             held = self._held.pop(place)
             held.rows -= 1
@@ -192,7 +192,7 @@ class Pool:
         self._begin_R[places] = begins
 
     def _lay_out(self) -> None:
-        """Tiles of the rows that share a prompt. Rows that have left keep none: they read their own tokens only."""
+        """Assigns tiles to the rows that share a prompt. Ended rows have no tile: they read only their own tokens."""
         together: dict[int, tuple[_Held, list[int]]] = {}
         for place, held in sorted(self._held.items()):
             together.setdefault(held.start, (held, []))[1].append(place)
@@ -207,18 +207,18 @@ class Pool:
                 seen[tile, : len(some)] = held.length
                 starts[tile] = held.start
                 tile += 1
-        # A few sizes for all numbers of tiles. Not the number of rows: a tile may lie beyond it when others have left.
+        # Rounded up, so that there are few sizes. Not limited by the number of rows: live tiles may be beyond it.
         self._tiles = min(self.rows, 1 << max(0, tile - 1).bit_length())
         self._prompts.queries_TQ.copy_(torch.from_numpy(queries))
         self._prompts.seen_TQ.copy_(torch.from_numpy(seen))
         self._prompts.starts_T.copy_(torch.from_numpy(starts))
 
 
-class _Reading:
-    """The `Attend` of parts of prompts: each token sees what all begin with, and its own prompt up to itself."""
+class _PrefillAttend:
+    """The prefill `Attend`: each token attends to the common prefix, and to its own prompt up to itself."""
 
     def __init__(self, pool: Pool, parts: Sequence[tuple[int, int, int]]) -> None:
-        """Of each part: where its prompt lies in the pool, and which tokens of it are read."""
+        """`parts` are (start of the prompt in the pool, first token, end) of each part."""
         self.pool = pool
         device = pool.k_LGPD.device
         wide = per_tile(pool._groups, reading_rows(pool.model.shape.head_dim, pool.k_LGPD.dtype))
@@ -261,14 +261,14 @@ class _Reading:
         return read(q_NHD, k_GPD, v_GPD, self.ranges, partial=self.partial)
 
 
-class _Writing:
-    """The `Attend` of one new token of each row: what all begin with, its prompt, and what it has written."""
+class _DecodeAttend:
+    """The decode `Attend` of one new token per row: the common prefix, its prompt, and its generated tokens."""
 
     def __init__(self, pool: Pool, position_R: Tensor) -> None:
         rows = position_R.shape[0]
         self.pool = pool
         self.rows_R = pool._own.queries_TQ[:rows, 0]
-        # Which of its own tokens this is. One that has ended stands still, maybe at the end of its place.
+        # The index among its own tokens. An ended row does not advance, and may be at the end of its place.
         index_R = (position_R - pool._begin_R[:rows]).clamp(0, pool.own - 1)
         self.places_R = pool._slot_R[:rows] + index_R
         own = Tiles(
@@ -290,7 +290,7 @@ class _Writing:
 
 
 def _per_prompt(groups: int, samples: int) -> int:
-    """Queries of a tile of rows that share a prompt: a small tile where they are few."""
+    """Queries per tile of rows that share a prompt: a small tile if there are few."""
     few = per_tile(groups, LEAST)
     return few if samples <= few else per_tile(groups, FULL)
 

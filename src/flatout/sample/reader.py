@@ -1,7 +1,7 @@
-"""The model as it is read from while generating: weights in the compute type, adapters merged, kernels in place.
+"""The model used for generation: weights in the compute type, adapters merged, kernels attached.
 
-A model that is like that already is used as it is. Any other, one that learns above all, has a copy beside it that is
-brought up to date in place, so that its addresses stay.
+A model that already has this form is used directly. Any other, such as a model in training, gets a copy that is
+refreshed in place, so that its addresses stay.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ import torch
 from torch import Tensor, nn
 
 from flatout.model import Block, Decoder
-from flatout.model.lora import Adapter, hollow
+from flatout.model.lora import Adapter, meta_decoder
 from flatout.model.nf4 import Nf4
 
 
 class Reader:
-    """`model` gives what `source` gave when `refresh` was last called."""
+    """`model` has the weights that `source` had at the last `refresh`."""
 
     def __init__(self, source: Decoder, *, kernels: bool) -> None:
         self.source = source
-        self.model = source if not kernels or _ready(source) else _twin(source)
+        self.model = source if not kernels or _ready(source) else _plain_copy(source)
         if kernels:
             _fuse(self.model)
         self.refresh()
@@ -46,16 +46,16 @@ def _ready(model: Decoder) -> bool:
     return plain and all(p.dtype == model.compute_dtype and not p.requires_grad for p in matrices)
 
 
-def _twin(model: Decoder) -> Decoder:
-    twin = hollow(model.shape, compute_dtype=model.compute_dtype)
+def _plain_copy(model: Decoder) -> Decoder:
+    copied = meta_decoder(model.shape, compute_dtype=model.compute_dtype)
     device = model.embedding.device
-    for name, parameter in list(twin.named_parameters()):
+    for name, parameter in list(copied.named_parameters()):
         owner, _, leaf = name.rpartition(".")
         dtype = model.compute_dtype if parameter.ndim > 1 else torch.float32
         value = torch.empty(parameter.shape, device=device, dtype=dtype)
-        setattr(twin.get_submodule(owner), leaf, nn.Parameter(value, requires_grad=False))
-    twin.frequencies = model.frequencies
-    return twin.eval()
+        setattr(copied.get_submodule(owner), leaf, nn.Parameter(value, requires_grad=False))
+    copied.frequencies = model.frequencies
+    return copied.eval()
 
 
 def _adapted(model: Decoder, name: str) -> bool:
@@ -65,7 +65,7 @@ def _adapted(model: Decoder, name: str) -> bool:
 
 
 def _dense(model: Decoder, name: str) -> Tensor:
-    """A projection with its adapter in it, in fp32."""
+    """A projection with its adapter merged, in fp32."""
     owner, _, leaf = name.rpartition(".")
     block = model.get_submodule(owner)
     assert isinstance(block, Block)
@@ -84,17 +84,17 @@ def _blocks(model: Decoder) -> list[Block]:
 
 
 def _fuse(model: Decoder) -> None:
-    """The segments' kernels, where the model has none of its own.
+    """Attaches the segments' kernels if the model has none.
 
-    What the blocks add up is kept in fp32 between them: its rounding is most of what 16 bits do to a log-probability,
-    and beside the cache its bytes are few.
+    The residual stream is kept in fp32 between blocks: its rounding causes most of the error of 16 bits in
+    log-probabilities, and its memory is small compared with the cache.
     """
     from flatout.kernels import segments
 
     if model.norm_kernel is not None:
         return
     shape, eps, dtype = model.shape, model.shape.norm_eps, None
-    # The rotation with norms takes heads of a power of two only.
+    # The rotation with norms supports only head widths that are powers of two.
     rotates = not shape.qk_norm or shape.head_dim & (shape.head_dim - 1) == 0
     if rotates:
         model.residual_dtype, dtype = torch.float32, model.compute_dtype

@@ -1,4 +1,4 @@
-"""What is asked of a sampler and what it gives back; any sampler does, the cached one or the plain reference."""
+"""The interface of all samplers: requests, completions, and the `Sampler` protocol."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from typing import Literal, Protocol
 
 from flatout.errors import UsageError
 
-# stopped: by a stop token or text; length: at max_tokens or the window; too_long: the prompt left no room at all.
+# stopped: by a stop token or text; length: at max_tokens or the window; too_long: the prompt fills the window.
 Status = Literal["stopped", "length", "too_long"]
 Prompt = Sequence[int]
-# What tells the draws of prompts apart; None: their places in the call.
+# Keys for the random numbers of prompts; None: their indices in the call.
 Keys = Sequence[int] | None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """Temperature 0 takes the likeliest token. `stop_texts` end a completion as soon as they are written; nothing ends
-    it before `min_tokens`."""
+    """Temperature 0 takes the likeliest token. `stop_texts` end a completion as soon as they appear; nothing ends it
+    before `min_tokens`."""
 
     max_tokens: int
     min_tokens: int = 0
@@ -44,10 +44,10 @@ class Sampling:
 
 @dataclass(frozen=True, kw_only=True)
 class Completion:
-    """What follows a prompt: its stop token included, if it has one. Log-probabilities are the model's own, at
-    temperature 1 and with nothing cut off."""
+    """A completion of a prompt, including its stop token. Log-probabilities are the model's own, at temperature 1,
+    without top-k or top-p."""
 
-    prompt: int  # place in the call
+    prompt: int  # index in the call
     sample: int
     ids: tuple[int, ...]
     logprobs: tuple[float, ...]
@@ -56,11 +56,11 @@ class Completion:
 
 @dataclass(kw_only=True)
 class Unfinished:
-    """A completion in the making."""
+    """An unfinished completion."""
 
     prompt: int
     sample: int
-    key: int  # of its draws
+    key: int  # of its random numbers
     ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     status: Status | None = None
@@ -77,7 +77,7 @@ class Unfinished:
 
 
 class Sampler(Protocol):
-    """Draws are counted by (seed, key of the prompt, sample, position), so they do not depend on the batch."""
+    """Random numbers depend on (seed, key of the prompt, sample, position), so they do not depend on the batch."""
 
     @property
     def window(self) -> int:
@@ -87,11 +87,11 @@ class Sampler(Protocol):
     def generate(
         self, prompts: Sequence[Prompt], *, sampling: Sampling, samples: int = 1, first: int = 0, keys: Keys = None
     ) -> Iterator[Completion]:
-        """Completions as they are finished: of each prompt, samples `first` to `first + samples - 1`."""
+        """Yields completions as they finish: of each prompt, samples `first` to `first + samples - 1`."""
         ...
 
     def stream(self, prompt: Prompt, *, sampling: Sampling) -> Iterator[int]:
-        """The tokens of one completion as they are drawn."""
+        """Yields the tokens of one completion as they are generated."""
         ...
 
     def likelihoods(self, items: Sequence[tuple[Prompt, Sequence[Prompt]]]) -> list[list[float]]:

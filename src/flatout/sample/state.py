@@ -1,6 +1,6 @@
-"""What the device knows of each row in flight, and how a drawn token changes it.
+"""The state of each concurrent row on the device, and its update by a sampled token.
 
-Legend: R rows, S tokens a row may write, V vocabulary.
+Legend: R rows, S tokens a row may generate, V vocabulary.
 """
 
 from __future__ import annotations
@@ -11,21 +11,21 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
-from flatout.kernels.chance import uniform
+from flatout.kernels.uniform import uniform
 from flatout.sample.draw import draw
 from flatout.sample.request import Sampling
 
 
 @dataclass(frozen=True, kw_only=True)
 class State:
-    """Rows by their places. One that has ended, or was never begun, stands still."""
+    """The state of rows by their places. Rows that have ended, or never started, do not change."""
 
     key: Tensor
-    token: Tensor  # the newest, not yet read
-    position: Tensor  # where it will be read
-    count: Tensor  # tokens written
+    token: Tensor  # the newest, not yet in the KV store
+    position: Tensor  # of that token
+    count: Tensor  # tokens generated
     alive: Tensor  # 1, or 0
-    limit: Tensor  # most tokens it may write
+    limit: Tensor  # the most tokens it may generate
     ids_RS: Tensor
     logprobs_RS: Tensor
     places: Tensor  # 0, 1, 2, …
@@ -52,7 +52,7 @@ class State:
         return self.ids_RS.shape[1]
 
     def begin(self, places: Tensor, *, keys: Sequence[int], lengths: Sequence[int], limits: Sequence[int]) -> None:
-        """Rows whose prompts of such lengths were read, and whose first token is drawn next."""
+        """Starts rows whose prompts of these lengths were prefilled, and whose first token is sampled next."""
         numbers = torch.tensor([keys, lengths, limits], device=self.key.device)
         self.key[places], self.position[places], self.limit[places] = numbers[0], numbers[1] - 1, numbers[2]
         self.count[places] = 0
@@ -69,26 +69,26 @@ class State:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Chance:
-    """How tokens are drawn: what was asked for, and of how many tokens."""
+class TokenSampler:
+    """Samples tokens with the requested settings, by one kernel or by plain operations."""
 
     sampling: Sampling
-    known: int  # a head may be wider than the tokenizer: what has no text is never drawn
+    known: int  # a head may be wider than the tokenizer: ids without text are never sampled
     stops_K: Tensor
-    kernel: bool  # in one kernel, or plainly
+    kernel: bool  # use the kernel
 
     @classmethod
-    def of(cls, sampling: Sampling, *, known: int, kernel: bool, device: torch.device) -> Chance:
+    def of(cls, sampling: Sampling, *, known: int, kernel: bool, device: torch.device) -> TokenSampler:
         num_stops = len(sampling.stop_ids)
-        # To a power of two, as kernels like it; no token is -1.
+        # Padded to a power of two with -1, which is no token, for the kernel.
         unused = [-1] * ((1 << num_stops.bit_length()) - num_stops)
         stops = torch.tensor([*sorted(sampling.stop_ids), *unused], device=device)
         return cls(sampling=sampling, known=known, stops_K=stops, kernel=kernel)
 
     def advance(self, state: State, logits_RV: Tensor, places_R: Tensor) -> None:
-        """Draws a token for each of these rows and writes down what follows; those that have ended keep still."""
+        """Samples a token for each of these rows and updates the state; ended rows do not change."""
         if self.kernel:
-            self._in_one(state, logits_RV, places_R)
+            self._by_kernel(state, logits_RV, places_R)
             return
         uniform_R = uniform(state.key[places_R], state.count[places_R])
         logits_RV = logits_RV.float()
@@ -104,7 +104,7 @@ class Chance:
         more_R = (count_R + alive_R < state.limit[places_R]) & ~torch.isin(chosen_R, self.stops_K)
         state.alive[places_R] = alive_R * more_R
 
-    def _in_one(self, state: State, logits_RV: Tensor, places_R: Tensor) -> None:
+    def _by_kernel(self, state: State, logits_RV: Tensor, places_R: Tensor) -> None:
         from flatout.kernels.draw import draw_
 
         asked = self.sampling

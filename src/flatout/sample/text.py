@@ -1,4 +1,4 @@
-"""Prompts in, text out: what to give a model for a conversation, and what of its tokens is to be read."""
+"""Converts conversations to prompts, and generated tokens to text."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from flatout.model import Decoder
 from flatout.sample.generate import Generator
 from flatout.sample.request import Sampling
 
-# How a conversation is written for a model that was never taught one.
+# The format of a conversation for a base model without a chat template.
 QUESTION, ANSWER = "Question:", "Answer:"
 STOP_TEXTS = (f"\n{QUESTION}", f"\n\n{QUESTION}")
-# A character may take several tokens; more unfinished ones than this are garbage, and shown as such.
+# A character may take several tokens; more undecodable ones than this are garbage, and shown as such.
 LONGEST_CHARACTER = 4
 
 
 def prompt_ids(tokenizer: Tokenizer, messages: Sequence[Mapping[str, str]]) -> list[int]:
-    """By the chat template; without one, as questions and answers to be continued."""
+    """Ids by the chat template; without one, as questions and answers to be continued."""
     if tokenizer.has_template:
         return tokenizer.render_ids(messages, add_generation_prompt=True)
     return [*tokenizer.begin_ids, *tokenizer.encode_batch([plain_prompt(messages)])[0]]
@@ -30,21 +30,21 @@ def plain_prompt(messages: Sequence[Mapping[str, str]]) -> str:
 
 
 def stop_texts(tokenizer: Tokenizer) -> tuple[str, ...]:
-    """Where a model that only continues text would go on to ask itself."""
+    """Where a base model would continue with another question."""
     return () if tokenizer.has_template else STOP_TEXTS
 
 
 def text_of(tokenizer: Tokenizer, ids: Sequence[int], sampling: Sampling) -> str:
-    """What a completion says, without what stopped it."""
+    """The text of a completion, without what stopped it."""
     text = tokenizer.decode([i for i in ids if i not in sampling.stop_ids])
     ends = [at for stop in sampling.stop_texts if (at := text.find(stop)) >= 0]
     return text[: min(ends)] if ends else text
 
 
 def pieces(tokenizer: Tokenizer, ids: Iterable[int]) -> Iterator[str]:
-    """Text as its tokens come, never half a character."""
+    """Text as its tokens arrive, never half a character."""
     seen: list[int] = []
-    start = read = 0  # seen[start:read] was shown last: what follows is decoded with it, as spaces depend on it
+    start = read = 0  # seen[start:read] was shown last: later tokens are decoded with it, as spaces depend on it
     for i in ids:
         seen.append(i)
         before, now = tokenizer.decode(seen[start:read]), tokenizer.decode(seen[start:])
@@ -59,7 +59,7 @@ def pieces(tokenizer: Tokenizer, ids: Iterable[int]) -> Iterator[str]:
 def complete(
     model: Decoder, tokenizer: Tokenizer, prompt: str, *, max_new_tokens: int, temperature: float, seed: int
 ) -> str:
-    """The prompt and what the model makes of it, up to the end of the document."""
+    """The prompt and the model's continuation, up to the end of the document."""
     ids = [*tokenizer.begin_ids, *tokenizer.encode_batch([prompt])[0]]
     stop_ids = frozenset({tokenizer.eos_id})
     sampling = Sampling(max_tokens=max_new_tokens, temperature=temperature, stop_ids=stop_ids, seed=seed)

@@ -1,7 +1,7 @@
-"""A sampler on vLLM, where it is installed: many prompts at once on a GPU that does nothing else.
+"""A sampler on vLLM, if it is installed: many prompts at once on a dedicated GPU.
 
-Its draws are seeded by (seed, prompt, sample) and are not those of our own samplers; its log-probabilities are asked
-for raw, at temperature 1 and with nothing cut off. It gives nothing back before a whole answer is there.
+Its samples are seeded by (seed, prompt, sample) and differ from those of our own samplers; its log-probabilities are
+raw, at temperature 1, without top-k or top-p. It returns whole answers only.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from flatout.errors import EnvironmentLacks
 from flatout.sample.draw import numbered
 from flatout.sample.request import Completion, Keys, Prompt, Sampling, Status
 
-# vLLM reads a sequence whole and adds a token to it: so many places fewer than it has.
+# vLLM adds a token to every sequence that it scores, so this many positions are not available.
 KEPT_FREE = 2
 STATUS: dict[str, Status] = {"stop": "stopped", "length": "length"}
 
@@ -50,7 +50,7 @@ class Vllm:
         )
         self._params = vllm.SamplingParams
         self._adapter = None if adapter is None else _request(adapter)
-        # A head may be wider than the tokenizer: what has no text is never drawn.
+        # A head may be wider than the tokenizer: ids without text are never sampled.
         known = tokenizer.vocab_size
         self._allowed = list(range(known)) if known < vocab else None
 
@@ -89,7 +89,7 @@ class Vllm:
         params = self._params(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False)
         found = []
         for sequence, answer in zip(sequences, self._ask(sequences, [params] * len(sequences)), strict=True):
-            places = list(answer.prompt_logprobs)[1:]  # nothing is known of the first token
+            places = list(answer.prompt_logprobs)[1:]  # the first token has no log-probability
             found.append([-float(place[token].logprob) for token, place in zip(sequence[1:], places, strict=True)])
         return found
 
@@ -114,7 +114,7 @@ class Vllm:
             top_p=sampling.top_p,
             top_k=sampling.top_k,
             seed=key % 2**63,
-            # Only what was asked for ends an answer, and its tokens stay in.
+            # Only the requested stops end an answer, and their tokens stay in.
             ignore_eos=True,
             stop_token_ids=sorted(sampling.stop_ids),
             stop=list(sampling.stop_texts) or None,
@@ -126,12 +126,12 @@ class Vllm:
 
 
 def imported() -> Any:
-    """The package, or how to get it."""
+    """Imports vLLM, or raises with how to install it."""
     try:
         import vllm
     except ImportError:
         raise EnvironmentLacks(
-            "--backend vllm needs vLLM, which is not installed: pip install vllm in an environment of its own (it "
+            "--backend vllm needs vLLM, which is not installed: pip install vllm in a separate environment (it "
             "brings its own torch), or leave --backend out"
         ) from None
     return vllm

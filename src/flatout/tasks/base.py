@@ -1,6 +1,6 @@
-"""What a task is: where a prompt comes from, and what a completion is worth.
+"""The task interface: prompts, and rewards for completions.
 
-Tasks know text and nothing else, no torch and no tokenizer, so that a worker process can rebuild one from its spec.
+Tasks handle only text, without torch or a tokenizer, so that a worker process can rebuild one from its spec.
 """
 
 from __future__ import annotations
@@ -14,39 +14,39 @@ Messages = Sequence[Message]
 
 
 class Task(Protocol):
-    """Questions by index. The same index means the same question in every process, always."""
+    """Questions by index. An index always means the same question, in every process."""
 
     @property
     def name(self) -> str: ...
     @property
     def size(self) -> int | None:
-        """How many questions there are; None where they never end."""
+        """The number of questions; None if it is endless."""
         ...
 
     def prompt(self, i: int) -> Messages: ...
     def choices(self, i: int) -> Sequence[str] | None:
-        """What may be answered, where the answer is one of a few; None where it is written freely."""
+        """The possible answers of a multiple-choice question; None if the answer is free text."""
         ...
 
     def answer(self, completion: str) -> str | None:
-        """The part of a completion that is its answer; None where it gives none."""
+        """The answer in a completion; None if there is no answer."""
         ...
 
     def reward(self, i: int, completion: str) -> float:
-        """From 0 to 1. The completion is hostile text: it is looked at, never run."""
+        """From 0 to 1. The completion is untrusted text: it is parsed, never run."""
         ...
 
 
 @runtime_checkable
 class Worked(Protocol):
-    """A task that also says how its questions are solved, as a model should write it."""
+    """A task that also has a worked solution for each question, as a model should write it."""
 
     def solution(self, i: int) -> str: ...
 
 
 @runtime_checkable
 class Texts(Protocol):
-    """Text whose likelihood is measured; nothing is asked."""
+    """Texts whose likelihood is measured, without questions."""
 
     @property
     def name(self) -> str: ...

@@ -1,4 +1,4 @@
-"""Tasks out of files: GSM8K, multiple choice, any JSON lines with questions and answers, and plain text."""
+"""Tasks from files: GSM8K, multiple choice, any JSON lines with questions and answers, and plain text."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from flatout.tasks import grade
 from flatout.tasks.base import Messages, assistant, user
 
 LETTERS = "ABCDEFGHIJ"
-# The largest published sets of questions have some hundred megabytes.
+# The largest published sets of questions have a few hundred megabytes.
 MOST_BYTES = 2 << 30
 _NUMBERED = re.compile(r"Answer([0-9]): ")
 _CALCULATOR = re.compile(r"<<[^<>]*>>")
 
-# Own words; how an answer is to be given is shown rather than explained.
+# Our own examples. They show the answer format rather than explaining it.
 GSM8K_EXAMPLES = (
     (
         "A baker fills 6 trays with 8 rolls each and sells 30 rolls before noon. How many rolls are left?",
@@ -35,13 +35,13 @@ GSM8K_EXAMPLES = (
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """A line of a file, and where it stands."""
+    """A line of a file, with its place."""
 
     value: Mapping[str, Any]
     where: str
 
     def text(self, *keys: str) -> str:
-        """The first of these fields that is there, as text."""
+        """The first of these fields that exists, as text."""
         for key in keys:
             if is_text(value := self.value.get(key)):
                 return text_of(value, where=f"{self.where}, {key}")
@@ -50,7 +50,7 @@ class Row:
 
 
 def is_text(value: object) -> bool:
-    """Text, or a number that may stand for it."""
+    """Whether it is text, or a number that can be used as text."""
     return isinstance(value, str | int | float) and not isinstance(value, bool)
 
 
@@ -59,7 +59,7 @@ def text_of(value: object, *, where: str) -> str:
     try:
         text.encode()
     except UnicodeEncodeError:
-        raise UsageError(f"{where}: holds half of a surrogate pair, which is not valid text") from None
+        raise UsageError(f"{where}: has a lone surrogate, which is not valid text") from None
     return text
 
 
@@ -73,12 +73,12 @@ def read_rows(path: Path) -> list[Row]:
             values = [(f"{path}:{i + 1}", json.loads(line)) for i, line in enumerate(text.split("\n")) if line.strip()]
     except (ValueError, RecursionError) as error:
         why = "it is nested too deeply" if isinstance(error, RecursionError) else f"{error}"[:200]
-        raise UsageError(f"{path} is neither JSON lines nor a JSON list: {why}") from None
+        raise UsageError(f"{path} is not JSON lines or a JSON list: {why}") from None
     for where, value in values:
         if not isinstance(value, dict):
-            raise UsageError(f"{where}: holds a {type(value).__name__}, not an object")
+            raise UsageError(f"{where}: is a {type(value).__name__}, not an object")
     if not values:
-        raise UsageError(f"{path} holds no question")
+        raise UsageError(f"{path} has no questions")
     return [Row(value=value, where=where) for where, value in values]
 
 
@@ -96,7 +96,7 @@ def test_file(path: Path) -> Path:
     for name in ("test.jsonl", "test.json"):
         if (path / name).is_file():
             return path / name
-    raise UsageError(f"{path} holds neither test.jsonl nor test.json: name the file")
+    raise UsageError(f"{path} has no test.jsonl or test.json: name the file")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,7 +124,7 @@ class Gsm8k:
         return None if found is None else grade.number(found)
 
     def solution(self, i: int) -> str:
-        """The worked answer without its calculator notes, as a model should write it."""
+        """The worked answer without its calculator annotations, as a model should write it."""
         return _CALCULATOR.sub("", self.rows[i].text("answer"))
 
     def prompt(self, i: int) -> Messages:
@@ -153,10 +153,10 @@ class Choice:
 
 @dataclass(frozen=True, kw_only=True)
 class MultipleChoice:
-    """The options stand in the question under letters; the likeliest letter is the answer.
+    """The options are listed in the question with letters; the likeliest letter is the answer.
 
-    With `form` text the question stands alone and the likeliest option's own words are: small models prefer a letter,
-    whatever it says.
+    With `form` text only the question is given, and the likeliest option text is the answer: small models prefer some
+    letters whatever the options say.
     """
 
     rows: Sequence[Choice]
@@ -166,7 +166,7 @@ class MultipleChoice:
     @classmethod
     def open(cls, path: Path, name: str, *, form: str = "letters") -> MultipleChoice:
         if form not in ("letters", "text"):
-            raise UsageError(f"form={form}: letters or text")
+            raise UsageError(f"form={form}: must be letters or text")
         return cls(rows=[_choice(row) for row in read_rows(test_file(path))], name=name, form=form)
 
     @property
@@ -199,7 +199,7 @@ class MultipleChoice:
 
 
 def _choice(row: Row) -> Choice:
-    """A question in any of the layouts that MMLU and ARC are handed around in."""
+    """Parses a question in any of the formats in which MMLU and ARC are distributed."""
     value = row.value
     if "instruction" in value:  # options inside the text, the answer as `answer3`
         head, *_ = row.text("instruction").partition("\n\nAnswer format:")
@@ -236,7 +236,7 @@ def _options(value: object, *, where: str) -> tuple[list[str], list[str]]:
         labels = list(LETTERS[: len(texts)]) if isinstance(texts, list) else []
     for found in (texts, labels):
         if not isinstance(found, list) or not all(map(is_text, found)):
-            raise UsageError(f"{where}: choices must be a list of texts, of objects with text and label, or one such")
+            raise UsageError(f"{where}: choices must be a list of texts, a list of objects with text and label, or one")
     assert isinstance(texts, list)
     assert isinstance(labels, list)
     return [text_of(text, where=where) for text in texts], [text_of(label, where=where) for label in labels]
@@ -249,8 +249,8 @@ GRADERS = ("auto", "exact", "number", "math")
 class JsonLines:
     """Questions with answers in any file: `question` and `answer`, or the fields named in the spec.
 
-    Graded exactly, as a number within `tolerance` (relative), or as mathematics; auto takes each answer for a number
-    where it is one and for text otherwise.
+    Graded exactly, as a number within `tolerance` (relative), or as mathematics; auto grades an answer as a number if
+    it is one, and as text otherwise.
     """
 
     rows: Sequence[Row]
@@ -271,15 +271,15 @@ class JsonLines:
         tolerance: str = "0",
     ) -> JsonLines:
         if grader not in GRADERS:
-            raise UsageError(f"grader={grader}: one of {', '.join(GRADERS)}")
+            raise UsageError(f"grader={grader}: must be one of {', '.join(GRADERS)}")
         within = grade.number(tolerance)
         if within is None or not 0 <= within < 1:
-            raise UsageError(f"tolerance={tolerance}: a share of the answer, from 0 to below 1, such as 0.05")
+            raise UsageError(f"tolerance={tolerance}: must be a share of the answer, from 0 to below 1, such as 0.05")
         rows = read_rows(test_file(path))
         for row in rows:
             row.text(question), row.text(answer)
             if grader == "number" and grade.number(row.text(answer)) is None:
-                raise UsageError(f"{row.where}: the answer {row.text(answer)!r} is no number; use another grader")
+                raise UsageError(f"{row.where}: the answer {row.text(answer)!r} is not a number; use another grader")
         return cls(rows=rows, question=question, key=answer, grader=grader, tolerance=within)
 
     @property
@@ -321,7 +321,7 @@ class JsonLines:
 
 @dataclass(frozen=True, kw_only=True)
 class PlainText:
-    """Documents of a text file, of JSON lines with `text`, or parted by <|endoftext|>."""
+    """Documents of a text file, of JSON lines with `text`, or separated by <|endoftext|>."""
 
     texts: Sequence[str]
     name: str = "perplexity"
@@ -334,7 +334,7 @@ class PlainText:
             texts = read_text(path).split("<|endoftext|>")
         texts = [text for text in texts if text.strip()]
         if not texts:
-            raise UsageError(f"{path} holds no text")
+            raise UsageError(f"{path} has no text")
         return cls(texts=texts)
 
     @property

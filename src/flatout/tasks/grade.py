@@ -1,6 +1,6 @@
-"""Answers found in hostile text, and compared: nothing is evaluated, and every look is linear in a bounded tail.
+"""Finds answers in untrusted text and compares them. Nothing is evaluated; every search is linear in a bounded tail.
 
-What needs a computer-algebra system (`same_maths`) runs in a process that is killed when its time is over.
+Computer algebra (`same_maths`) runs in a process that is killed at its time limit.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 from flatout.tasks import workers
 
-# An answer stands at the end: what comes before so many characters is not looked at.
+# An answer is at the end: only this many last characters are searched.
 LOOKED_AT = 1 << 16
 LONGEST_NUMBER = 64
 LONGEST_FORMULA = 1000
@@ -24,8 +24,8 @@ _NUMBERS = re.compile(rf"(?<![\w.]){_NUMBER}(?![0-9])")
 _WHOLE_NUMBER = re.compile(_NUMBER)
 _FRACTION = re.compile(r"([-+]?)\\?[dt]?frac\{([^{}]*)\}\{([^{}]*)\}|([^/]*)/([^/]*)")
 _SPACES = re.compile(r"\s+")
-# How a formula is dressed changes nothing about it.
-_DRESS = re.compile(r"\\left|\\right|\\displaystyle|\\[!,;: ]|\\(?=[$%])|[$\s]")
+# Markup that does not change the meaning of a formula.
+_MARKUP = re.compile(r"\\left|\\right|\\displaystyle|\\[!,;: ]|\\(?=[$%])|[$\s]")
 _TEXT = re.compile(r"\\(?:text|mathrm|textbf|mathbf)\{([^{}]*)\}")
 
 
@@ -34,7 +34,7 @@ def tail(text: str) -> str:
 
 
 def after_thought(text: str) -> str:
-    """What follows the thinking; nothing where the thinking never ended."""
+    """The text after the thinking; empty if the thinking never ended."""
     _, end, rest = text.rpartition("</think>")
     if end:
         return rest
@@ -42,20 +42,20 @@ def after_thought(text: str) -> str:
 
 
 def tagged(text: str) -> str | None:
-    """Inside the last <answer>…</answer>."""
+    """The text inside the last <answer>…</answer>."""
     end = text.rfind("</answer>")
     start = text.rfind("<answer>", 0, max(0, end))
     return text[start + len("<answer>") : end].strip() if start >= 0 else None
 
 
 def hashed(text: str) -> str | None:
-    """After the last ####, to the end of its line."""
+    """The text after the last ####, to the end of its line."""
     _, mark, rest = text.rpartition("####")
     return rest.strip().partition("\n")[0].strip() or None if mark else None
 
 
 def boxed(text: str) -> str | None:
-    r"""Inside the last \boxed{…}, braces balanced; None where they never close."""
+    r"""The text inside the last \boxed{…}, with balanced braces; None if they never close."""
     start = text.rfind("\\boxed{")
     if start < 0:
         return None
@@ -82,14 +82,14 @@ EXPLICIT: tuple[Finder, ...] = (tagged, boxed, hashed)
 
 
 def find(completion: str, finders: Sequence[Finder]) -> str | None:
-    """What the first finder that finds anything finds."""
+    """The result of the first finder that finds an answer."""
     text = after_thought(tail(completion))
     return next((found for finder in finders if (found := finder(text)) is not None), None)
 
 
 def number(text: str) -> float | None:
-    """A finite number in ASCII digits: 1,234.5, -3e8, $7, 12 %, 3/4, \\frac{3}{4}. Anything else is none."""
-    stripped = _DRESS.sub("", text[: 2 * LONGEST_NUMBER]).removesuffix("%").rstrip(".")
+    """A finite number in ASCII digits: 1,234.5, -3e8, $7, 12 %, 3/4, \\frac{3}{4}. None for anything else."""
+    stripped = _MARKUP.sub("", text[: 2 * LONGEST_NUMBER]).removesuffix("%").rstrip(".")
     if not stripped or len(text) > 2 * LONGEST_NUMBER:
         return None
     if (plain := _finite(stripped)) is not None:
@@ -116,13 +116,13 @@ def close(got: float, want: float, *, relative: float = 0.0, absolute: float = 1
 
 
 def same_text(got: str, want: str) -> bool:
-    """Equal but for case, white space and a full stop at the end."""
+    """Equal except for case, white space and a full stop at the end."""
     return _plain(got) == _plain(want)
 
 
 def same_maths(got: str, want: str) -> bool:
-    """Equal as text, as numbers or, where math-verify is installed, as mathematics."""
-    got, want = _undressed(got), _undressed(want)
+    """Equal as text, as numbers or, if math-verify is installed, as mathematics."""
+    got, want = _without_markup(got), _without_markup(want)
     if not got or len(got) > LONGEST_FORMULA:
         return False
     if got == want:
@@ -140,13 +140,13 @@ def has_maths() -> bool:
 
 
 def warm_maths() -> None:
-    """Imports the computer algebra, so that each forked child finds it there."""
+    """Imports the computer algebra before the fork, so that no child has to."""
     if has_maths():
         import math_verify  # noqa: F401
 
 
 def verify(got: str, want: str) -> bool:
-    """By math-verify, in a process that can be killed: its own limits need the main thread's alarm."""
+    """Compares by math-verify, in a process that can be killed: its own time limit needs the main thread's alarm."""
     import math_verify
 
     gold = math_verify.parse(f"${want}$", parsing_timeout=None)
@@ -162,7 +162,7 @@ def _finite(text: str) -> float | None:
 
 
 def _foreign_digits(text: str) -> bool:
-    """Digits of other scripts: `float` reads them, no marking scheme means them."""
+    """Whether there are digits of other scripts: `float` reads them, but no answer format uses them."""
     return any(c.isdecimal() and not c.isascii() for c in text)
 
 
@@ -170,6 +170,6 @@ def _plain(text: str) -> str:
     return _SPACES.sub(" ", tail(text)).strip().rstrip(".").casefold()
 
 
-def _undressed(text: str) -> str:
+def _without_markup(text: str) -> str:
     text = _TEXT.sub(r"\1", tail(text).replace("\\dfrac", "\\frac").replace("\\tfrac", "\\frac"))
-    return _DRESS.sub("", text).rstrip(".")
+    return _MARKUP.sub("", text).rstrip(".")

@@ -1,4 +1,4 @@
-"""What completions of one task are worth, found in a process that can be killed."""
+"""Grades completions of one task in a process that can be killed."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from flatout.errors import RunFailed
 from flatout.tasks.grade import tail
 from flatout.tasks.workers import TIMEOUT_S, Killed, Worker
 
-# An answer that costs nothing to grade may take this long on a busy machine; longer, and the grader does not work.
+# A trivial answer may take this long to grade on a busy machine; if it takes longer, the grader is broken.
 PROBE_S = 60.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Graded:
-    """`killed` ones took too long or crashed the grader: worth nothing, and counted."""
+    """A reward. `killed` means that grading took too long or crashed: the reward is 0, and it is counted."""
 
     reward: float
     answered: bool
@@ -31,14 +31,14 @@ class Grader:
         self._worker = Worker(timeout_s=timeout_s)
 
     def grade(self, i: int, completion: str) -> Graded:
-        """Raises RunFailed where no completion at all can be graded: that is no score of 0."""
+        """Raises RunFailed if no completion at all can be graded: that is not a score of 0."""
         reply = self._worker.call("reward", self.spec, i, tail(completion))
         if isinstance(reply, Killed):
             probe = self._worker.call("probe", self.spec, timeout_s=PROBE_S)
             if isinstance(probe, Killed):
                 raise RunFailed(
                     f"the grader of {self.spec} does not work: even a trivial answer is not graded within "
-                    f"{PROBE_S:g} s{self._worker.last_words()}"
+                    f"{PROBE_S:g} s{self._worker.stderr_end()}"
                 )
             return Graded(reward=0.0, answered=False, status="killed")
         return self._graded(reply)

@@ -1,7 +1,7 @@
-"""How a task asks, replaced: `NAME?prompt=FILE` puts other words and worked examples before the question.
+"""Replaces a task's prompt: `NAME?prompt=FILE` puts another system text and worked examples before the question.
 
 The file is YAML: `system` (a text), `examples` (a list of `question` and `answer`), `question` (a text with
-{question} in it); each may be left out. `prompt=bare` asks the question and says nothing else.
+{question} in it); each may be left out. `prompt=bare` gives only the question.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ _SHOWN = 120
 
 
 class _Loader(yaml.SafeLoader):
-    """Without aliases: a few lines of them stand for gigabytes."""
+    """Without aliases, because a few lines of them can expand to gigabytes."""
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
         if self.check_event(yaml.AliasEvent):
-            raise yaml.YAMLError("aliases (*name) are not taken, write the text out")
+            raise yaml.YAMLError("aliases (*name) are not supported, write the text out")
         found: yaml.Node | None = super().compose_node(parent, index)
         return found
 
@@ -48,20 +48,20 @@ class Template:
             value = yaml.load(read_text(path, limit=MOST_BYTES), Loader=_Loader)  # noqa: S506 it is the safe one, less aliases
         except RecursionError:
             raise UsageError(f"{path} is not usable YAML: nested too deeply") from None
-        except (yaml.YAMLError, ValueError, OverflowError) as error:  # also dates and numbers that are none
+        except (yaml.YAMLError, ValueError, OverflowError) as error:  # also invalid dates and numbers
             raise UsageError(f"{path} is not valid YAML: {first_line(error)[:_SHOWN]}") from None
         if not isinstance(value, dict) or not value or not set(value) <= {"system", "examples", "question"}:
-            raise UsageError(f"{path}: a prompt has some of system, examples and question, and nothing else")
+            raise UsageError(f"{path}: a prompt may have system, examples and question, and nothing else")
         made = cls(
             system=_text(value.get("system"), f"{path}: system"),
             examples=_examples(value.get("examples") or [], path),
             question=_text(value.get("question"), f"{path}: question") or PLACE,
         )
         if PLACE not in made.question:
-            raise UsageError(f"{path}: question must hold {PLACE} where the question goes")
+            raise UsageError(f"{path}: question must contain {PLACE} where the question goes")
         return made
 
-    def around(self, question: str) -> Messages:
+    def messages(self, question: str) -> Messages:
         said = [] if self.system is None else [system(self.system)]
         for asked, answered in self.examples:
             said += [user(self.question.replace(PLACE, asked)), assistant(answered)]
@@ -70,7 +70,7 @@ class Template:
 
 @dataclass(frozen=True, kw_only=True)
 class Prompted:
-    """A task that asks in other words; what it pays for is its own."""
+    """A task with another prompt; its rewards do not change."""
 
     task: Task
     template: Template
@@ -88,7 +88,7 @@ class Prompted:
         return bool(getattr(self.task, "maths", False))
 
     def prompt(self, i: int) -> Messages:
-        return self.template.around(self.task.prompt(i)[-1]["content"])
+        return self.template.messages(self.task.prompt(i)[-1]["content"])
 
     def choices(self, i: int) -> Sequence[str] | None:
         return self.task.choices(i)
@@ -105,7 +105,7 @@ def _examples(value: object, path: Path) -> tuple[tuple[str, str], ...]:
         isinstance(one, dict) and set(one) == {"question", "answer"} and all(map(is_text, one.values()))
         for one in value
     ):
-        raise UsageError(f"{path}: examples are a list, each with question and answer, both texts")
+        raise UsageError(f"{path}: examples must be a list, each with question and answer, both texts")
     where = f"{path}: examples"
     return tuple((text_of(one["question"], where=where), text_of(one["answer"], where=where)) for one in value)
 

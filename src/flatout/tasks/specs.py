@@ -1,6 +1,6 @@
 """A task by its spec, NAME[:PATH][?key=value&…]: `units`, `gsm8k:test.jsonl`, `jsonl:q.jsonl?grader=math`.
 
-Every task that asks takes `prompt=FILE`: other words and examples around its questions.
+Every task with questions takes `prompt=FILE`: another text and examples around its questions.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def open_task(spec: str) -> Task | Texts:
 
 
 def _built(build: Callable[..., Task | Texts], spec: str, query: str, *arguments: object) -> Task | Texts:
-    """With the options of the query, none of which `build` does not know."""
+    """Builds a task with the options of the query; options that `build` does not know are refused."""
     options = dict(parse_qsl(query, keep_blank_values=True))
     prompt = options.pop("prompt", None)
     takes = [p.name for p in inspect.signature(build).parameters.values() if p.kind is p.KEYWORD_ONLY]
@@ -57,12 +57,12 @@ def _built(build: Callable[..., Task | Texts], spec: str, query: str, *arguments
     if prompt is None:
         return task
     if isinstance(task, Texts):
-        raise UsageError(f"task {spec!r} asks nothing: it takes no prompt")
+        raise UsageError(f"task {spec!r} has no questions, so it takes no prompt")
     return Prompted(task=task, template=Template.open(prompt))
 
 
-def asking(spec: str, prompt: str | None) -> str:
-    """The same task, asking by this prompt; None: by its own."""
+def with_prompt(spec: str, prompt: str | None) -> str:
+    """The spec of the same task with this prompt; None: its own prompt."""
     if prompt is None:
         return spec
     return f"{spec}{'&' if '?' in spec else '?'}prompt={quote(prompt, safe='/')}"

@@ -1,4 +1,4 @@
-"""Sums of two numbers of two digits, generated here, for models that are trained from nothing.
+"""Generated sums of two two-digit numbers, for models that are trained from scratch.
 
 `shown` questions come with a worked solution, digit by digit; of `train` only the answers are known; `valid` is held
 out. No sum is in two of them.
@@ -19,7 +19,7 @@ SEED = 20250301
 SMALLEST, LARGEST = 10, 99
 
 SYSTEM = "You add numbers digit by digit, from the right, and put the sum in <answer> tags."
-# Longer than what is asked for, so that no example gives anything away.
+# Longer than the questions, so that no example contains an answer.
 EXAMPLES = ((123, 88), (507, 715))
 
 
@@ -30,7 +30,7 @@ class Sums:
 
     def __post_init__(self) -> None:
         if self.split not in SIZES:
-            raise UsageError(f"sums:{self.split}: the split is {', '.join(SIZES)}")
+            raise UsageError(f"sums:{self.split}: the split must be one of {', '.join(SIZES)}")
 
     @property
     def size(self) -> int:
@@ -40,8 +40,8 @@ class Sums:
         return _pools()[self.split][i]
 
     def prompt(self, i: int) -> Messages:
-        examples = [message for a, b in EXAMPLES for message in (user(_asked(a, b)), assistant(_worked(a, b)))]
-        return [system(SYSTEM), *examples, user(_asked(*self.numbers(i)))]
+        examples = [message for a, b in EXAMPLES for message in (user(_question(a, b)), assistant(_worked(a, b)))]
+        return [system(SYSTEM), *examples, user(_question(*self.numbers(i)))]
 
     def solution(self, i: int) -> str:
         return _worked(*self.numbers(i))
@@ -71,7 +71,7 @@ def _pools() -> dict[str, list[tuple[int, int]]]:
     return pools
 
 
-def _asked(a: int, b: int) -> str:
+def _question(a: int, b: int) -> str:
     return f"{a} + {b} = ?"
 
 

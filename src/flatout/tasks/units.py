@@ -1,7 +1,7 @@
-"""Unit conversion, generated here: 1,000 questions to train on, 1,000 held out, none in both.
+"""Generated unit conversions: 1,000 questions to train on, 1,000 held out, disjoint.
 
-A question is an amount from 1 to 10, a unit and another unit of the same quantity, put in one of two dozen ways.
-The answer is right within 5 % after rounding to three decimals.
+A question is an amount from 1 to 10, a unit and another unit of the same quantity, in one of two dozen phrasings.
+The answer is correct within 5 % after rounding to three decimals.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ TOLERANCE = 0.05
 NUM_QUESTIONS = 1000
 SEED = 20240607
 
-# Each quantity's units in terms of its first.
+# Each quantity's units, in multiples of its first.
 QUANTITIES: dict[str, dict[str, float]] = {
     "time": {
         "second": 1.0,
@@ -84,7 +84,7 @@ QUANTITIES: dict[str, dict[str, float]] = {
 
 _IRREGULAR = {"inch": "inches", "foot": "feet", "kB": "kB", "MB": "MB", "GB": "GB"}
 
-# {n} the amount, {u} its unit, {v} the wanted unit.
+# {n} the amount, {u} its unit, {v} the target unit.
 TEMPLATES = (
     "Convert {n} {u} to {v}.",
     "Convert {n} {u} into {v}.",
@@ -113,7 +113,7 @@ TEMPLATES = (
 )
 
 SYSTEM = "You convert units. Say how many of one unit make the other, multiply, and put the number in <answer> tags."
-# Amounts beyond the questions' own, so that no example gives one away.
+# Amounts outside the questions' range, so that no example contains an answer.
 EXAMPLES = (
     ("How many grams is 12 kilograms?", "1 kilogram = 1000 grams. 12 * 1000 = 12000. <answer>12000</answer>"),
     ("Convert 20 minutes to hours.", "1 minute = 0.016667 hours. 20 * 0.016667 = 0.333. <answer>0.333</answer>"),
@@ -130,14 +130,14 @@ class Question:
 
 @dataclass(frozen=True, kw_only=True)
 class Units:
-    """`split`: train, valid, or endless (from the same pool as train, never what is held out)."""
+    """`split`: train, valid, or endless (from the same pool as train, never held-out questions)."""
 
     split: str = "valid"
     name: str = "units"
 
     def __post_init__(self) -> None:
         if self.split not in ("train", "valid", "endless"):
-            raise UsageError(f"units:{self.split}: the split is train, valid or endless")
+            raise UsageError(f"units:{self.split}: the split must be train, valid or endless")
 
     @property
     def size(self) -> int | None:
@@ -182,7 +182,7 @@ def _pools() -> tuple[list[tuple[int, str, str]], list[tuple[int, str, str]]]:
         for units in QUANTITIES.values()
         for u, v in permutations(units, 2)
         for n in range(1, 11)
-        # Below this, rounding to three decimals alone would eat the tolerance.
+        # Below this, rounding to three decimals alone would exceed the tolerance.
         if 0.02 <= n * units[u] / units[v] < 1e9
     ]
     random.Random(SEED).shuffle(every)

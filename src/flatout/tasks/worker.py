@@ -1,4 +1,4 @@
-"""The process behind `workers.Worker`: reads requests, forks a child for each, kills it when its time is over."""
+"""The process behind `workers.Worker`: reads requests, forks a child for each, and kills it at its time limit."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def _task(spec: str) -> Task:
     if spec not in _tasks:
         task = open_task(spec)
         if isinstance(task, Texts):
-            raise ValueError(f"{spec} asks nothing")
-        task.prompt(0)  # what a task makes when it is first asked, it makes before the forks
+            raise ValueError(f"{spec} has no questions")
+        task.prompt(0)  # work that a task does once is done before the forks
         _tasks[spec] = task
     return _tasks[spec]
 
@@ -38,7 +38,7 @@ def _reward(spec: str, i: int, completion: str) -> dict[str, Any]:
 
 
 def _probe(spec: str) -> dict[str, Any]:
-    """What any grader that works can do, however heavy the completions are."""
+    """A request that any working grader can answer."""
     if getattr(_task(spec), "maths", False) and grade.has_maths():
         grade.verify("2x", "x+x")
     return _reward(spec, 0, "<answer>1</answer>")
@@ -49,7 +49,7 @@ def _prepare_reward(spec: str, *_: Any) -> None:
         grade.warm_maths()
 
 
-# Each operation, and what is done once before the fork so that no child has to.
+# Each operation, with the work to do once before the fork.
 OPERATIONS: dict[str, tuple[Callable[..., Any], Callable[..., None]]] = {
     "reward": (_reward, _prepare_reward),
     "probe": (_probe, _prepare_reward),
@@ -64,14 +64,14 @@ def serve(requests: BinaryIO, replies: BinaryIO) -> None:
             work, prepare = OPERATIONS[request["op"]]
             prepare(*request["args"])
             reply = _forked(work, request["args"], timeout_s=request["timeout_s"])
-        except Exception as error:  # the task or its library, not what was written: nothing can be graded
+        except Exception as error:  # a fault of the task or its library, not of the completion: nothing can be graded
             reply = json.dumps({"error": f"{type(error).__name__}: {error}"[: workers.WORDS_BYTES]}).encode()
         replies.write(reply + b"\n")
         replies.flush()
 
 
 def _forked(work: Callable[..., Any], arguments: list[Any], *, timeout_s: float) -> bytes:
-    """What a child of its own makes of it, in JSON; it is gone when this returns."""
+    """The result of a forked child, in JSON; the child has ended when this returns."""
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
@@ -99,12 +99,12 @@ def _child(work: Callable[..., Any], arguments: list[Any], writing: int, *, time
         workers.KILLABLE = True
         seconds = int(timeout_s) + 1
         for limit, wanted in ((resource.RLIMIT_AS, MEMORY_BYTES), (resource.RLIMIT_CPU, seconds)):
-            most = resource.getrlimit(limit)[1]  # a limit that stands already cannot be raised
+            most = resource.getrlimit(limit)[1]  # an existing limit cannot be raised
             allowed = wanted if most == resource.RLIM_INFINITY else min(wanted, most)
             resource.setrlimit(limit, (allowed, allowed))
         os.write(writing, json.dumps({"result": work(*arguments)}).encode())
     except BaseException as error:
-        # One line, for the case that nothing can be graded at all.
+        # One line for the error message if nothing can be graded at all.
         os.write(words, f"{type(error).__name__}: {first_line(error)[:200]}\n".encode(errors="replace"))
     finally:
         os._exit(0)
@@ -112,7 +112,7 @@ def _child(work: Callable[..., Any], arguments: list[Any], writing: int, *, time
 
 def main() -> None:
     requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
-    # Whatever a library prints must not pass for a reply. Stderr stays: a worker that dies says why.
+    # Output of libraries must not mix with replies. Stderr stays, for the error of a worker that dies.
     nothing = os.open(os.devnull, os.O_RDWR)
     for standard in (0, 1):
         os.dup2(nothing, standard)

@@ -1,8 +1,8 @@
-"""Grading in processes that can be killed: hostile text costs a second at most, and never the run.
+"""Grades in processes that can be killed: untrusted text costs at most a second, and never the run.
 
-One process per `Worker` builds what is needed once and forks a child for every request, so nothing that a
-completion did to its child is there for the next one. Requests and replies are JSON lines; nothing is pickled.
-A request whose child is killed is worth nothing. A worker that cannot work at all is an error, with its last words.
+One process per `Worker` builds the task once and forks a child for every request, so that no completion can affect
+the next one. Requests and replies are JSON lines; nothing is pickled. A request whose child is killed gets no reward.
+A worker that does not work at all is an error, with the end of its stderr.
 """
 
 from __future__ import annotations
@@ -22,27 +22,27 @@ from flatout.errors import EnvironmentLacks, RunFailed
 from flatout.files import own_python, own_python_path
 
 TIMEOUT_S = 2.0
-# Importing computer algebra on a busy machine; only the first request waits for it.
+# Time to import computer algebra on a busy machine; only the first request waits for it.
 START_S = 120.0
-# A worker that is lost is started again and asked again, this many times in all.
+# A lost worker is restarted and the request repeated, up to this many attempts.
 ATTEMPTS = 2
-# The largest reply, and how much of what a worker wrote to stderr is told.
+# The largest reply, and how much of a worker's stderr is reported.
 REPLY_BYTES = 1 << 20
 WORDS_BYTES = 2000
 
-# True in a forked child: there, heavy comparison may run in place.
+# True in a forked child: there, expensive comparisons may run in the same process.
 KILLABLE = False
 
 
 class Killed:
-    """Instead of a reply: the request took too long, too much memory, or crashed."""
+    """Returned instead of a reply: the request took too long or too much memory, or crashed."""
 
 
 KILLED = Killed()
 
 
 class _Lost(Exception):
-    """The worker died, fell silent, or replied with something else."""
+    """The worker died, did not answer, or sent an invalid reply."""
 
 
 class Worker:
@@ -56,17 +56,17 @@ class Worker:
         self._buffer = b""
 
     def call(self, operation: str, *arguments: Any, timeout_s: float | None = None) -> Any:
-        """The operation's result, or KILLED. Raises where the worker itself cannot work."""
+        """The operation's result, or KILLED. Raises if the worker itself does not work."""
         within = self.timeout_s if timeout_s is None else timeout_s
         request = json.dumps({"op": operation, "args": arguments, "timeout_s": within}).encode() + b"\n"
         with self._lock:
             for attempt in range(ATTEMPTS):
                 try:
-                    reply = self._asked(request, timeout_s=within)
+                    reply = self._reply_to(request, timeout_s=within)
                     break
                 except _Lost as error:
-                    words = self.last_words()
-                    self._stop()  # a reply may still be on its way: it belongs to no later request
+                    words = self.stderr_end()
+                    self._stop()  # a late reply must not be taken for that of a later request
                     if attempt + 1 == ATTEMPTS:
                         raise RunFailed(f"the grading process does not work: {error}{words}") from None
                 except BaseException:
@@ -76,14 +76,14 @@ class Worker:
             raise RunFailed(f"the grading process cannot grade: {reply['error']}")
         return reply.get("result", KILLED)
 
-    def last_words(self) -> str:
-        """The end of what the process wrote to stderr, as the end of a sentence."""
+    def stderr_end(self) -> str:
+        """The end of the process's stderr, to append to a sentence."""
         if self._stderr is None:
             return ""
         end = self._stderr.seek(0, os.SEEK_END)
         self._stderr.seek(max(0, end - WORDS_BYTES))
         said = self._stderr.read(WORDS_BYTES).decode(errors="replace").strip()
-        return f". Its last words:\n{said}" if said else ""
+        return f". Its stderr ends with:\n{said}" if said else ""
 
     def close(self) -> None:
         with self._lock:
@@ -98,7 +98,7 @@ class Worker:
     def __del__(self) -> None:
         self._stop()
 
-    def _asked(self, request: bytes, *, timeout_s: float) -> dict[str, Any]:
+    def _reply_to(self, request: bytes, *, timeout_s: float) -> dict[str, Any]:
         fresh = self._process is None
         process = self._started()
         line = self._exchanged(process, request, within_s=timeout_s + (START_S if fresh else START_S / 4))
@@ -114,7 +114,7 @@ class Worker:
         if self._process is None or self._process.poll() is not None:
             self._stop()
             try:
-                # A file, not a pipe: nobody reads along, and a full pipe would stop the worker.
+                # A file, not a pipe: nothing reads it meanwhile, and a full pipe would block the worker.
                 self._stderr = tempfile.TemporaryFile()  # noqa: SIM115
                 self._process = subprocess.Popen(
                     own_python("flatout.tasks.worker"),
@@ -131,7 +131,7 @@ class Worker:
         return self._process
 
     def _exchanged(self, process: subprocess.Popen[bytes], request: bytes, *, within_s: float) -> bytes:
-        """The line that answers a request; neither writing nor reading waits longer than that."""
+        """Sends a request and returns the reply line, within this time."""
         assert process.stdin is not None
         assert process.stdout is not None
         into, out, end = process.stdin.fileno(), process.stdout.fileno(), time.monotonic() + within_s
@@ -174,7 +174,7 @@ def _ended(process: subprocess.Popen[bytes]) -> str:
     try:
         code = process.wait(START_S)
     except subprocess.TimeoutExpired:
-        return "it closed its end"
+        return "it closed its output"
     return f"it ended with exit code {code}" if code >= 0 else f"it was killed by signal {-code}"
 
 
@@ -183,7 +183,7 @@ _shared_lock = threading.Lock()
 
 
 def call(operation: str, *arguments: Any) -> Any:
-    """By the one worker that whoever has none of their own shares."""
+    """Calls an operation of a worker that is shared by all callers without their own."""
     global _shared
     with _shared_lock:
         _shared = _shared or Worker()
@@ -191,6 +191,6 @@ def call(operation: str, *arguments: Any) -> Any:
 
 
 def _environment() -> dict[str, str]:
-    """What Python needs to find this package, and nothing secret."""
+    """The variables that Python needs to find this package, without secrets."""
     kept = {name: os.environ[name] for name in ("PATH", "HOME", "LANG", "LC_ALL", "TMPDIR") if name in os.environ}
     return kept | {"PYTHONPATH": own_python_path()}

@@ -1,4 +1,4 @@
-"""A number in [0, 1) for a row at a position, with no state: what the kernel that draws tokens computes, in torch."""
+"""A stateless random number in [0, 1) for a row at a position, in torch; the sampling kernel computes the same."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ MASK = (1 << 64) - 1
 
 
 def signed(value: int) -> int:
-    """The same 64 bits as torch holds them."""
+    """The same 64 bits as a signed integer, as torch stores them."""
     value &= MASK
     return value - (1 << 64) if value >> 63 else value
 
 
 def uniform(keys_R: Tensor, positions_R: Tensor) -> Tensor:
-    """By splitmix64; on the device."""
+    """Random numbers by splitmix64, on the device."""
     x = keys_R + (positions_R + 1) * signed(GOLDEN)
     x = (x ^ _shifted(x, 30)) * signed(FIRST)
     x = (x ^ _shifted(x, 27)) * signed(SECOND)
@@ -24,5 +24,5 @@ def uniform(keys_R: Tensor, positions_R: Tensor) -> Tensor:
 
 
 def _shifted(x: Tensor, bits: int) -> Tensor:
-    """To the right, with zeros: the bits are an unsigned number's."""
+    """A logical shift to the right, which fills with zeros."""
     return (x >> bits) & ((1 << (64 - bits)) - 1)
