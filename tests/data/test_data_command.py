@@ -169,7 +169,7 @@ def test_the_command_says_what_it_left_out(flatout: Command, tmp_path: Path) -> 
     done = flatout("data", "prepare", "rows.jsonl", "--to", "to")
     assert done.code == 0, done.err
     said = "1 row: invalid JSON (first: rows.jsonl:101); 1 row: not an object (first: rows.jsonl:102)"
-    assert f"not learnt from: {said}\n" in done.out
+    assert f"left out: {said}\n" in done.out
 
 
 def test_a_run_says_what_it_left_out(rows: Path, tmp_path: Path) -> None:
@@ -185,7 +185,7 @@ def test_a_run_says_what_it_left_out(rows: Path, tmp_path: Path) -> None:
     done = warm.flatout("train", "tiny.yaml", "--run", "run", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     said = " ".join(done.stdout.split())
-    assert "not learnt from: 10 rows: invalid JSON (first:" in said
+    assert "left out: 10 rows: invalid JSON (first:" in said
     recorded = "".join(path.read_text() for path in (tmp_path / "run").rglob("*.jsonl"))
     assert f"{rows}:101" in recorded
 

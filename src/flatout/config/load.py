@@ -1,4 +1,4 @@
-"""Settings from a YAML file, the environment and the command line, checked strictly, with all mistakes reported at once.
+"""Settings from a YAML file, the environment and the command line, checked strictly; all mistakes in one message.
 
 Every command that takes CONFIG uses `load`; `flatout config schema|show|validate` print its results.
 Later sources win: default, preset, file, environment (`FLATOUT__TRAIN__LR=3e-4`), command line (`train.lr=3e-4`).
