@@ -105,13 +105,13 @@ def test_the_story_from_the_slow_script_to_the_report(
 def test_without_the_doctor_the_job_is_still_trained(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, console: Console, heard: io.StringIO
 ) -> None:
-    def fails(*_: object, **__: object) -> doctor.Looked:
-        raise RunFailed("no optimizer step was seen")
+    def fails(*_: object, **__: object) -> doctor.Examined:
+        raise RunFailed("no optimizer step was observed")
 
     monkeypatch.setattr(doctor, "look", fails)
     outcome = demo.run(tmp_path / "run", console=console, overrides=SHORT)
     text = heard.getvalue()
-    assert "This did not work here: no optimizer step was seen" in text
+    assert "This did not work here: no optimizer step was observed" in text
     assert outcome.steps == 6
     assert "the script's:" not in text
     assert (tmp_path / "run" / "report.html").is_file()

@@ -141,7 +141,7 @@ def slow_job(settings: Settings, folder: Path) -> list[str]:
     return [sys.executable, str(folder / SCRIPT.name)]
 
 
-def examine(command: Sequence[str], *, folder: Path, console: Console) -> doctor.Looked:
+def examine(command: Sequence[str], *, folder: Path, console: Console) -> doctor.Examined:
     looked = doctor.look(command, asked=LOOK, folder=folder)
     if looked.watched.interrupted:
         raise KeyboardInterrupt
@@ -151,7 +151,7 @@ def examine(command: Sequence[str], *, folder: Path, console: Console) -> doctor
     return looked
 
 
-def proved(command: Sequence[str], looked: doctor.Looked, *, repeats: int, console: Console) -> list[Proof]:
+def proved(command: Sequence[str], looked: doctor.Examined, *, repeats: int, console: Console) -> list[Proof]:
     """The first few switches, one by one and together; what they measured goes into the diagnosis."""
     seen, diagnosis = looked.seen, looked.diagnosis
     assert seen is not None
@@ -191,7 +191,7 @@ def train(settings: Settings, *, folder: Path, console: Console) -> Outcome:
     return outcome
 
 
-def comparison(looked: doctor.Looked | None, proofs: Sequence[Proof], outcome: Outcome) -> Table:
+def comparison(looked: doctor.Examined | None, proofs: Sequence[Proof], outcome: Outcome) -> Table:
     """Tokens a second: the script as it is, with the switches, and flatout."""
     rows = table("", "who", "tokens a step", "tokens/s", "times as fast")
     slow = looked.diagnosis.limit.get("tokens_per_s") if looked is not None else None

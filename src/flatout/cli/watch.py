@@ -35,11 +35,11 @@ def watch(
 
 
 def _serve(runs: list[Run], *, port: int) -> None:
-    from flatout.insight.machine import looking
+    from flatout.insight.machine import sampling_machine
     from flatout.insight.web import Server, Site
 
-    with looking(disk=runs[0].path if runs else Path(), interval_s=1.0) as eyes:
-        server = Server(Site(runs, eyes), port=port)
+    with sampling_machine(disk=runs[0].path if runs else Path(), interval_s=1.0) as sampler:
+        server = Server(Site(runs, sampler), port=port)
         notice = "The page opens only on this machine and only with this full address. Ctrl-C stops the server."
         out.print(f"{server.url}\n{notice}", highlight=False, soft_wrap=True)
         try:

@@ -142,11 +142,7 @@ def _loss_chunk(job: Job, micro_tokens: int) -> tuple[int, str]:
 
 def _peak_text(job: Job, decisions: Decisions, predicted: Prediction) -> str:
     total_gib = job.usable_gib
-    peak = (
-        "memory unknown"
-        if total_gib is None
-        else f"predicted peak {predicted.peak_gib:.1f} of {total_gib:.1f} GiB"
-    )
+    peak = "memory unknown" if total_gib is None else f"predicted peak {predicted.peak_gib:.1f} of {total_gib:.1f} GiB"
     return f"{decisions.micro_batch * job.sequence_length} tokens per pass; {peak}"
 
 
