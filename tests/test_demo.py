@@ -95,7 +95,7 @@ def test_the_story_from_the_slow_script_to_the_report(
     assert "measured" in {finding.status for finding in found.findings}
     assert outcome.steps == 6
     assert outcome.saves == 1
-    assert "It writes" in text
+    assert "It generates" in text
     assert "flatout" in text.split("times as fast")[1]
     assert (tmp_path / "run" / "report.html").stat().st_size > 10_000
     assert "What to try next" in text

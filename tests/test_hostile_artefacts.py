@@ -200,7 +200,7 @@ def _(ground: Ground) -> list[Any]:
     return ["chat", folder, "--trust-remote-code", pin_of(folder)]
 
 
-@case("code in another folder", says="beside its config.json")
+@case("code in another folder", says="next to its config.json")
 def _(ground: Ground) -> list[Any]:
     folder = ground.with_code(auto_map={"AutoModelForCausalLM": "../own.OwnModel"})
     return ["chat", folder, "--trust-remote-code", pin_of(folder)]

@@ -169,7 +169,7 @@ def test_the_environment_overrides_the_file(flatout: Flatout, monkeypatch: pytes
     ("arguments", "says"),
     [
         (["--on", "[red]x[/]"], "'[red]x[/]' is not in the table"),
-        (["--on", "A100"], "say which of A100-40GB"),
+        (["--on", "A100"], "choose one of A100-40GB"),
         (["--on", "T4", "plan.micro_batch=3"], "choose one of 1, 2, 4, 8"),
         (["--on", "T4", "plan.accumulation=1000"], "plan.accumulation 1000 does not divide the 512 sequences"),
         (["--on", "T4x3"], "3 ranks cannot share evenly"),
@@ -241,7 +241,7 @@ def test_an_example_overwrites_nothing(flatout: Flatout, tmp_path: Path) -> None
     mistake(flatout("examples", "pretrain-124m", "--to", "mine.yaml"), "mine.yaml exists and is not overwritten")
     assert (tmp_path / "mine.yaml").read_text() == "precious"
     mistake(flatout("examples", "pretrain-124m", "--to", "no/such/mine.yaml"), "there is no folder no/such")
-    mistake(flatout("examples", "nope"), "there are pretrain-124m")
+    mistake(flatout("examples", "nope"), "choose one of pretrain-124m")
 
 
 # data

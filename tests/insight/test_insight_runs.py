@@ -162,5 +162,5 @@ def test_only_a_script_can_be_proved_and_a_folder_comes_last(flatout: Flatout, t
     made(tmp_path / "run", spans=HEALTHY)
     code, _, err = flatout("doctor", *arguments.split())
     assert code == 2
-    why = "--prove runs a script again" if "--prove" in arguments else "options go before the run folder"
+    why = "--prove runs a script again" if "--prove" in arguments else "put options before the run folder"
     assert why in " ".join(err.split())

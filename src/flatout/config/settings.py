@@ -92,7 +92,7 @@ class DataSettings:
     system: str | None = setting(None, "sft: system message for conversations without one")
     train_on: Literal["completion", "all"] = setting("completion", "sft: tokens the loss covers: the answers, or all")
     too_long: Literal["drop", "truncate", "stop"] = setting(
-        "drop", "sft: an example longer than data.sequence_length: drop it, truncate it, or stop"
+        "drop", "sft: drop, truncate or stop at an example longer than data.sequence_length"
     )
     on_bad_row: Literal["skip", "stop"] = setting("skip", "a row that cannot be read: skip and count it, or stop")
     max_bad_share: float = setting(0.01, "stop when more than this share of rows is bad", ge=0, le=1)
@@ -135,7 +135,7 @@ class LoraSettings:
 @dataclass(frozen=True, kw_only=True)
 class SampleSettings:
     preset: Literal["quality", "balanced", "speed"] = setting(
-        "balanced", "sets rft.oversample and sample.temperature: 50 and 0.5, 30 and 0.7, 20 and 0.9"
+        "balanced", "sets rft.oversample and sample.temperature to 50 and 0.5, 30 and 0.7, or 20 and 0.9"
     )
     temperature: float = setting(0.7, "sampling temperature; 0 always takes the most likely token", ge=0)
     top_p: float = setting(1.0, "sample from the most likely tokens up to this total probability", gt=0, le=1)

@@ -121,7 +121,7 @@ class Rates:
     def peak_words(self) -> str:
         """The peak as people read it: 989 TFLOPS bf16 (datasheet)."""
         if not self.peak_flops:
-            return "a peak that is not known"
+            return "an unknown peak"
         count = f"{self.num_devices} x " if self.num_devices > 1 else ""
         words = f"{count}{self.peak_flops / 1e12:.3g} TFLOPS {self.precision or ''}".rstrip()
         return f"{words} ({self.peak_source})" if self.peak_source else words
