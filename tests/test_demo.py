@@ -135,5 +135,5 @@ def test_who_interrupts_the_script_means_the_demo(
 
 def test_nothing_is_overwritten(tmp_path: Path, console: Console) -> None:
     (tmp_path / "notes.txt").touch()
-    with pytest.raises(UsageError, match="no empty folder"):
+    with pytest.raises(UsageError, match="not an empty folder"):
         demo.run(tmp_path, console=console)

@@ -173,7 +173,7 @@ def test_code_is_fetched_only_of_a_pinned_commit(tmp_path: Path, endpoint: str) 
 
 
 def test_a_folder_has_no_revision(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"model\.revision 'main' beside the folder"):
+    with pytest.raises(UsageError, match=r"model\.revision 'main' works only with hub models"):
         hub.folder(str(tmp_path), weights=True, revision="main")
     assert hub.folder(str(tmp_path), weights=True, trust="0" * 64) == tmp_path
 

@@ -144,7 +144,7 @@ def test_a_target_within_reach_or_reached_is_none(tmp_path: Path) -> None:
 
 def test_a_watched_script_keeps_what_was_said(tmp_path: Path) -> None:
     run = Run.create(tmp_path, config_text="a: 1\n", config={}, plan={"foreign": True}, hardware={}, environment={})
-    with pytest.raises(UsageError, match="watch it again"):
+    with pytest.raises(UsageError, match="run the doctor on the script again"):
         runs.diagnose(run)
     said = Diagnosis(verdict="no problem found, 50.0% of the limit", limit={"share": 0.5}, findings=())
     run.write_diagnosis(said)
