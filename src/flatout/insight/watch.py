@@ -238,7 +238,7 @@ def _lr(story: Story) -> str:
 
 
 def _speed(story: Story) -> str:
-    """Of the whole run; while it goes on, also of its last steps."""
+    """Of the whole run; while it is running, also of its last steps."""
     speed, recent = story.speed, story.recent
     now = "" if story.state.over else f" (last {recent.steps} steps: {number(recent.tokens_per_s)} tok/s)"
     a_second = None if not speed.step_s else 1 / speed.step_s
