@@ -115,7 +115,7 @@ def test_a_log_shows_a_loss_that_ends_in_nan_and_what_takes_the_time(tmp_path: P
 def test_what_is_no_log_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "train.log"
     path.write_text("hello\nworld\n")
-    with pytest.raises(UsageError, match="no training log that is known"):
+    with pytest.raises(UsageError, match="is not a known training log"):
         logs.diagnose(path)
     with pytest.raises(UsageError, match="cannot be read"):
         logs.diagnose(tmp_path / "missing.log")
