@@ -130,7 +130,7 @@ def read(path: Path) -> Log:
         if found is not None and found.rows:
             return found
     raise UsageError(
-        f"{path} is not a known training log: give one of Hugging Face Trainer, nanoGPT, nanochat, torchtitan, verl, JSON "
+        f"{path} is not a known training log: give a Hugging Face Trainer, nanoGPT, nanochat, torchtitan, verl, JSON "
         "lines, CSV, or lines with a step and key=value or key: value"
     )
 
