@@ -48,7 +48,7 @@ def test_eighty_columns_are_enough(h200: Run):
 def test_a_gpu_is_one_line_in_eighty_columns(h200: Run):
     rows = [row for row in shown(h200).splitlines() if row.startswith(("GPU ", "0 "))]
     assert rows[0].split() == (
-        ["GPU", "memory", "GiB", "busy", "SM", "tensor", "DRAM", "W", "temp", "MHz", "held", "back"]
+        ["GPU", "memory", "GiB", "busy", "SM", "tensor", "DRAM", "W", "temp", "MHz", "throttled"]
     )
     assert rows[1].split()[:3] == ["0", "29/140", "21%"]
     assert rows[1].split()[-4:] == ["58", "1860", "power", "cap"]
