@@ -26,7 +26,7 @@ from typing import Any
 
 from benchmarks.results import Call, git_commit, hardware_name, versions
 from flatout.insight.attach import Asked
-from flatout.insight.doctor import Looked, limit_line, look
+from flatout.insight.doctor import Examined, limit_line, look
 from flatout.insight.prove import Proof, prove
 
 JOB = Path(__file__).with_name("doctor_job.py")
@@ -143,7 +143,7 @@ def examined(planted: str, *, options: argparse.Namespace, budget: Budget) -> di
     return judged(planted, looked, proofs=proofs, look_s=look_s)
 
 
-def looked_at(command: Sequence[str], asked: Asked) -> Looked:
+def looked_at(command: Sequence[str], asked: Asked) -> Examined:
     with tempfile.TemporaryDirectory() as folder:
         looked = look(command, asked=asked, folder=Path(folder) / "run")
         looked.check()
@@ -151,7 +151,7 @@ def looked_at(command: Sequence[str], asked: Asked) -> Looked:
 
 
 def judged(
-    planted: str, looked: Looked | None, *, proofs: Sequence[Proof], look_s: float | None, error: str | None = None
+    planted: str, looked: Examined | None, *, proofs: Sequence[Proof], look_s: float | None, error: str | None = None
 ) -> dict[str, Any]:
     """Whether the cause was named first, and how the estimate compares with the measurement."""
     wanted = PLANTED[planted]
@@ -192,7 +192,7 @@ def written(name: str, command: Sequence[str], *, options: argparse.Namespace) -
     return {"script": name, "table": target.name, "error": None, **asdict(looked.diagnosis)}
 
 
-def findings_table(looked: Looked) -> str:
+def findings_table(looked: Examined) -> str:
     def cell(text: str) -> str:
         return " ".join(text.split()).replace("|", "\\|")
 

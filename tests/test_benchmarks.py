@@ -16,7 +16,7 @@ from tests.waiting import HANG_S
 
 from flatout.insight.attach import Watched
 from flatout.insight.diagnose import CAUSES
-from flatout.insight.doctor import Looked
+from flatout.insight.doctor import Examined
 from flatout.insight.prove import Proof
 from flatout.record import Diagnosis, Finding, Run
 
@@ -27,10 +27,10 @@ def finding(cause: str, gain: float | None) -> Finding:
     )
 
 
-def looked(folder: Path, *findings: Finding) -> Looked:
+def looked(folder: Path, *findings: Finding) -> Examined:
     run = Run.create(folder, config_text="a: 1\n", config={}, plan={"foreign": True}, hardware={}, environment={})
     watched = Watched(returncode=0, stopped=True, facts=None, steps=[], samples=[], crash=None)
-    return Looked(
+    return Examined(
         run=run, watched=watched, seen=None, diagnosis=Diagnosis(verdict="so it is", limit={}, findings=findings)
     )
 

@@ -95,7 +95,7 @@ def test_the_story_from_the_slow_script_to_the_report(
     assert "measured" in {finding.status for finding in found.findings}
     assert outcome.steps == 6
     assert outcome.saves == 1
-    assert "It writes" in text
+    assert "It generates" in text
     assert "flatout" in text.split("times as fast")[1]
     assert (tmp_path / "run" / "report.html").stat().st_size > 10_000
     assert "What to try next" in text
@@ -105,13 +105,13 @@ def test_the_story_from_the_slow_script_to_the_report(
 def test_without_the_doctor_the_job_is_still_trained(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, console: Console, heard: io.StringIO
 ) -> None:
-    def fails(*_: object, **__: object) -> doctor.Looked:
-        raise RunFailed("no optimizer step was seen")
+    def fails(*_: object, **__: object) -> doctor.Examined:
+        raise RunFailed("no optimizer step was observed")
 
     monkeypatch.setattr(doctor, "look", fails)
     outcome = demo.run(tmp_path / "run", console=console, overrides=SHORT)
     text = heard.getvalue()
-    assert "This did not work here: no optimizer step was seen" in text
+    assert "This did not work here: no optimizer step was observed" in text
     assert outcome.steps == 6
     assert "the script's:" not in text
     assert (tmp_path / "run" / "report.html").is_file()
@@ -135,5 +135,5 @@ def test_who_interrupts_the_script_means_the_demo(
 
 def test_nothing_is_overwritten(tmp_path: Path, console: Console) -> None:
     (tmp_path / "notes.txt").touch()
-    with pytest.raises(UsageError, match="no empty folder"):
+    with pytest.raises(UsageError, match="not an empty folder"):
         demo.run(tmp_path, console=console)

@@ -28,7 +28,7 @@ def test_an_example_is_found_with_or_without_its_ending() -> None:
     assert gallery.find("pretrain-demo") == gallery.find("pretrain-demo.yaml")
     with pytest.raises(UsageError) as refused:
         gallery.find("pretrain-dmeo")
-    assert str(refused.value) == f"no example is called 'pretrain-dmeo': there are {', '.join(NAMES)}"
+    assert str(refused.value) == f"there is no example 'pretrain-dmeo': choose one of {', '.join(NAMES)}"
 
 
 def test_a_wheel_carries_its_own_examples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

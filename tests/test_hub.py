@@ -165,7 +165,7 @@ def test_code_is_fetched_only_of_a_pinned_commit(tmp_path: Path, endpoint: str) 
         assert answer.startswith(f"UsageError: --trust-remote-code {pin!r} cannot pin 'owner/model'")
         assert "40 hexadecimal digits" in answer
     answer = ask("owner/model", endpoint=endpoint, home=tmp_path, trust=COMMIT, revision="main")
-    assert "is another commit than model.revision 'main'" in answer
+    assert "and model.revision 'main' are different commits" in answer
     found = Path(ask("owner/model", endpoint=endpoint, home=tmp_path, trust=COMMIT))
     assert found.name == COMMIT
     assert (found / "modeling.py").is_file()
@@ -173,7 +173,7 @@ def test_code_is_fetched_only_of_a_pinned_commit(tmp_path: Path, endpoint: str) 
 
 
 def test_a_folder_has_no_revision(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"model\.revision 'main' beside the folder"):
+    with pytest.raises(UsageError, match=r"model\.revision 'main' works only with hub models"):
         hub.folder(str(tmp_path), weights=True, revision="main")
     assert hub.folder(str(tmp_path), weights=True, trust="0" * 64) == tmp_path
 
@@ -190,7 +190,7 @@ def test_a_name_the_hub_does_not_know_is_a_mistake(tmp_path: Path, endpoint: str
 def test_an_unreachable_hub_is_not_the_users_mistake(tmp_path: Path) -> None:
     answer = ask("owner/model", endpoint="http://127.0.0.1:9", home=tmp_path)
     assert answer.startswith("EnvironmentLacks: model 'owner/model' is not a local folder, not in the local cache")
-    assert "go online once, or give a folder" in answer
+    assert "connect once, or give a folder" in answer
 
 
 # JSON of somebody else's

@@ -233,8 +233,8 @@ def test_events_become_sentences() -> None:
         "step 20: validation loss 2.5000 (was 3.0000)",
         "step 20: saved step-20",
         "step 20: target reached: validation loss 2.5000 after 1m30s, 20,480 tokens, 0.025 device-hours",
-        "step 30: NOT saved, training goes on: no space left",
-        "step 31: update skipped, loss inf, gradient norm nan",
+        "step 30: NOT saved, training continues: no space left",
+        "step 31: update skipped: loss inf, gradient norm nan",
     ]
 
 
@@ -243,11 +243,15 @@ def test_events_become_sentences() -> None:
     [
         ("patience", {"patience": 3, "best": 2.0}, "no improvement in 3 evaluations (best 2.0000)"),
         ("resume", {"checkpoint": "step-7"}, "resumed from step-7"),
-        ("best", {"val_loss": 2.5}, "the best so far, kept: validation loss 2.5000"),
-        ("best", {"task_score": 0.5}, "the best so far, kept: task score 50.0 %"),
+        ("best", {"val_loss": 2.5}, "kept as the best checkpoint so far: validation loss 2.5000"),
+        ("best", {"task_score": 0.5}, "kept as the best checkpoint so far: task score 50.0 %"),
         ("profile", {"folder": "runs/a/profile"}, "trace and kernel table in runs/a/profile"),
-        ("workers", {"data_share": 0.125, "workers": 3}, "12.5 % waiting for data, now 3 workers"),
-        ("sink_failed", {"sink": "wandb", "error": "offline"}, "wandb failed and is off: offline"),
+        (
+            "workers",
+            {"data_share": 0.125, "workers": 3},
+            "12.5 % of the time was spent waiting for data; now 3 workers",
+        ),
+        ("sink_failed", {"sink": "wandb", "error": "offline"}, "wandb failed and is switched off: offline"),
         ("bad-checkpoint", {"text": "step-5 is torn"}, "step-5 is torn"),
         ("notice", {"text": "one of 8 GPUs"}, "one of 8 GPUs"),
         ("end", {"outcome": {"stopped_by": "SIGTERM"}, "verdicts": []}, "ended by SIGTERM"),
@@ -351,7 +355,7 @@ def test_markup_in_data_is_shown_as_it_is() -> None:
     assert page.splitlines()[-4:] == [
         f"Run folder runs/{MARKUP}, 1 steps",
         f"step 1: saved {MARKUP}",
-        f"step 1: NOT saved, training goes on: {MARKUP}",
+        f"step 1: NOT saved, training continues: {MARKUP}",
         f"{MARKUP} [/] [bold",
     ]
 

@@ -1,7 +1,7 @@
 """`flatout demo`: a slow script, why it is slow, the fixes measured, and the same job done by flatout.
 
 The script is `examples/slow/train.py`, run by the doctor as any other would be. Every number is measured in this call.
-A doctor that fails is said and the story goes on; only the training decides how the demo ends.
+If the doctor fails, the demo reports it and continues; only the training decides whether the demo succeeds.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ T = TypeVar("T")
 
 CONFIG, SCRIPT = "pretrain-demo", Path("slow") / "train.py"
 PROMPT = "One morning"
-# How many stories are drawn to find one that is longer than a line.
+# How many stories are sampled to find one that is longer than a line.
 DRAWS, LINE = 4, 80
-# Short, because many wait in front of it: a look, and for each proof a few steps.
+# Short, because users wait for it: one diagnosis, and a few steps for each fix.
 LOOK = Asked(steps=8, seconds=45.0, quiet=True)
 PROOF = Asked(steps=7, seconds=2.0, quiet=True)
 MOST_PROOFS, REPEATS = 3, 2
@@ -54,24 +54,26 @@ MOST_PROOFS, REPEATS = 3, 2
 def run(folder: Path, *, console: Console, repeats: int = REPEATS, overrides: Sequence[str] = ()) -> Outcome:
     """Tell the story; `folder` becomes the run of flatout, `folder/slow` that of the script."""
     if folder.is_dir() and any(folder.iterdir()):
-        raise UsageError(f"{folder} is no empty folder, and nothing is overwritten: choose another with --run")
+        raise UsageError(f"{folder} is not an empty folder, and nothing is overwritten: choose another with --run")
     settings = load(gallery.find(CONFIG).path, overrides=overrides).settings
     tell = Story(console)
 
-    with tell.chapter("The machine", "What there is to train on."):
+    with tell.chapter("The machine", "The hardware that the demo trains on."):
         console.print(*machine(detect()), sep="\n", highlight=False, markup=False)
 
-    with tell.chapter("A slow script", "Plain PyTorch, as first scripts are written, run by the doctor unchanged."):
+    with tell.chapter("A slow script", "Plain PyTorch, a typical first script, run unchanged by the doctor."):
         command = slow_job(settings, folder / "slow" / "script")
         tell.note(f"flatout doctor -- {shlex.join(command)}")
         looked = tell.unless_it_fails(lambda: examine(command, folder=folder / "slow", console=console))
 
     proofs: Sequence[Proof] = ()
     if looked is not None and repeats:
-        with tell.chapter("The fixes", "Those that are switches, put in from outside and measured on the script."):
+        with tell.chapter("The fixes", "The fixes that are switches, applied by the agent and measured on the script."):
             proofs = tell.unless_it_fails(lambda: proved(command, looked, repeats=repeats, console=console)) or ()
 
-    with tell.chapter("The same job by flatout", "Same model, same text, as many tokens a step; the rest is planned."):
+    with tell.chapter(
+        "The same job by flatout", "Same model, same text, same tokens per step; the plan decides the rest."
+    ):
         outcome = train(settings, folder=folder, console=console)
     if outcome.stopped_by.startswith("SIG"):
         return outcome
@@ -80,9 +82,9 @@ def run(folder: Path, *, console: Console, repeats: int = REPEATS, overrides: Se
         console.print(comparison(looked, proofs, outcome))
         if looked is not None and looked.seen is not None and looked.seen.is_disturbed:
             busy = number(looked.seen.others_cores, digits=2)
-            tell.note(f"Others kept {busy} cores busy while the script was watched: the ratio is rough.")
+            tell.note(f"Other processes kept {busy} cores busy while the script was watched, so the ratio is rough.")
 
-    with tell.chapter("Written down", "Both runs side by side, with where each number came from."):
+    with tell.chapter("The report", "Both runs side by side, with the source of each number."):
         runs = [Run.open(folder), *([looked.run] if looked is not None else [])]
         write_atomic(runs[0].report_path, report.render(runs).encode())
         for line in ending(folder, command=command, watched=looked is not None):
@@ -107,12 +109,12 @@ class Story:
         self.note(f"\n({time.perf_counter() - began:.0f} s)")
 
     def unless_it_fails(self, part: Callable[[], T]) -> T | None:
-        """None, and the reason said, where the doctor does not work here."""
+        """The result of `part`; if the doctor does not work here, prints the reason and returns None."""
         try:
             return part()
         except Exception as error:
             self.console.print(f"[yellow]This did not work here:[/] {escape(str(error))}", highlight=False)
-            self.console.print("The demo goes on without it.")
+            self.console.print("The demo continues without it.")
             return None
 
     def note(self, text: str) -> None:
@@ -141,7 +143,7 @@ def slow_job(settings: Settings, folder: Path) -> list[str]:
     return [sys.executable, str(folder / SCRIPT.name)]
 
 
-def examine(command: Sequence[str], *, folder: Path, console: Console) -> doctor.Looked:
+def examine(command: Sequence[str], *, folder: Path, console: Console) -> doctor.Examined:
     looked = doctor.look(command, asked=LOOK, folder=folder)
     if looked.watched.interrupted:
         raise KeyboardInterrupt
@@ -151,13 +153,13 @@ def examine(command: Sequence[str], *, folder: Path, console: Console) -> doctor
     return looked
 
 
-def proved(command: Sequence[str], looked: doctor.Looked, *, repeats: int, console: Console) -> list[Proof]:
+def proved(command: Sequence[str], looked: doctor.Examined, *, repeats: int, console: Console) -> list[Proof]:
     """The first few switches, one by one and together; what they measured goes into the diagnosis."""
     seen, diagnosis = looked.seen, looked.diagnosis
     assert seen is not None
     switches = tuple(finding for finding in diagnosis.findings if change_for(finding, seen) is not None)[:MOST_PROOFS]
     if not switches:
-        console.print("None of the causes is a switch here: each is a change of the code.")
+        console.print("No fix is a switch here: each one is a code change.")
         return []
     proofs = prove(
         command,
@@ -186,19 +188,19 @@ def train(settings: Settings, *, folder: Path, console: Console) -> Outcome:
     )
     # A story may end after a word; the first that does not is shown.
     text = max(draws, key=lambda story: min(len(story), LINE))
-    console.print("\n[bold]It writes[/]")
+    console.print("\n[bold]It generates[/]")
     console.print(text, markup=False, highlight=False)
     return outcome
 
 
-def comparison(looked: doctor.Looked | None, proofs: Sequence[Proof], outcome: Outcome) -> Table:
+def comparison(looked: doctor.Examined | None, proofs: Sequence[Proof], outcome: Outcome) -> Table:
     """Tokens a second: the script as it is, with the switches, and flatout."""
-    rows = table("", "who", "tokens a step", "tokens/s", "times as fast")
+    rows = table("", "", "tokens per step", "tokens/s", "times as fast")
     slow = looked.diagnosis.limit.get("tokens_per_s") if looked is not None else None
     if looked is not None and looked.seen is not None:
         seen = looked.seen
         tokens = None if seen.real_tokens is None else seen.real_tokens / len(seen.steps)
-        rows.add_row("the script as it is", number(tokens), number(slow), "1")
+        rows.add_row("the unchanged script", number(tokens), number(slow), "1")
         for proof in proofs[-1:]:  # all together, where there are several
             if slow is not None and proof.gain is not None:
                 left = 1 - proof.gain

@@ -1,7 +1,7 @@
 """Errors a user can act on, each with the exit code the shell sees.
 
-A message says the value, the rule and the way out. The command prints it without a traceback;
-anything else that escapes is a bug of ours and keeps its traceback.
+A message names the value, the rule and the way out. The command prints it without a traceback;
+any other exception is a bug in flatout and keeps its traceback.
 """
 
 PREEMPTED_EXIT = 75
@@ -9,7 +9,7 @@ INTERRUPTED_EXIT = 130
 
 
 def first_line(error: BaseException) -> str:
-    """What somebody else's error says, in a line; its kind where it says nothing."""
+    """The first line of another library's error, or its type if it has no message."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
@@ -20,17 +20,17 @@ class FlatoutError(Exception):
 
 
 class UsageError(FlatoutError):
-    """Bad usage, configuration or input data: the user changes what they asked for."""
+    """Bad usage, configuration or input data: the user must change the request."""
 
     exit_code = 2
 
 
 class Unsupported(UsageError):
-    """A model that our decoder cannot run; transformers may."""
+    """A model that flatout's decoder cannot run; transformers may."""
 
 
 class EnvironmentLacks(FlatoutError):
-    """The machine lacks something (a package, disk space, a GPU build): says what, and how to get it."""
+    """The machine lacks something (a package, disk space, a GPU build); the message names it and how to get it."""
 
     exit_code = 3
 

@@ -1,7 +1,7 @@
-"""The one way to files on disk: bounded reads of regular files, JSON held to a schema, writes that are whole or absent.
+"""All access to files on disk: bounded reads of regular files, JSON checked against a schema, atomic writes.
 
-Whatever lies on a disk may be damaged, or made by somebody who wishes us ill. So every read has a size limit, never
-waits on a pipe or device, and follows no link out of the folder it belongs to (`root`). Every problem is a `BadFile`
+A file may be damaged or malicious. So every read has a size limit, never
+waits on a pipe or device, and follows no link out of its folder (`root`). Every problem is a `BadFile`
 that names the file. Standard library only.
 """
 
@@ -26,7 +26,7 @@ from typing import Annotated, Any, BinaryIO, Literal, TypeVar
 
 from flatout.errors import UsageError
 
-# What a manifest, a configuration or a tokenizer may take; the largest published tokenizers have about 35 MB.
+# Size limit of a manifest, a configuration or a tokenizer; the largest published tokenizers have about 35 MB.
 TEXT_BYTES = 256 << 20
 _KINDS = {
     stat.S_IFDIR: "a folder",
@@ -39,7 +39,7 @@ _TEMPORARY = re.compile(r"\..+\.(\d+)\.tmp")
 
 T = TypeVar("T")
 
-# `Annotated[type, rule, words]` is held to the rule as well. These are numbers that sums, charts and clocks can bear.
+# `Annotated[type, rule, words]` also checks the rule. These ranges are safe for sums, charts and clocks.
 Finite = Annotated[float, lambda value: abs(value) <= 1e30, "a usual number"]
 Count = Annotated[int, lambda value: 0 <= value < 10**15, "a count"]
 
@@ -56,7 +56,7 @@ class BadFile(UsageError):
 
 
 def inside(path: Path, root: Path) -> Path:
-    """`path` itself; refused where a symbolic link on the way leads out of `root`."""
+    """`path` itself; refused if a symbolic link on the way leads out of `root`."""
     real, home = os.path.realpath(path), os.path.realpath(root)
     if real != home and not real.startswith(home.rstrip(os.sep) + os.sep):
         raise BadFile(path, f"is a symbolic link that leaves {root}: put the file itself there")
@@ -117,7 +117,7 @@ def read_json(path: Path, *, root: Path | None = None, limit: int = TEXT_BYTES) 
 
 
 def parse_json(text: bytes | str, *, source: Path | str) -> dict[str, Any]:
-    """The JSON object that `text` holds; `source` is what the message calls it."""
+    """The JSON object in `text`; messages name it `source`."""
     try:
         value = json.loads(text)
     except RecursionError:
@@ -146,12 +146,12 @@ def typed(kind: type[T], value: Any, *, source: Path | str) -> T:
 
 
 class _Mismatch(ValueError):
-    """What does not fit; the place is put in front on the way up."""
+    """A value that does not fit; the path to it is prepended on the way up."""
 
 
 @cache
 def _builder(kind: Any) -> Callable[[Any], Any]:
-    """What turns JSON into a `kind`, made once for each type."""
+    """A function that converts JSON to a `kind`, built once for each type."""
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if kind is Any or kind is object:
         return _Exactly(lambda value: True, "anything")
@@ -187,7 +187,7 @@ def _is_int(value: Any) -> bool:
 
 
 class _Exactly:
-    """Takes a value as it is, if it fits."""
+    """Accepts a value unchanged if it fits."""
 
     def __init__(self, fits: Callable[[Any], bool], expected: str) -> None:
         self.fits, self.expected = fits, expected
@@ -383,7 +383,7 @@ def open_for_appending(path: Path, *, root: Path | None = None) -> int:
 
 
 def sync_folder(folder: Path) -> None:
-    """Makes renames in a folder, or what was written to a file, last through a power cut."""
+    """Makes renames in a folder, or writes to a file, survive a power cut."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -392,12 +392,12 @@ def sync_folder(folder: Path) -> None:
 
 
 def is_temporary(name: str) -> bool:
-    """Whether `write_atomic` calls a file so until it is whole."""
+    """Whether this is a name of a file that `write_atomic` has not finished."""
     return _TEMPORARY.fullmatch(name) is not None
 
 
 def sweep(folder: Path) -> None:
-    """Removes what writers that were killed left in a folder; what a living process is writing stays."""
+    """Removes the temporary files of killed writers; those of living processes stay."""
     with contextlib.suppress(FileNotFoundError):
         for path in folder.iterdir():
             found = _TEMPORARY.fullmatch(path.name)
@@ -422,7 +422,7 @@ def _alive(process: int) -> bool:
 
 
 def cache_folder() -> Path:
-    """Where flatout keeps what can be made again."""
+    """The folder for files that flatout can rebuild."""
     chosen = os.environ.get("FLATOUT_CACHE")
     return Path(chosen or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "flatout").expanduser()
 

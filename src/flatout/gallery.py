@@ -36,5 +36,5 @@ def examples() -> list[Example]:
 def find(name: str) -> Example:
     known = {example.name: example for example in examples()}
     if (stem := name.removesuffix(".yaml")) not in known:
-        raise UsageError(f"no example is called {name!r}: there are {', '.join(known)}")
+        raise UsageError(f"there is no example {name!r}: choose one of {', '.join(known)}")
     return known[stem]

@@ -1,7 +1,7 @@
 """Finds a model's files: a local folder as it is, any other name on the Hugging Face hub.
 
 Only JSON, text and safetensors are fetched; nothing pickled ever, and nothing executable unless the user trusts the
-code of one commit. What a model's files say is never followed out of their folder.
+code of one commit. Paths in a model's files never lead out of their folder.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from flatout import files
 from flatout.errors import EnvironmentLacks, UsageError, first_line
 
 SMALL_FILES = ["*.json", "*.jinja", "*.txt", "*.model"]
-# What config.json, adapter_config.json or an index of weights may take; the largest published has about 10 MB.
+# Size limit of config.json, adapter_config.json or an index of weights; the largest published one has about 10 MB.
 JSON_BYTES = 32 << 20
 # The Python files of one model, all together.
 CODE_BYTES, CODE_FILES = 16 << 20, 256
@@ -27,13 +27,15 @@ _COMMIT, _SHARED = re.compile(r"[0-9a-f]{40}"), re.compile(r"[0-9a-f]{64}")
 
 
 def folder(name: str, *, weights: bool, revision: str | None = None, trust: str | None = None) -> Path:
-    """The folder that holds `name`, fetched from the hub at `revision` if it is no folder here.
+    """The folder of `name`, fetched from the hub at `revision` if it is not a local folder.
 
-    `trust` is the pin of the user: of a name on the hub its Python files are then fetched too, at that commit.
+    `trust` is the user's pin: for a hub name, its Python files are then fetched too, at that commit.
     """
     if is_here(name):
         if revision is not None:
-            raise UsageError(f"model.revision {revision!r} beside the folder {name}, which has none: leave it out")
+            raise UsageError(
+                f"model.revision {revision!r} works only with hub models, and {name} is a folder: remove it"
+            )
         return Path(os.path.expanduser(name))
     check_name(name)
     revision = pinned(name, revision=revision, trust=trust)
@@ -50,7 +52,7 @@ def folder(name: str, *, weights: bool, revision: str | None = None, trust: str 
     except LocalEntryNotFoundError:
         raise EnvironmentLacks(
             f"model {name!r:.200} is not a local folder, not in the local cache, and the hub cannot be reached: "
-            "go online once, or give a folder"
+            "connect once, or give a folder"
         ) from None
     except (HfHubHTTPError, HFValidationError) as error:
         where = f"{name!r:.200}" + (f" at {revision!r:.100}" if revision else "")
@@ -63,7 +65,7 @@ def is_here(name: str) -> bool:
 
 
 def check_name(name: str) -> None:
-    """Refuses a model's name that is neither a folder on this machine nor a name that the hub could have."""
+    """Refuses a model name that is neither a local folder nor a possible hub name."""
     if is_here(name):
         return
     if name.startswith((".", "/", "~")) or name.count("/") > 1 or not name:
@@ -72,9 +74,9 @@ def check_name(name: str) -> None:
 
 
 def root_of(path: Path) -> Path:
-    """What a link at a model's file may not leave: its folder, or the blobs it lies in within the hub's own cache.
+    """The folder that a link to a model's file may not leave: the model's folder, or the blobs of the hub's cache.
 
-    There `snapshots/COMMIT/FILE` leads to `blobs/HASH` beside it, and that may lead to `blobs/XX/HASH` of all models.
+    There `snapshots/COMMIT/FILE` links to `blobs/HASH`, which may link to `blobs/XX/HASH` of all models.
     """
     if path.parent.parent.name == "snapshots":
         real, repository = Path(os.path.realpath(path)), Path(os.path.realpath(path.parent.parent.parent))
@@ -90,14 +92,14 @@ def root_of(path: Path) -> Path:
 
 @dataclass(frozen=True, kw_only=True)
 class Code:
-    """The Python files of a model as they were read, and the pin that stands for exactly these."""
+    """The Python files of a model, and the pin that identifies exactly these files."""
 
     files: Mapping[str, bytes]
     pin: str
 
 
 def pinned(name: str, *, revision: str | None, trust: str | None) -> str | None:
-    """The revision to fetch: of a name on the hub, a pin is the commit."""
+    """The revision to fetch; for a hub name, the pin is the commit."""
     if trust is None or is_here(name):
         return revision
     if not _COMMIT.fullmatch(trust):
@@ -106,18 +108,20 @@ def pinned(name: str, *, revision: str | None, trust: str | None) -> str | None:
             "all 40 hexadecimal digits of it"
         )
     if revision not in (None, trust):
-        raise UsageError(f"{TRUSTING} {trust} is another commit than model.revision {revision!r}: give the same")
+        raise UsageError(f"{TRUSTING} {trust} and model.revision {revision!r} are different commits: give the same one")
     return trust
 
 
 def code_of(name: str, found: Path) -> Code:
-    """The code in the folder `found` of the model `name`: pinned by its commit, or by its own hash in a folder here.
+    """The code in the folder `found` of the model `name`, pinned by its commit, or by its hash in a local folder.
 
-    Only files beside config.json: transformers imports no others.
+    Only files in the same folder as config.json: transformers imports no others.
     """
     names = sorted(entry.name for entry in os.scandir(found) if entry.name.endswith(".py"))
     if len(names) > CODE_FILES:
-        raise UsageError(f"{found} has {len(names)} Python files beside its config.json; at most {CODE_FILES} are read")
+        raise UsageError(
+            f"{found} has {len(names)} Python files next to its config.json; at most {CODE_FILES} are read"
+        )
     read: dict[str, bytes] = {}
     for file in names:
         left = CODE_BYTES - sum(map(len, read.values()))
@@ -157,14 +161,14 @@ PUBLISHED: dict[str, dict[str, Any]] = {
 
 
 def config_of(name: str, *, revision: str | None = None, trust: str | None = None) -> dict[str, Any]:
-    """A model's config.json; for a few well-known ones without asking anybody, unless a folder is called so."""
+    """A model's config.json; for a few well-known models it is built in, unless a folder has that name."""
     if name in PUBLISHED and revision is None and not is_here(name):
         return dict(PUBLISHED[name])
     return read_json(folder(name, weights=False, revision=revision, trust=trust) / "config.json")
 
 
 def read_json(path: Path, *, limit: int = JSON_BYTES) -> dict[str, Any]:
-    """A JSON object from a file of somebody else's."""
+    """A JSON object from an untrusted file."""
     try:
         return files.read_json(path, root=root_of(path), limit=limit)
     except FileNotFoundError:

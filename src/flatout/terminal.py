@@ -1,7 +1,7 @@
-"""What a run looks like in a terminal: tables at the start, one live line, a summary with the verdict at the end.
+"""Shows a run in a terminal: tables at the start, one live line, and a summary with the verdict at the end.
 
-A sink like any other: it is told what is recorded and knows nothing else, so it can neither slow nor break a run.
-Where the output is no terminal, the same facts come as plain lines.
+It is an ordinary sink: it gets only what is recorded, so it can neither slow nor break a run.
+If the output is not a terminal, the same facts are printed as plain lines.
 """
 
 from __future__ import annotations
@@ -38,14 +38,16 @@ def table(title: str, *columns: str) -> Table:
 
 
 def plan_tables(plan: Mapping[str, Any]) -> list[Table]:
-    """A plan as JSON, drawn: decisions with reasons, then predictions."""
+    """The tables of a plan in JSON form: decisions with reasons, then predictions."""
     decisions = table("Plan", "decision", "value", "reason")
     for field in fields(Decisions):
         value = plan["decisions"][field.name]
         shown = ("yes" if value else "no") if isinstance(value, bool) else str(value)
         decisions.add_row(field.name, f"[bold]{escape(shown)}[/]", escape(plan["reasons"][field.name]))
     if plan.get("rows") is not None:
-        decisions.add_row("rows", f"[bold]{plan['rows']}[/]", f"completions at once: {escape(plan['reasons']['rows'])}")
+        decisions.add_row(
+            "rows", f"[bold]{plan['rows']}[/]", f"concurrent sequences: {escape(plan['reasons']['rows'])}"
+        )
     predicted = plan["predicted"]
     forecast = table("Predicted", "what", "value", "how")
     parts = ", ".join(
@@ -103,7 +105,7 @@ def _tera(value: float | None, unit: str) -> str:
 
 
 def selftest_table(checks: list[dict[str, Any]]) -> Table:
-    rows = table("Self-test", "path", "against", "usable", "difference", "times as fast", "why not")
+    rows = table("Self-test", "path", "reference", "usable", "difference", "times as fast", "why not")
     for check in checks:
         usable = "[green]yes[/]" if check["usable"] else "[red]no[/]"
         difference = "n/a" if check["difference"] is None else f"{check['difference']:.1e}"
@@ -113,7 +115,7 @@ def selftest_table(checks: list[dict[str, Any]]) -> Table:
 
 
 class View:
-    """Draws one run. `every` is the distance of plain lines where there is no terminal."""
+    """Shows one run. `every` is the number of steps between plain lines if there is no terminal."""
 
     def __init__(self, console: Console, *, every: int = 10) -> None:
         self.console, self.every = console, every
@@ -148,7 +150,7 @@ class View:
                 for drawn in plan_tables(event.facts):
                     self.console.print(drawn, "")
             case events.PathsActive():
-                rows = table("Active paths", "path", "as found on this device")
+                rows = table("Active paths", "path", "on this device")
                 for name, fact in event.facts.items():
                     rows.add_row(name, escape(str(fact)))
                 self.console.print(rows, "")
@@ -201,7 +203,7 @@ class View:
 
     def _text(self, record: StepRecord) -> str:
         speed = speed_of_steps(self.recent, rates=self.rates)
-        # Evaluations and saves are still to come as well.
+        # The remaining time includes evaluations and saves.
         left = (self.total - record.step - 1) * sum(r.seconds for r in self.recent) / len(self.recent)
         used, total = record.memory.get("allocated_gib"), record.memory.get("total_gib")
         peak = record.memory.get("peak_gib")
@@ -273,6 +275,6 @@ def _at(event: Event) -> str:
 
 
 def _ends(values: Sequence[float], *, best: Callable[[Sequence[float]], float] = min) -> list[float]:
-    """First, best and last; the best only where it is not one of the others."""
+    """First, best and last; the best only if it is not one of the others."""
     first, found, last = values[0], best(values), values[-1]
     return [first] if len(values) == 1 else [first, last] if found in (first, last) else [first, found, last]

@@ -1,7 +1,7 @@
 """Copies of a run's records for TensorBoard and Weights & Biases (`log.tensorboard`, `log.wandb` of `train`).
 
-The run folder is the record; these are sinks beside it, imported only when asked for. They may raise while a run
-goes on: the `Recorder` that tells them switches a failing sink off with an event, and training continues.
+The run folder is the record; these are additional sinks, imported only if configured. If one raises during a run,
+the `Recorder` switches it off with an event, and training continues.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from flatout.errors import EnvironmentLacks
 from flatout.record import Event, Sink, StepRecord, redacted
 from flatout.record.events import Ended, Evaluated, TasksScored
 
-# Of a step's `extra`, what people already have charts for.
+# The numbers of a step's `extra` that are usually charted.
 _EXTRA = ("lr", "grad_norm")
 
 
 def check(*, tensorboard: bool, wandb: bool) -> None:
-    """Refuses what is not installed before a run folder is made for it."""
+    """Refuses a tracker that is not installed, before the run folder is created."""
     for package, wanted in (("tensorboard", tensorboard), ("wandb", wandb)):
         if wanted and importlib.util.find_spec(package) is None:
             raise _lacks(package, ImportError("not installed"))
@@ -35,7 +35,7 @@ def run_name(recipe: str, *, now: datetime | None = None) -> str:
 
 
 def step_scalars(record: StepRecord, *, rates: Rates) -> dict[str, float]:
-    """What a tracker shows of a step; what is not known is left out."""
+    """The scalars of a step for a tracker; unknown ones are left out."""
     scalars: dict[str, float] = {"training/global_step": record.step}
     if record.loss is not None:
         scalars["training/loss"] = record.loss
@@ -52,7 +52,7 @@ def step_scalars(record: StepRecord, *, rates: Rates) -> dict[str, float]:
 
 
 def event_scalars(event: Event) -> dict[str, float]:
-    """The same of an event: a validation loss, the scores of tasks, what the whole run came to."""
+    """The scalars of an event: a validation loss, task scores, or the outcome of the run."""
     found: dict[str, float] = {}
     match event:
         case Evaluated():
@@ -126,7 +126,7 @@ class _TensorBoard:
 
     def step(self, record: StepRecord) -> None:
         if not self._started:
-            # A session start makes TensorBoard drop what a killed attempt wrote beyond this step.
+            # A session start makes TensorBoard drop the points that a killed attempt wrote after this step.
             start = self._new_event(step=record.step, wall_time=time.time(), session_log={"status": "START"})
             self._writer.add_event(start)
             self._started = True
@@ -149,7 +149,7 @@ class _Wandb:
     def __init__(self, run: Any, *, rates: Rates) -> None:
         self._run = run
         self._rates = rates
-        # An evaluation may be told before the step it belongs to; W&B's own counter would refuse that.
+        # An evaluation may arrive before its step; W&B's own step counter would refuse that.
         run.define_metric("*", step_metric="training/global_step")
 
     def step(self, record: StepRecord) -> None:

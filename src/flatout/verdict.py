@@ -1,6 +1,6 @@
 """How fast a run trained, where its loss began and ended, and whether it met its criteria.
 
-The one place for these numbers: a run that trains and whoever reads its folder later come to the same ones.
+The only place for these numbers: a training run and a later reader of its folder compute the same ones.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from flatout.record import LARGEST_LOSS, WARM_STEPS, Outcome, Rollup, Run, Speed
 
 
 class Speedometer:
-    """Sums up steps as they finish, or many at once, so that a long run costs no memory.
+    """Sums up steps as they finish, or many at once, in constant memory.
 
-    The first steps of each attempt only warm up; what was done beside training does not count.
+    The first steps of each attempt are warm-up; only training phases count.
     """
 
     def __init__(self, rates: Rates | None, *, warm_steps: int = WARM_STEPS) -> None:
@@ -42,7 +42,7 @@ class Speedometer:
             self.add(record)
 
     def add(self, some: StepRecord | Rollup, *, sign: int = 1) -> None:
-        """Counts all of it, warm or not; with a `sign` of -1 takes it out again."""
+        """Counts it, even if it is warm-up; with a `sign` of -1, subtracts it again."""
         self.steps += sign * some.num_steps
         self.tokens += sign * some.tokens
         self.wall += sign * some.seconds
@@ -69,7 +69,7 @@ class Speedometer:
 
 
 def speed_of(run: Run, parts: Sequence[Rollup], *, rates: Rates | None, rank: int = 0) -> Speed:
-    """Of a run folder, from its `latest_rollups`: a million steps cost no more than a few thousand lines."""
+    """The speed of a run folder, from its `latest_rollups`: a million steps take only a few thousand lines."""
     meter = Speedometer(rates)
     for part in parts:
         meter.add(part)
@@ -79,7 +79,7 @@ def speed_of(run: Run, parts: Sequence[Rollup], *, rates: Rates | None, rank: in
 
 
 def speed_of_steps(records: Iterable[StepRecord], *, rates: Rates | None) -> Speed:
-    """Of a few steps, warm or not: how fast it goes now."""
+    """The speed of a few steps, warm-up included: the current speed."""
     meter = Speedometer(rates, warm_steps=0)
     for record in records:
         meter.see(record)
@@ -107,7 +107,7 @@ class LossTrend:
         self.losses.append(loss)
 
     def ends(self) -> tuple[float | None, float | None]:
-        """None where there are too few steps for two ends."""
+        """Both means; None if there are too few steps."""
         if len(self.losses) < 2:
             return None, None
         tenth = max(1, len(self.losses) // 10)
@@ -115,7 +115,7 @@ class LossTrend:
 
 
 def loss_ends(run: Run, parts: Sequence[Rollup]) -> tuple[float | None, float | None]:
-    """The same of a run folder, from its `latest_rollups`; only where a tenth ends are steps read."""
+    """The same for a run folder, from its `latest_rollups`; single steps are read only at the edges of a tenth."""
     parts = [part for part in parts if part.loss is not None or part.num_non_finite]
     steps = sum(part.num_steps for part in parts)
     if steps < 2:
@@ -140,13 +140,13 @@ def _end(run: Run, parts: Sequence[Rollup], count: int, *, last: bool) -> float:
 
 
 def _mean_loss(losses: Iterable[float]) -> float:
-    """Of those that are numbers: an update that is skipped may have none, and a run in ruins has nothing else."""
+    """The mean of the finite losses; skipped updates and diverged runs have others."""
     known = [loss for loss in losses if abs(loss) <= LARGEST_LOSS]
     return sum(known) / len(known) if known else math.nan
 
 
 def peak_words(rates: Rates | None, hardware: Mapping[str, Any]) -> str | None:
-    """What MFU is a share of, such as `989 TFLOPS bf16 (datasheet)`; None where no peak is known."""
+    """The peak that MFU refers to, such as `989 TFLOPS bf16 (datasheet)`; None if it is unknown."""
     if rates is None or not rates.peak_flops:
         return None
     measured = ((hardware.get("measured") or {}).get("flops") or {}).get(rates.precision)
@@ -155,7 +155,7 @@ def peak_words(rates: Rates | None, hardware: Mapping[str, Any]) -> str | None:
 
 
 def judge(criteria: CriteriaSettings, outcome: Outcome) -> list[Verdict]:
-    """One line per criterion that was set."""
+    """One verdict per criterion that was set."""
     losses, vals = (outcome.loss_first_tenth, outcome.loss_last_tenth), outcome.val_losses
     speed = outcome.speed
     measured: dict[str, float | None] = {

@@ -1,10 +1,10 @@
-"""How figures are said to people, wherever they are printed."""
+"""Formats numbers for people, the same everywhere."""
 
 from __future__ import annotations
 
 
 def number(value: float | None, *, unit: str = "", digits: int = 3) -> str:
-    """A figure for people; unknown is said, never shown as zero."""
+    """A number as text; an unknown one is `n/a`, never zero."""
     if value is None:
         return "n/a"
     if 1000 <= abs(value) < 1e15:
@@ -25,7 +25,7 @@ def duration(seconds: float | None) -> str:
 
 
 def loss_text(loss: float | None) -> str:
-    """A loss with the digits that training moves."""
+    """A loss with the digits that matter in training."""
     return number(loss, digits=4) if loss is None or abs(loss) >= 1000 else f"{loss:.4f}"
 
 

@@ -169,7 +169,7 @@ def test_the_environment_overrides_the_file(flatout: Flatout, monkeypatch: pytes
     ("arguments", "says"),
     [
         (["--on", "[red]x[/]"], "'[red]x[/]' is not in the table"),
-        (["--on", "A100"], "say which of A100-40GB"),
+        (["--on", "A100"], "choose one of A100-40GB"),
         (["--on", "T4", "plan.micro_batch=3"], "choose one of 1, 2, 4, 8"),
         (["--on", "T4", "plan.accumulation=1000"], "plan.accumulation 1000 does not divide the 512 sequences"),
         (["--on", "T4x3"], "3 ranks cannot share evenly"),
@@ -204,7 +204,7 @@ def test_config_show_says_where_each_value_is_from(flatout: Flatout, monkeypatch
 @pytest.mark.parametrize("name", [example.name for example in gallery.examples()])
 def test_every_shipped_example_is_good(flatout: Flatout, name: str) -> None:
     path = str(gallery.find(name).path)
-    assert flatout("config", "validate", path) == Done(code=0, out=f"{path}: good\n", err="")
+    assert flatout("config", "validate", path) == Done(code=0, out=f"{path}: valid\n", err="")
 
 
 def test_all_mistakes_of_a_configuration_come_at_once(flatout: Flatout, tmp_path: Path) -> None:
@@ -241,7 +241,7 @@ def test_an_example_overwrites_nothing(flatout: Flatout, tmp_path: Path) -> None
     mistake(flatout("examples", "pretrain-124m", "--to", "mine.yaml"), "mine.yaml exists and is not overwritten")
     assert (tmp_path / "mine.yaml").read_text() == "precious"
     mistake(flatout("examples", "pretrain-124m", "--to", "no/such/mine.yaml"), "there is no folder no/such")
-    mistake(flatout("examples", "nope"), "there are pretrain-124m")
+    mistake(flatout("examples", "nope"), "choose one of pretrain-124m")
 
 
 # data
@@ -296,8 +296,8 @@ def test_a_dry_run_plans_and_leaves_nothing(flatout: Flatout, tmp_path: Path) ->
         (["train", DEMO, "train.steps=none"], "train.steps"),
         (["export", "nowhere", "--to", "model"], "nowhere is not a run folder"),
         (["export", "nowhere", "--to", "model", "--dtype", "int4"], "--dtype 'int4' must be one of"),
-        (["export", "nowhere", "--to", DEMO], "is no empty folder, and nothing is overwritten"),
-        (["export", "nowhere", "--to", str(gallery.folder())], "is no empty folder, and nothing is overwritten"),
+        (["export", "nowhere", "--to", DEMO], "is not an empty folder, and nothing is overwritten"),
+        (["export", "nowhere", "--to", str(gallery.folder())], "is not an empty folder, and nothing is overwritten"),
     ],
 )
 def test_a_run_that_cannot_be_is_refused(flatout: Flatout, tmp_path: Path, arguments: list[str], says: str) -> None:

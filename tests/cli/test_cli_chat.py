@@ -105,7 +105,7 @@ def test_an_interrupt_at_the_prompt_only_makes_a_new_one() -> None:
 
 def test_what_no_longer_fits_is_forgotten_and_said() -> None:
     _, noted, echo = talk("a" * 40, "b" * 40, "c" * 40, echo=Echo(window=170), system="S")
-    assert any("forgotten" in note for note in noted)
+    assert any("turns were dropped" in note for note in noted)
     assert echo.prompts[-1].startswith("[system]S[user]")
     assert "a" * 40 not in echo.prompts[-1]
     assert "c" * 40 in echo.prompts[-1]
@@ -113,7 +113,7 @@ def test_what_no_longer_fits_is_forgotten_and_said() -> None:
 
 def test_a_question_that_never_fits_is_refused_and_forgotten() -> None:
     said, noted, echo = talk("a" * 500, "short", echo=Echo(window=200))
-    assert any("ask it shorter" in note for note in noted)
+    assert any("shorten the question" in note for note in noted)
     assert echo.prompts == ["[user]short[assistant]"]
     assert said.count("\n") == 1
 

@@ -71,7 +71,7 @@ def test_scores_as_a_table_and_beside_another_model(folder: Path) -> None:
     [
         (["--tasks", "unit"], "did you mean units?"),
         (["--tasks", ","], "--tasks is empty"),
-        (["--tasks", "units", "--samples", "3", "--temperature", "0"], "would all be the same"),
+        (["--tasks", "units", "--samples", "3", "--temperature", "0"], "would all be identical"),
         (["--tasks", "units:endless"], "is endless"),
         (["--tasks", "units", "--dtype", "fp99"], "must be one of"),
     ],

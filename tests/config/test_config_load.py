@@ -97,11 +97,11 @@ def test_mistakes_come_together_with_their_places(write: Any) -> None:
         "line 5: data.sequence_length: given twice (line 3); keep one",
         "line 7: train.stpes: unknown key; did you mean train.steps?",
         "line 9: train.lr: -1 must be greater than 0 (peak learning rate)",
-        "line 10: train.batch_tokens: 1000 is not a multiple of data.sequence_length (128); take 896 or 1024",
+        "line 10: train.batch_tokens: 1000 is not a multiple of data.sequence_length (128); use 896 or 1024",
         "line 11: plan.precision: bf61 must be one of fp32, bf16, fp16, or null; did you mean bf16?",
-        "line 12: save: 5 given for a whole section; give its keys: every, keep, best, weights_only",
+        "line 12: save: 5 was given for a whole section; set its keys: every, keep, best, weights_only",
         "environment FLATOUT__TRAIN__LRR: train.lrr: unknown key; did you mean train.lr?",
-        "environment FLATOUT__TRAIN__BETA1: train.beta1: 1.5 must be less than 1 (AdamW's first moment)",
+        "environment FLATOUT__TRAIN__BETA1: train.beta1: 1.5 must be less than 1 (decay rate of AdamW's first moment)",
         "command line: trian.eps: unknown key; did you mean train.eps?",
         "command line: train.lr must be key=value, such as train.lr=3e-4",
         "command line: train.clip: big must be a number, or null (largest gradient norm; null for no clipping)",
@@ -118,7 +118,7 @@ def test_one_mistake_is_counted_in_the_singular(write: Any) -> None:
 
 def test_a_rule_blames_the_source_that_broke_it(write: Any) -> None:
     assert mistakes_of(write(SMALL), "model.heads=3")[1:] == [
-        "command line: model.hidden: 64 is not a multiple of model.heads (3); take 63 or 66, or give model.head_dim"
+        "command line: model.hidden: 64 is not a multiple of model.heads (3); use 63 or 66, or set model.head_dim"
     ]
 
 
@@ -194,18 +194,18 @@ def test_overrides_and_environment_read_alike(write: Any, override: str, key: st
 @pytest.mark.parametrize(
     ("line", "mistake"),
     [
-        ("seed: true", "seed: true must be a whole number (seed of weights, data order and everything random)"),
-        ("seed: '1'", "seed: '1' must be a whole number (seed of weights, data order and everything random)"),
-        ("seed: null", "seed: null must be a whole number (seed of weights, data order and everything random)"),
-        ("seed: {a: 1}", "seed: a mapping must be a whole number (seed of weights, data order and everything random)"),
+        ("seed: true", "seed: true must be a whole number (random seed for weights, data order and sampling)"),
+        ("seed: '1'", "seed: '1' must be a whole number (random seed for weights, data order and sampling)"),
+        ("seed: null", "seed: null must be a whole number (random seed for weights, data order and sampling)"),
+        ("seed: {a: 1}", "seed: a mapping must be a whole number (random seed for weights, data order and sampling)"),
         ("recipe: pretrian", "recipe: pretrian must be one of pretrain, sft, rft; did you mean pretrain?"),
         (
             "criteria: {mfu: 1.5}",
             "criteria.mfu: 1.5 must be at most 1 (at least this MFU, common convention (6N + 12LHT))",
         ),
         ("save: {keep: 1}", "save.keep: 1 must be at least 2 (checkpoints kept; never fewer than two verified ones)"),
-        ("criteria: {hours: inf}", "criteria.hours: inf must be a finite number (finished within this many hours)"),
-        ("criteria: {hours: 1e999}", "criteria.hours: 1e999 must be a finite number (finished within this many hours)"),
+        ("criteria: {hours: inf}", "criteria.hours: inf must be a finite number (finish within this many hours)"),
+        ("criteria: {hours: 1e999}", "criteria.hours: 1e999 must be a finite number (finish within this many hours)"),
         (
             "plan: {tf32: maybe}",
             "plan.tf32: maybe must be true or false, or null (TF32 for the matmuls that stay in fp32)",
@@ -215,7 +215,7 @@ def test_overrides_and_environment_read_alike(write: Any, override: str, key: st
         ("profile: {steps: [1, x, 3]}", "profile.steps: [1, x, 3] must be a list of two whole numbers"),
         ("profile: {steps: &a [*a, *a]}", "profile.steps: […, …] must be a list of two whole numbers"),
         ("data: {split: null}", "data.split: null must be text (split of the Hugging Face dataset)"),
-        ("data: [text]", "data: [text] given for a whole section; give its keys: source, path, name"),
+        ("data: [text]", "data: [text] was given for a whole section; set its keys: source, path, name"),
         ("save.keep: 3", "save.keep: in a file, write keep under save:"),
         ("zzzzzz: 3", "zzzzzz: unknown key; known keys: model, data, train"),
         (
@@ -236,7 +236,7 @@ def test_mistakes_are_worded_for_people(write: Any, line: str, mistake: str) -> 
 @pytest.mark.parametrize(
     ("override", "mistake"),
     [
-        ("train=5", "train: 5 given for a whole section; give its keys: batch_tokens, steps"),
+        ("train=5", "train: 5 was given for a whole section; set its keys: batch_tokens, steps"),
         ("log.name='a", "log.name: 'a is not a complete value; check its quotes and brackets"),
         ("profile.steps=[1,", "profile.steps: [1, is not a complete value; check its quotes and brackets"),
         ("train.lr=", "train.lr: null must be a number (peak learning rate)"),

@@ -42,23 +42,23 @@ def test_the_small_configuration_is_valid() -> None:
     [
         (
             {"train.steps": None},
-            "train.steps: the run has no length; give one of train.steps, train.epochs or train.tokens",
+            "train.steps: the run has no length; set one of train.steps, train.epochs or train.tokens",
         ),
         ({"train.tokens": 1e9}, "train.steps: the run has 2 lengths (train.steps, train.tokens); keep one"),
         (
             {"model.heads": None},
-            "model.heads: missing; give model.name, or all of model.layers, model.hidden and model.heads",
+            "model.heads: missing; set model.name, or all of model.layers, model.hidden and model.heads",
         ),
         (
             {"model.hidden": 66},
-            "model.hidden: 66 is not a multiple of model.heads (4); take 64 or 68, or give model.head_dim",
+            "model.hidden: 66 is not a multiple of model.heads (4); use 64 or 68, or set model.head_dim",
         ),
-        ({"model.hidden": 60}, "model.hidden: heads of width 15; rotary positions need an even width"),
-        ({"model.head_dim": 15}, "model.head_dim: heads of width 15; rotary positions need an even width"),
+        ({"model.hidden": 60}, "model.hidden: heads have width 15; rotary positions need an even width"),
+        ({"model.head_dim": 15}, "model.head_dim: heads have width 15; rotary positions need an even width"),
         ({"model.kv_heads": 3}, "model.kv_heads: 3 must divide model.heads (4)"),
         (
             {"model.revision": "main"},
-            "model.revision: main without model.name, whose files it is about; give model.name",
+            "model.revision: main works only with model.name; set model.name",
         ),
         (
             {"model.trust_remote_code": True},
@@ -67,22 +67,22 @@ def test_the_small_configuration_is_valid() -> None:
         ),
         (
             {"train.batch_tokens": 1000},
-            "train.batch_tokens: 1000 is not a multiple of data.sequence_length (128); take 896 or 1024",
+            "train.batch_tokens: 1000 is not a multiple of data.sequence_length (128); use 896 or 1024",
         ),
         (
             {"train.batch_tokens": 100},
-            "train.batch_tokens: 100 is not a multiple of data.sequence_length (128); take 128",
+            "train.batch_tokens: 100 is not a multiple of data.sequence_length (128); use 128",
         ),
         ({"model.positions": 64}, "data.sequence_length: 128 must be at most model.positions (64)"),
-        ({"data.source": "jsonl"}, "data.path: missing; data.source jsonl needs the file, folder or glob to read"),
+        ({"data.source": "jsonl"}, "data.path: missing; data.source jsonl needs a file, folder or glob to read"),
         ({"data.source": "hf"}, "data.name: missing; data.source hf needs the dataset's name"),
         ({"train.warmup_steps": 10}, "train.warmup_steps: 10 must be less than train.steps (10)"),
         (
             {"profile.steps": [12, 10]},
-            "profile.steps: [12, 10] must be the first and the last step, in this order, from 0 up",
+            "profile.steps: [12, 10] must be the first and the last step, in this order, counted from 0",
         ),
-        ({"eval.patience": 2}, "eval.patience: needs evaluations during the run; give eval.every"),
-        ({"target.val_loss": 3.0}, "target.val_loss: needs evaluations during the run; give eval.every"),
+        ({"eval.patience": 2}, "eval.patience: needs evaluations during the run; set eval.every"),
+        ({"target.val_loss": 3.0}, "target.val_loss: needs evaluations during the run; set eval.every"),
         (
             {"plan.micro_batch": 3, "plan.accumulation": 2},
             "plan.accumulation: plan.micro_batch 3 × plan.accumulation 2 must divide the 8 sequences of a step "
@@ -194,15 +194,18 @@ def test_every_setting_of_the_guide_is_shown_with_its_source(tmp_path: Path, at:
 @pytest.mark.parametrize(
     ("sections", "words"),
     [
-        ({"eval": {"tasks": ["perplexity:x.txt"], "criterion": "tasks"}}, "none of eval.tasks has answers to score"),
-        ({"eval": {"task_limit": 5}}, "eval.task_limit: 5 without tasks; give eval.tasks, such as [units]"),
+        ({"eval": {"tasks": ["perplexity:x.txt"], "criterion": "tasks"}}, "no task in eval.tasks has answers to score"),
+        ({"eval": {"task_limit": 5}}, "eval.task_limit: 5 works only with eval.tasks; set it, such as [units]"),
         ({"eval": {"tasks": ["units"], "criterion": "tasks"}, "save": {"best": True}}, "save.best: needs evaluations"),
-        ({"lora": {"dropout": 0.1}}, "lora.dropout: 0.1 without adapters; give lora.rank"),
+        ({"lora": {"dropout": 0.1}}, "lora.dropout: 0.1 works only with adapters; set lora.rank"),
         ({"data": {"source": "text", "path": "x"}}, "text has no rows; recipe sft takes jsonl, parquet or hf"),
         ({"data": {"source": "hf", "name": "x/y", "valid_path": "z"}}, "z is for files, not for data.source hf"),
-        ({"save": {"best": True}}, "save.best: needs evaluations during the run; give eval.every"),
-        ({"recipe": "pretrain", "lora": {"rank": 4}}, "lora.rank: 4 goes with recipe sft or rft"),
-        ({"recipe": "pretrain", "data": {"source": "jsonl", "path": "x", "as_chat": True}}, "goes with recipe sft"),
+        ({"save": {"best": True}}, "save.best: needs evaluations during the run; set eval.every"),
+        ({"recipe": "pretrain", "lora": {"rank": 4}}, "lora.rank: 4 works only with recipe sft or rft"),
+        (
+            {"recipe": "pretrain", "data": {"source": "jsonl", "path": "x", "as_chat": True}},
+            "works only with recipe sft",
+        ),
     ],
 )
 def test_settings_of_fine_tuning_go_together(sections: dict[str, object], words: str) -> None:
@@ -240,13 +243,13 @@ def test_sampling_presets_are_the_guides_and_adapters_are_trained_unless_refused
         ({"rft": {}}, "rft.task: missing; name a task"),
         ({"rft": {"task": "unitz:train"}}, "rft.task: task 'unitz' is unknown: did you mean units?"),
         ({"rft": {"task": "gsm8k:x"}}, "rft.valid: missing; gsm8k:x has no held-out split"),
-        ({"data": {"source": "jsonl", "path": "x"}}, "data.path: x goes with other recipes"),
-        ({"data": {"tokenizer": "bpe:300"}}, "bpe:300 beside model.name, which has its own"),
-        ({"model": {"layers": 2, "hidden": 64, "heads": 4}}, "random weights solve nothing: give model.name"),
-        ({"sample": {"temperature": 0}}, "at 0 all 30 samples of a question are the same"),
+        ({"data": {"source": "jsonl", "path": "x"}}, "data.path: x works only with other recipes"),
+        ({"data": {"tokenizer": "bpe:300"}}, "bpe:300 conflicts with model.name, which has its own tokenizer"),
+        ({"model": {"layers": 2, "hidden": 64, "heads": 4}}, "random weights solve nothing: set model.name"),
+        ({"sample": {"temperature": 0}}, "at 0 all 30 samples of a question are identical"),
         ({"sample": {"min_tokens": 200}}, "sample.min_tokens: 200 must be at most sample.max_tokens (120)"),
         ({"rft": {"keep": 31}}, "rft.keep: 31 must be at most rft.oversample (30)"),
-        ({"recipe": "pretrain", "rft": {"keep": 4}}, "rft.keep: 4 goes with recipe rft"),
+        ({"recipe": "pretrain", "rft": {"keep": 4}}, "rft.keep: 4 works only with recipe rft"),
     ],
 )
 def test_settings_of_sampling_go_together(sections: dict[str, object], words: str) -> None:

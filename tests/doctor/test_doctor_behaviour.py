@@ -95,7 +95,7 @@ def test_a_crash_is_the_scripts_own(tmp_path: Path) -> None:
     name = script(tmp_path, "train(4)\nraise ValueError('the data has no column text')\n")
     done = doctor("--run", str(tmp_path / "run"), "--", sys.executable, name)
     assert done.returncode == 4
-    assert b"failed by itself, with exit code 1" in done.stderr
+    assert b"the script itself failed, with exit code 1" in done.stderr
     assert b"ValueError: the data has no column text" in done.stderr.splitlines()[-1]
 
 
@@ -103,7 +103,7 @@ def test_a_command_that_never_trains_says_so(tmp_path: Path) -> None:
     done = doctor("--run", str(tmp_path / "run"), "--", sys.executable, "-c", "print('hello')")
     assert done.returncode == 4
     assert done.stdout.startswith(b"hello\n")
-    assert b"no optimizer step was seen" in done.stderr
+    assert b"no optimizer step was observed" in done.stderr
 
 
 def test_stopping_is_clean_and_json_on_stdout_alone_there(tmp_path: Path) -> None:
@@ -163,7 +163,7 @@ def test_secrets_reach_no_record_and_no_output(tmp_path: Path) -> None:
     for path in files:
         assert not [s for s in sentinels if s in path.read_text(errors="replace")], path
     # The script prints its own traceback itself; what the doctor adds to it is masked.
-    added = done.stderr.decode().split("failed by itself", 1)[1]
+    added = done.stderr.decode().split("the script itself failed", 1)[1]
     assert not [s for s in sentinels if s in added + done.stdout.decode()]
     assert "RuntimeError: login with ***" in added
 
@@ -173,7 +173,7 @@ def test_secrets_reach_no_record_and_no_output(tmp_path: Path) -> None:
     [
         (("--then", "pause", "--", "python"), "neither stop nor continue"),
         (("--steps", "2", "--", "python"), "too few"),
-        ((), "needs something to look at"),
+        ((), "needs something to diagnose"),
         (("--", "no-such-program"), "cannot be run"),
     ],
 )

@@ -120,7 +120,7 @@ def test_the_whole_watch_has_a_limit_and_the_script_is_ended_at_it(place: Path) 
     doctor = started(place, waits, options=("--seconds", "1"))
     _, err = doctor.communicate(timeout=HANG_S)
     assert doctor.returncode == 4
-    assert "no optimizer step was seen in 1 s" in err
+    assert "no optimizer step was observed in 1 s" in err
     assert not any(alive(int(path.read_text())) for path in place.glob("script.pid"))
 
 

@@ -77,7 +77,7 @@ def test_a_table_with_an_endless_cell_is_told(tmp_path: Path) -> None:
 def test_a_size_that_is_none_is_told(tmp_path: Path, size: str) -> None:
     path = tmp_path / "train.log"
     path.write_text(GOOD)
-    with pytest.raises(UsageError, match="is no size") as raised:
+    with pytest.raises(UsageError, match="is not a size") as raised:
         logs.diagnose(path, params=size) if size else logs._size(size)
     assert len(str(raised.value)) < 200
 

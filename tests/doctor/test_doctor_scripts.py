@@ -94,7 +94,7 @@ def is_first(found: dict[str, Any], script: str) -> None:
     assert first["fix"], "a finding without a change to make"
     assert first["status"] == "estimated"
     assert set(causes) <= set(CAUSES)
-    assert ("seen on rank 1, which the other ranks wait for" in " ".join(first["evidence"])) == ("slow_rank" in script)
+    assert ("rank 1 is the straggler" in " ".join(first["evidence"])) == ("slow_rank" in script)
 
 
 @pytest.mark.parametrize("script", PLANTED)

@@ -130,7 +130,7 @@ def test_what_the_engine_was_built_with_stays() -> None:
         )
     )
     assert adapted.decisions.graphs
-    assert not adapted.but(micro_batch=64).decisions.graphs
+    assert not adapted.with_pins(micro_batch=64).decisions.graphs
     assert search.candidates(adapted) == [32, 16, 8], "twice the size would only hide the host, and could not be kept"
     found = search.fitted(adapted, [trial(32, 100.0), trial(64, 101.0)], size=64, source="measured here")
     assert found.decisions.graphs
@@ -147,7 +147,7 @@ def test_what_was_found_is_remembered_for_this_very_case(tmp_path: Path) -> None
     # Pinning the size does not matter to the key; another batch does, and so does another decision.
     assert search.key_of(plan(micro_batch=2)) == key
     assert search.key_of(plan(sequences=16)) != key
-    assert search.key_of(plan().but(fused_optimizer=False)) != key
+    assert search.key_of(plan().with_pins(fused_optimizer=False)) != key
 
 
 def written(**changes: object) -> str:

@@ -12,7 +12,7 @@ import pytest
 from tests.insight import hostile, made
 from tests.insight.browser import Browser
 
-from flatout.insight.machine import looking
+from flatout.insight.machine import sampling_machine
 from flatout.insight.report import render
 from flatout.insight.web import Server, Site
 from flatout.record import Diagnosis, Finding, Run
@@ -194,8 +194,8 @@ def test_the_policy_stops_what_would_get_past_the_escaping(browser: Browser, pag
 @pytest.fixture
 def live(tmp_path: Path) -> Iterator[tuple[Server, Run]]:
     run = made.make(tmp_path / "live", steps=40, ended=False)
-    with looking(disk=run.path, interval_s=0.25) as eyes:
-        server = Server(Site([run], eyes))
+    with sampling_machine(disk=run.path, interval_s=0.25) as sampler:
+        server = Server(Site([run], sampler))
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
         yield server, run
@@ -239,8 +239,8 @@ def test_nothing_lies_over_anything_on_the_live_page(
 
 def test_a_page_whose_watcher_is_gone_says_so(browser: Browser, tmp_path: Path):
     run = made.make(tmp_path / "gone", steps=10, ended=False)
-    with looking(disk=run.path, interval_s=0.25) as eyes:
-        server = Server(Site([run], eyes))
+    with sampling_machine(disk=run.path, interval_s=0.25) as sampler:
+        server = Server(Site([run], sampler))
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
         browser.open(server.url)

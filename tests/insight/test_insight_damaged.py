@@ -19,7 +19,7 @@ import pytest
 from tests.insight import made
 from tests.insight.conftest import Flatout
 
-from flatout.insight.machine import Looking
+from flatout.insight.machine import MachineSampler
 from flatout.record import Diagnosis, Finding, Run
 
 TASK = {
@@ -56,7 +56,7 @@ def older(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def damaged(older: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(Looking, "look_twice", Looking.look)  # nothing here is about the machine
+    monkeypatch.setattr(MachineSampler, "second", MachineSampler.latest)  # nothing here is about the machine
     return Path(shutil.copytree(older, tmp_path / "run"))
 
 
@@ -185,12 +185,12 @@ def test_losses_that_are_no_numbers_are_reported(flatout: Flatout, tmp_path: Pat
 def test_the_live_page_says_which_file_is_damaged(damaged: Path) -> None:
     from threading import Thread
 
-    from flatout.insight.machine import looking
+    from flatout.insight.machine import sampling_machine
     from flatout.insight.web import Server, Site
 
     put(damaged / "steps.jsonl", "seconds", value="fast")
-    with looking(disk=damaged, interval_s=1.0) as eyes:
-        server = Server(Site([Run.open(damaged)], eyes))
+    with sampling_machine(disk=damaged, interval_s=1.0) as sampler:
+        server = Server(Site([Run.open(damaged)], sampler))
         Thread(target=server.serve_forever, daemon=True).start()
         try:
             with pytest.raises(HTTPError) as caught:
@@ -281,5 +281,5 @@ def test_a_read_only_run_is_read_and_what_must_be_written_says_so(
     doctor = on_read_only("doctor", "run")
     assert doctor.returncode == 0, doctor.stderr
     assert "Doctor" in doctor.stdout
-    assert "not kept in the run" in doctor.stderr
+    assert "not saved in the run" in doctor.stderr
     assert not any((tmp_path / "run").glob("*.rollup.jsonl"))

@@ -91,7 +91,7 @@ def first(found: Observed) -> Finding:
 def test_a_healthy_gpu_job_has_no_finding_and_a_limit() -> None:
     found = diagnose(seen())
     assert found.findings == ()
-    assert found.verdict.startswith("nothing is wrong, ")
+    assert found.verdict.startswith("no problem found, ")
     assert found.limit["tokens_per_s"] == pytest.approx(163_840)
     assert found.limit["ceiling_tokens_per_s"] == pytest.approx(989e12 / (6 * 124e6))
 
@@ -215,7 +215,7 @@ def test_uneven_tokens_are_named_with_their_rank() -> None:
     found = first(among(ranks))
     assert found.cause == "data-starvation"
     assert found.gain == pytest.approx(0.25 * 0.99 * 0.99, abs=0.01)
-    assert "rank 1 has most in 10 of 10 steps" in found.evidence[0]
+    assert "rank 1 has the most in 10 of 10 steps" in found.evidence[0]
     assert diagnose(among(ranks)).limit["tokens_per_s"] == pytest.approx((8192 + 16384) / 0.1)
 
 

@@ -97,7 +97,7 @@ def test_a_claim_above_the_speed_of_light_is_called_out(tmp_path: Path) -> None:
     found = logs.diagnose(path, on="H100", params="124M")
     assert "that number is wrong" in found.verdict
     path.write_text("\n".join(f"step={i} loss=3.0 tok/s=500,000" for i in range(9)))
-    assert "wrong;" not in logs.diagnose(path, on="H100", params="124M").verdict.replace("nothing wrong;", "")
+    assert "wrong;" not in logs.diagnose(path, on="H100", params="124M").verdict
 
 
 def test_a_log_shows_a_loss_that_ends_in_nan_and_what_takes_the_time(tmp_path: Path) -> None:
@@ -115,7 +115,7 @@ def test_a_log_shows_a_loss_that_ends_in_nan_and_what_takes_the_time(tmp_path: P
 def test_what_is_no_log_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "train.log"
     path.write_text("hello\nworld\n")
-    with pytest.raises(UsageError, match="no training log that is known"):
+    with pytest.raises(UsageError, match="is not a known training log"):
         logs.diagnose(path)
     with pytest.raises(UsageError, match="cannot be read"):
         logs.diagnose(tmp_path / "missing.log")

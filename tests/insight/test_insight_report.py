@@ -170,7 +170,7 @@ def test_utilisation_is_drawn_at_the_step_that_was_under_way(h200: Run):
 def test_unknown_is_said_as_such(bare: Run):
     found = Page(render([bare]))
     harmless(found)
-    assert "the peak of this device, or the operations of this model, are not known" in found.text
+    assert "the peak of this device or the FLOPs of this model are unknown" in found.text
     tiles = re.findall(r'<div class="tile"><dt>(.*?)</dt><dd>(.*?)</dd></div>', render([bare]))
     assert dict(tiles)["tokens/s"] == dict(tiles)["MFU, as done"] == "n/a"
 

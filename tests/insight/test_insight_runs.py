@@ -144,9 +144,9 @@ def test_a_target_within_reach_or_reached_is_none(tmp_path: Path) -> None:
 
 def test_a_watched_script_keeps_what_was_said(tmp_path: Path) -> None:
     run = Run.create(tmp_path, config_text="a: 1\n", config={}, plan={"foreign": True}, hardware={}, environment={})
-    with pytest.raises(UsageError, match="watch it again"):
+    with pytest.raises(UsageError, match="run the doctor on the script again"):
         runs.diagnose(run)
-    said = Diagnosis(verdict="nothing is wrong, 50.0% of the limit", limit={"share": 0.5}, findings=())
+    said = Diagnosis(verdict="no problem found, 50.0% of the limit", limit={"share": 0.5}, findings=())
     run.write_diagnosis(said)
     assert runs.diagnose(run) == said
 
@@ -162,5 +162,5 @@ def test_only_a_script_can_be_proved_and_a_folder_comes_last(flatout: Flatout, t
     made(tmp_path / "run", spans=HEALTHY)
     code, _, err = flatout("doctor", *arguments.split())
     assert code == 2
-    why = "--prove runs a script again" if "--prove" in arguments else "options go before the run folder"
+    why = "--prove runs a script again" if "--prove" in arguments else "put options before the run folder"
     assert why in " ".join(err.split())

@@ -107,7 +107,7 @@ def test_no_secret_of_a_watched_command_is_in_its_run(tmp_path: Path):
     done = warm.flatout("doctor", "--run", run, "--json", found, "--", *arguments, cwd=tmp_path)
     assert done.returncode == 4
     clean(done.stdout)
-    clean(done.stderr.split("failed by itself", 1)[1])
+    clean(done.stderr.split("the script itself failed", 1)[1])
     for path in [*run.rglob("*"), found]:
         if path.is_file():
             clean(path.read_text(errors="replace"))

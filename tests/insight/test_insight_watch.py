@@ -48,7 +48,7 @@ def test_eighty_columns_are_enough(h200: Run):
 def test_a_gpu_is_one_line_in_eighty_columns(h200: Run):
     rows = [row for row in shown(h200).splitlines() if row.startswith(("GPU ", "0 "))]
     assert rows[0].split() == (
-        ["GPU", "memory", "GiB", "busy", "SM", "tensor", "DRAM", "W", "temp", "MHz", "held", "back"]
+        ["GPU", "memory", "GiB", "busy", "SM", "tensor", "DRAM", "W", "temp", "MHz", "throttled"]
     )
     assert rows[1].split()[:3] == ["0", "29/140", "21%"]
     assert rows[1].split()[-4:] == ["58", "1860", "power", "cap"]
@@ -78,7 +78,9 @@ def test_a_run_elsewhere_shows_its_own_machine(bare: Run):
 def test_findings_come_with_what_to_do(tmp_path: Path):
     run = made.make(tmp_path / "run", steps=20)
     run.note(MemoryRanOut(step=3, micro_batch=4, now=2))
-    assert "! Memory ran out once and the micro-batch was halved. -> plan.micro_batch=2" in shown(run, width=200)
+    assert "! The run was out of memory once, and the micro-batch was halved. -> plan.micro_batch=2" in shown(
+        run, width=200
+    )
 
 
 def test_names_cannot_write_on_the_terminal(tmp_path: Path):
@@ -198,5 +200,5 @@ def test_a_folder_that_goes_away_is_named(bare: Run):
     reader = watch.Reader(bare)
     reader.read()
     shutil.rmtree(bare.path)
-    with pytest.raises(UsageError, match="is no longer there"):
+    with pytest.raises(UsageError, match="is no longer a run folder"):
         reader.read()

@@ -19,15 +19,15 @@ import pytest
 from tests.waiting import HANG_S
 
 from flatout.errors import EnvironmentLacks
-from flatout.insight.machine import looking
+from flatout.insight.machine import sampling_machine
 from flatout.insight.web import ADDRESS, Server, Site
 from flatout.record import Run
 
 
 @pytest.fixture
 def server(h200: Run) -> Iterator[Server]:
-    with looking(disk=h200.path, interval_s=0.25) as eyes:
-        found = Server(Site([h200], eyes))
+    with sampling_machine(disk=h200.path, interval_s=0.25) as sampler:
+        found = Server(Site([h200], sampler))
         thread = threading.Thread(target=found.serve_forever)
         thread.start()
         yield found
@@ -63,8 +63,8 @@ def test_without_the_token_there_is_nothing(server: Server, path: str, query: st
 
 
 def test_a_token_is_long_and_never_the_same(server: Server, h200: Run):
-    with looking(disk=h200.path, interval_s=1) as eyes:
-        other = Server(Site([h200], eyes))
+    with sampling_machine(disk=h200.path, interval_s=1) as sampler:
+        other = Server(Site([h200], sampler))
         other.server_close()
     assert other.token != server.token
     assert len(server.token) >= 32
@@ -146,8 +146,11 @@ def test_it_listens_on_this_machine_only(server: Server):
 
 
 def test_a_port_in_use_says_what_to_do(server: Server, h200: Run):
-    with looking(disk=h200.path, interval_s=1) as eyes, pytest.raises(EnvironmentLacks, match="Choose another"):
-        Server(Site([h200], eyes), port=server.port)
+    with (
+        sampling_machine(disk=h200.path, interval_s=1) as sampler,
+        pytest.raises(EnvironmentLacks, match="Choose another"),
+    ):
+        Server(Site([h200], sampler), port=server.port)
 
 
 def test_nothing_is_written_to_the_log(server: Server, capfd: pytest.CaptureFixture[str]):
@@ -187,7 +190,7 @@ def test_the_command_says_its_address_serves_it_and_leaves_cleanly(h200: Run):
 
 
 def test_without_a_run_the_page_is_the_machine(tmp_path: Path):
-    with looking(disk=tmp_path, interval_s=0.25) as eyes:
-        text = Site([], eyes).document()
+    with sampling_machine(disk=tmp_path, interval_s=0.25) as sampler:
+        text = Site([], sampler).document()
     assert text.count("<h1") == 1
     assert "This machine, now" in text

@@ -389,5 +389,5 @@ def test_the_nearest_shape_reads_the_names_of_others(tmp_path: Path) -> None:
     shape = ModelShape.of_config(build("gpt2").config.to_dict())
     assert (shape.layers, shape.hidden, shape.heads, shape.head_dim) == (2, 32, 2, 16)
     assert (shape.intermediate, shape.vocab, shape.positions) == (128, 96, 64)
-    with pytest.raises(UsageError, match=r"names no layers, no width, no heads that could be planned with"):
+    with pytest.raises(UsageError, match=r"has no layers, no width, no heads, which the plan needs"):
         ModelShape.of_config({"model_type": "own", "vocab_size": 96})

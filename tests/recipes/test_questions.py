@@ -97,8 +97,8 @@ def test_asking_changes_nothing_of_the_training(
     [
         ("eval.tasks=[unit]", "did you mean units?"),
         ("eval.tasks=gsm8k", "task gsm8k needs a JSON-lines file"),
-        ("eval.tasks_every=5", "without tasks; give eval.tasks"),
-        ("eval.criterion=tasks", "without tasks; give eval.tasks"),
+        ("eval.tasks_every=5", "works only with eval.tasks"),
+        ("eval.criterion=tasks", "works only with eval.tasks"),
     ],
 )
 def test_mistakes_are_told_before_anything_is_loaded(sft: Path, tmp_path: Path, override: str, says: str) -> None:

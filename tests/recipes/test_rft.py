@@ -383,5 +383,5 @@ def test_only_recipe_rft_samples(tmp_path: Path) -> None:
     file = write(tmp_path / "p.yaml", {"model": {"layers": 1, "hidden": 8, "heads": 2}, "train": {"steps": 1}})
     done = flatout("sample", file, cwd=tmp_path)
     assert done.returncode == 2
-    assert "is of recipe pretrain, which samples nothing" in done.stderr
+    assert "has recipe pretrain, which samples nothing" in done.stderr
     assert "Traceback" not in done.stderr

@@ -107,7 +107,7 @@ def test_adapters_on_four_bits_learn(flatout: Call, sft: Path, tmp_path: Path) -
         ("data.source=embedded", "recipe sft takes jsonl, parquet or hf"),
         ("data.tokenizer=byte2", "data.tokenizer"),
         ("model=/nowhere", "error: model: the folder '/nowhere' does not exist"),
-        ("recipe=pretrain", "goes with recipe sft"),
+        ("recipe=pretrain", "works only with recipe sft"),
     ],
 )
 def test_bad_input_is_told_with_exit_code_2(

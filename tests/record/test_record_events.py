@@ -96,7 +96,7 @@ def test_secrets_in_an_event_are_masked_for_the_file_and_for_sinks(run: Run) -> 
 
     with run.recorder(sinks=[Ear()]) as recorder:
         recorder.event(SaveFailed(step=1, error="s3://me:hunter-secret@bucket is full"))
-    assert [event.sentence() for event in told[1:]] == ["NOT saved, training goes on: s3://***@bucket is full"]
+    assert [event.sentence() for event in told[1:]] == ["NOT saved, training continues: s3://***@bucket is full"]
     assert b"hunter" not in run.file("events", 0).read_bytes()
 
 
@@ -108,7 +108,7 @@ def test_a_kind_with_its_fields_makes_the_same_event(run: Run) -> None:
     _, searched, other = run.events()
     assert isinstance(searched, MicroBatchSearched)
     assert searched.trials == (Trial(micro_batch=2, tokens_per_s=10.5, first_s=0.5),)
-    assert searched.sentence() == "micro-batches tried in 2.0 s, 0.5 of them first passes: 2 10 tokens/s"
+    assert searched.sentence() == "micro-batch search took 2.0 s, 0.5 s of it in first passes: 2 10 tokens/s"
     assert (other.kind, other.step, other.data) == ("no-such-kind", 2, {"why": "x"})
 
 

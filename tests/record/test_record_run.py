@@ -394,5 +394,5 @@ def test_training_time_is_what_evaluating_and_saving_leave(make_step):
 )
 def test_findings_of_another_version_are_named(run: Run, text: str):
     (run.path / "findings.json").write_text(text)
-    with pytest.raises(UsageError, match=r"findings\.json is not what flatout writes there: .*Ask the doctor again"):
+    with pytest.raises(UsageError, match=r"findings\.json is not what flatout writes there: .*Run the doctor again"):
         _ = run.diagnosis

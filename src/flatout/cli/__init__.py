@@ -1,6 +1,6 @@
-"""The `flatout` command: one module per verb. Each imports what it needs when it is called, so that all start at once.
+"""The `flatout` command: one module per verb. Each imports its dependencies when called, so that all start fast.
 
-`shared` has the options and the output that several verbs use.
+`shared` has the options and the output functions that several verbs use.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ app.add_typer(config.app, name="config")
 
 
 def main() -> None:
-    """Runs the command; every error meant for the user becomes one message and an exit code."""
+    """Runs the command. Every FlatoutError becomes one message and an exit code."""
     try:
         app()
     except FlatoutError as error:
@@ -83,7 +83,7 @@ def main() -> None:
         shared.fail(str(error), exit_code=error.exit_code)
     except (PermissionError, IsADirectoryError, NotADirectoryError) as error:
         shared.fail(f"{error.filename}: {error.strerror}", exit_code=EnvironmentLacks.exit_code)
-    except Exception:  # a mistake of ours
+    except Exception:  # a bug in flatout
         from flatout.record import redact
 
         sys.stderr.write(redact(traceback.format_exc()))

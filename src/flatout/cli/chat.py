@@ -1,7 +1,7 @@
-"""`flatout chat`: questions in, answers streamed as they are written.
+"""`flatout chat`: reads questions and streams the answers as they are generated.
 
-In a terminal or a pipe alike: one question a line, `/reset` starts again, `/quit` or the end of the input ends. What a
-model writes is shown without the control characters that could command a terminal.
+It works in a terminal and in a pipe: one question per line, `/reset` starts again, `/quit` or the end of the input ends
+it. Control characters that could affect the terminal are removed from the answers.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ HELP = "/reset starts again, /quit ends; Ctrl-C stops an answer, Ctrl-D ends"
 
 def chat(
     model: ModelName,
-    system: Annotated[str | None, typer.Option(help="what the model is told first")] = None,
-    temperature: Annotated[float, typer.Option(help="0 takes the likeliest token")] = 0.7,
+    system: Annotated[str | None, typer.Option(help="system message")] = None,
+    temperature: Annotated[float, typer.Option(help="0 always takes the most likely token")] = 0.7,
     top_p: TopP = 0.95,
     max_tokens: MaxTokens = 512,
     seed: Seed = 0,
@@ -34,7 +34,7 @@ def chat(
     backend: BackendName = "auto",
     trust: Trust = None,
 ) -> None:
-    """Talk to a model: in the terminal, or one question a line from a pipe."""
+    """Chat with a model in the terminal, or read one question per line from a pipe."""
     require_torch()
     from flatout.engine.opening import open_model
     from flatout.sample import Sampling, backend_of, sampler_of
@@ -53,12 +53,12 @@ def chat(
 
 
 class Conversation:
-    """A conversation with a model, or with one that has no chat template, one text continued after another."""
+    """A conversation with a model. Without a chat template, each line is continued as plain text."""
 
     def __init__(self, sampler: Sampler, tokenizer: Tokenizer, *, sampling: Sampling, system: str | None) -> None:
         self.sampler, self.tokenizer, self.sampling, self.system = sampler, tokenizer, sampling, system
         self.messages: list[Message] = []
-        self.forgotten = 0  # turns dropped because the window was full
+        self.forgotten = 0  # turns dropped because the context window was full
         self.reset()
 
     def reset(self) -> None:
@@ -66,7 +66,7 @@ class Conversation:
         self.forgotten = 0
 
     def ask(self, question: str) -> Iterator[str]:
-        """The answer, piece by piece; what was said so far is remembered, also when it is stopped halfway."""
+        """Yields the answer piece by piece. An answer that is stopped halfway stays in the conversation."""
         from flatout.sample import pieces
 
         prompt = self._prompt(question)
@@ -78,7 +78,7 @@ class Conversation:
         finally:
             if self.tokenizer.has_template:
                 self.messages.append({"role": "assistant", "content": "".join(said)})
-            # Another draw for the same question, and the same conversation for the same seed.
+            # A repeated question gets another sample, and the same seed gives the same conversation.
             self.sampling = replace(self.sampling, seed=self.sampling.seed + 1)
 
     def _tokens(self, prompt: list[int]) -> Iterator[int]:
@@ -98,22 +98,22 @@ class Conversation:
                 return ids
             if len(self.messages) - first < 3:
                 self.messages.pop()
-                raise TooLong(f"{len(ids)} tokens are too many for a window of {self.sampler.window}: ask it shorter")
+                raise TooLong(f"{len(ids)} tokens do not fit the window of {self.sampler.window}: shorten the question")
             del self.messages[first : first + 2]
             self.forgotten += 1
 
     def _longest_prompt(self) -> int:
-        """Tokens that leave place for an answer, if only a short one."""
+        """The longest prompt that leaves space for at least a short answer."""
         return self.sampler.window - min(self.sampling.max_tokens, self.sampler.window // 2)
 
 
 class TooLong(Exception):
-    """A question that no window holds; the conversation goes on."""
+    """The question does not fit the context window; the conversation continues."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Lines:
-    """Where questions come from and where words go: a terminal, a pipe, a test."""
+    """Input and output of a conversation: a terminal, a pipe or a test."""
 
     ask: Callable[[], str]  # raises EOFError at the end
     say: Callable[[str], None]
@@ -128,7 +128,7 @@ class Lines:
                 try:
                     return input("> ")
                 except EOFError:
-                    note("")  # the shell's prompt begins on a line of its own
+                    note("")  # so that the shell's prompt starts on a new line
                     raise
             if line := sys.stdin.readline():
                 return line.rstrip("\n")
@@ -147,7 +147,7 @@ class Lines:
 
 def run(conversation: Conversation, lines: Lines) -> None:
     if not conversation.tokenizer.has_template:
-        without = " --system has no place in that." if conversation.system else ""
+        without = " --system is ignored." if conversation.system else ""
         lines.note(f"This tokenizer has no chat template: each line is continued as plain text.{without}")
     lines.note(HELP)
     while True:
@@ -187,4 +187,4 @@ def _answer(conversation: Conversation, question: str, lines: Lines) -> None:
     finally:
         answer.close()  # type: ignore[attr-defined]
     if conversation.forgotten > forgotten:
-        lines.note(f"the window is full: the first {conversation.forgotten} turns are forgotten")
+        lines.note(f"the context window is full: the first {conversation.forgotten} turns were dropped")

@@ -1,4 +1,4 @@
-"""`flatout config`: a configuration shown, checked, and its JSON Schema."""
+"""`flatout config`: shows and checks a configuration, and prints its JSON Schema."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import typer
 
 from flatout.cli.shared import AsJson, Config, Overrides, escaped, out, print_json, print_plain
 
-app = typer.Typer(help="Look at a configuration.", no_args_is_help=True)
+app = typer.Typer(help="Show and check a configuration.", no_args_is_help=True)
 
 
 @app.command()
@@ -17,36 +17,36 @@ def schema() -> None:
     """Print the JSON Schema of a configuration."""
     from flatout.config import schema as json_schema
 
-    sys.stdout.write(json.dumps(json_schema(), indent=2) + "\n")  # not masked: the name of a secret is no secret
+    sys.stdout.write(json.dumps(json_schema(), indent=2) + "\n")  # not masked: the name of a secret is not a secret
 
 
 @app.command()
 def show(config: Config, overrides: Overrides = None, as_json: AsJson = False) -> None:
-    """Print every setting, its value, and where it came from."""
+    """Print every setting with its value and source."""
     from flatout.config import load
     from flatout.config import show as rows_of
     from flatout.record import redacted
     from flatout.terminal import table
 
     rows = rows_of(load(config, overrides=overrides or []))
-    values = redacted({row.key: row.value for row in rows})  # also by the name of the setting
+    values = redacted({row.key: row.value for row in rows})  # masked by the name of the setting too
     if as_json:
         print_json({row.key: {"value": values[row.key], "source": row.source} for row in rows})
         return
-    drawn = table("", "setting", "value", "from", "what it is")
+    drawn = table("", "setting", "value", "from", "description")
     for row in rows:
         style = "" if row.source == "default" else "bold"
         shown, source = "" if row.value is None else str(values[row.key]), str(row.source)
         if row.value is None and row.key.startswith("plan."):
-            shown, source = "auto", "plan"  # decided there, by the machine; `flatout plan` says what and why
+            shown, source = "auto", "plan"  # `flatout plan` prints the planned value and the reason
         drawn.add_row(row.key, f"[{style}]{escaped(shown)}[/]" if style else escaped(shown), source, escaped(row.help))
     out.print(drawn)
 
 
 @app.command()
 def validate(config: Config, overrides: Overrides = None) -> None:
-    """Check a configuration; all mistakes come in one message."""
+    """Check a configuration and print all mistakes in one message."""
     from flatout.config import load
 
     load(config, overrides=overrides or [])
-    print_plain(f"{config}: good")
+    print_plain(f"{config}: valid")

@@ -1,4 +1,4 @@
-"""`flatout data prepare`: documents to verified shards."""
+"""`flatout data prepare`: tokenizes documents into verified shards."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ def prepare(
     to: Annotated[Path, typer.Option(help="folder to write the shards to")],
     tokenizer: Annotated[str, typer.Option(help="byte, bpe:SIZE, a folder, a tokenizer.json or a hub name")] = "byte",
     field: Annotated[str, typer.Option(help="field that holds the text, in jsonl and parquet")] = "text",
-    separator: Annotated[str, typer.Option(help="what stands between documents, in text")] = "<|endoftext|>",
+    separator: Annotated[str, typer.Option(help="separator between documents, in text files")] = "<|endoftext|>",
     valid_share: Annotated[float, typer.Option(help="share of the documents held out")] = 0.01,
-    valid_path: Annotated[str | None, typer.Option(help="validation files of their own, of the same kind")] = None,
+    valid_path: Annotated[str | None, typer.Option(help="separate validation files of the same kind")] = None,
     on_bad_row: Annotated[str, typer.Option(help="a row that cannot be read: skip and count it, or stop")] = "skip",
     max_bad_share: Annotated[float, typer.Option(help="stop when more than this share of rows is bad")] = 0.01,
     seed: Annotated[int, typer.Option(help="seed of the split")] = 0,

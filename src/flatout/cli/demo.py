@@ -1,4 +1,4 @@
-"""`flatout demo`: the story itself is in `flatout.demo`."""
+"""`flatout demo`: the command; the demo itself is in `flatout.demo`."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from flatout.errors import INTERRUPTED_EXIT, RunFailed
 
 def demo(
     run: Annotated[Path | None, typer.Option(help="run folder (default: runs/demo-TIME)")] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="without the proofs of the fixes")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="do not measure the fixes")] = False,
 ) -> None:
-    """A slow script, why it is slow, the fixes measured, and the same job by flatout: here and now, in minutes."""
+    """Diagnose a slow script, measure the fixes, and train the same model with flatout, in minutes on this machine."""
     require_torch()
     from flatout import demo as story
 
@@ -27,4 +27,4 @@ def demo(
         raise typer.Exit(INTERRUPTED_EXIT) from None
     exit_if_stopped(outcome, folder)
     if not outcome.val_losses[-1] < outcome.val_losses[0]:
-        raise RunFailed("the demo did not learn: its validation loss did not fall")
+        raise RunFailed("the demo failed: its validation loss did not fall")

@@ -1,4 +1,4 @@
-"""`flatout doctor`: why a training is slow."""
+"""`flatout doctor`: finds out why training is slow."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from flatout.errors import INTERRUPTED_EXIT
 
 
 def doctor(
-    what: Annotated[list[str] | None, typer.Argument(help="a run folder, or -- and the command of any script")] = None,
+    what: Annotated[list[str] | None, typer.Argument(help="a run folder, or -- and the command of a script")] = None,
     steps: Annotated[int, typer.Option(help="optimizer steps to watch, warm-up included")] = 20,
     seconds: Annotated[
-        float, typer.Option(help="end the watch this long after the script's start, whatever it has done by then")
+        float, typer.Option(help="stop watching this many seconds after the script starts, however far it got")
     ] = 600.0,
     window: Annotated[
-        float, typer.Option(help="time steps for at most this long after warm-up; replays take up to a third more")
+        float, typer.Option(help="time steps for at most this many seconds after warm-up; replays add up to a third")
     ] = 60.0,
-    then: Annotated[str, typer.Option(help="stop: end the script after that; continue: let it run on")] = "stop",
+    then: Annotated[str, typer.Option(help="afterwards: stop the script, or let it continue")] = "stop",
     run: Annotated[Path | None, typer.Option(help="run folder to write (default: runs/doctor-TIME)")] = None,
     json_to: Annotated[str | None, typer.Option("--json", help="file for the diagnosis, or - for stdout")] = None,
-    proving: Annotated[bool, typer.Option("--prove", help="measure each fix that is a switch, on the script")] = False,
+    proving: Annotated[bool, typer.Option("--prove", help="measure each fix that is a switch on the script")] = False,
     repeats: Annotated[int, typer.Option(help="with --prove: how often each is measured", min=1)] = 3,
-    log: Annotated[Path | None, typer.Option(help="diagnose the log of a training elsewhere")] = None,
+    log: Annotated[Path | None, typer.Option(help="diagnose the training log of another tool")] = None,
     on: Annotated[str | None, typer.Option("--on", help="with --log: the machine it ran on, such as H100x8")] = None,
     params: Annotated[str | None, typer.Option(help="with --log: size of the model, such as 124M")] = None,
 ) -> None:
-    """Say why training is slow: of any PyTorch script, unchanged; of a run folder; of a log."""
+    """Find out why training is slow: an unchanged PyTorch script, a run folder, or a log."""
     from flatout.insight import doctor as verb
 
     try:

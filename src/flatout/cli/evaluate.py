@@ -1,4 +1,4 @@
-"""`flatout eval`: measures models on tasks. The scores go to a table or to JSON, and into the run's record."""
+"""`flatout eval`: measures models on tasks. Prints the scores as a table or JSON and records them in the run."""
 
 from __future__ import annotations
 
@@ -40,20 +40,20 @@ def evaluate(
         list[str],
         typer.Option(
             help="units[:train], sums[:train], gsm8k:FILE, mmlu-stem:FOLDER, arc-challenge:FOLDER, choice:FILE, "
-            "jsonl:FILE, perplexity:FILE; several by commas"
+            "jsonl:FILE, perplexity:FILE; comma-separated"
         ),
     ],
     limit: Annotated[int | None, typer.Option(help="measure at most this many questions of each task", min=1)] = None,
     samples: Annotated[int, typer.Option(help="answers to each question", min=1)] = 1,
     temperature: Annotated[
-        float | None, typer.Option(help="0 takes the likeliest token (default: 0, or 0.7 with several samples)")
+        float | None, typer.Option(help="0 takes the most likely token (default: 0, or 0.7 with several samples)")
     ] = None,
     top_p: TopP = 1.0,
     max_tokens: MaxTokens = 256,
     seed: Seed = 0,
-    against: Annotated[str | None, typer.Option(help="another RUN|MODEL on the same questions")] = None,
+    against: Annotated[str | None, typer.Option(help="another RUN|MODEL to compare with on the same questions")] = None,
     dtype: Dtype = None,
-    rows: Annotated[int | None, typer.Option(help="answers written at once (default: by the device)", min=1)] = None,
+    rows: Annotated[int | None, typer.Option(help="concurrent sequences (default: by the device)", min=1)] = None,
     backend: BackendName = "auto",
     trust: Trust = None,
     as_json: AsJson = False,
@@ -67,22 +67,24 @@ def evaluate(
     if not specs:
         raise UsageError("--tasks is empty: name at least one task, such as --tasks units")
     for spec in specs:
-        open_task(spec)  # mistakes are told before a model is loaded
+        open_task(spec)  # mistakes are reported before a model is loaded
     warmth = temperature if temperature is not None else (0.7 if samples > 1 else 0.0)
     if samples > 1 and warmth == 0:
-        raise UsageError("--samples above 1 at temperature 0 would all be the same: give a --temperature")
+        raise UsageError("--samples above 1 at temperature 0 would all be identical: give a --temperature above 0")
     sampling = Sampling(max_tokens=max_tokens, temperature=warmth, top_p=top_p, seed=seed)
-    asked = Asked(specs=specs, sampling=sampling, samples=samples, limit=limit, rows=rows, backend=backend_of(backend))
+    request = Request(
+        specs=specs, sampling=sampling, samples=samples, limit=limit, rows=rows, backend=backend_of(backend)
+    )
     from flatout.engine.opening import open_model
     from flatout.evaluate import compare
 
     found: list[list[Score]] = []
     documents = []
     for name in [model, *([against] if against else [])]:
-        opened = open_model(name, dtype=dtype, backend=asked.backend, trust=trust)
+        opened = open_model(name, dtype=dtype, backend=request.backend, trust=trust)
         warn(opened.notices)
-        scores = _measured(opened, asked, quiet=as_json)
-        document = _document(opened, scores, asked)
+        scores = _measured(opened, request, quiet=as_json)
+        document = _document(opened, scores, request)
         _record(opened, document | {"tasks": [score.brief() for score in scores]})
         found.append(scores)
         documents.append(document)
@@ -98,8 +100,8 @@ def evaluate(
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked:
-    """The tasks, and how answers to them are drawn."""
+class Request:
+    """The tasks, and how their answers are sampled."""
 
     specs: Sequence[str]
     sampling: Sampling
@@ -109,7 +111,7 @@ class Asked:
     backend: Backend
 
 
-def _measured(opened: Opened, asked: Asked, *, quiet: bool) -> list[Score]:
+def _measured(opened: Opened, request: Request, *, quiet: bool) -> list[Score]:
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     from flatout.evaluate import evaluate
@@ -119,12 +121,12 @@ def _measured(opened: Opened, asked: Asked, *, quiet: bool) -> list[Score]:
     with Progress(*columns, console=err, transient=True, disable=quiet or not err.is_terminal) as bars:
         bar = bars.add_task(escaped(opened.name), total=None)
         scores = evaluate(
-            asked.specs,
-            sampler=sampler_of(opened, backend=asked.backend, rows=asked.rows),
+            request.specs,
+            sampler=sampler_of(opened, backend=request.backend, rows=request.rows),
             tokenizer=opened.tokenizer,
-            sampling=replace(asked.sampling, stop_ids=opened.stop_ids),
-            samples=asked.samples,
-            limit=asked.limit,
+            sampling=replace(request.sampling, stop_ids=opened.stop_ids),
+            samples=request.samples,
+            limit=request.limit,
             progress=lambda done, of: bars.update(bar, completed=done, total=of),
         )
         return list(scores)
@@ -165,7 +167,7 @@ def _scores_table(opened: Opened, scores: Sequence[Score]) -> Table:
 
 
 def _notes(score: Score) -> list[str]:
-    """What a reader of the figure should know besides."""
+    """Facts that qualify a score."""
     from flatout.words import duration, number, percent
 
     facts = score.details
@@ -173,12 +175,12 @@ def _notes(score: Score) -> list[str]:
     if score.metric == "perplexity":
         said += [f"loss {facts['loss']:.4f}", f"{number(facts['bits_per_byte'])} bits per byte"]
     if "answered" in facts:
-        said.append(f"{percent(facts['answered'])} in the form asked for")
+        said.append(f"{percent(facts['answered'])} in the requested format")
     if once := facts.get("solved_once"):
         said.append(f"{percent(once['value'])} solved at least once in {score.samples}")
     for key, words in (
-        ("cut_short", "cut short"),
-        ("too_long", "longer than the window"),
+        ("cut_short", "cut off at the length limit"),
+        ("too_long", "longer than the context window"),
         ("killed", "graders killed"),
     ):
         if facts.get(key):
@@ -188,8 +190,8 @@ def _notes(score: Score) -> list[str]:
     return [*said, duration(score.seconds)]
 
 
-def _document(opened: Opened, scores: Sequence[Score], asked: Asked) -> dict[str, Any]:
-    sampling = asked.sampling
+def _document(opened: Opened, scores: Sequence[Score], request: Request) -> dict[str, Any]:
+    sampling = request.sampling
     return {
         "model": opened.name,
         "step": opened.step,
@@ -199,22 +201,22 @@ def _document(opened: Opened, scores: Sequence[Score], asked: Asked) -> dict[str
         "top_p": sampling.top_p,
         "max_tokens": sampling.max_tokens,
         "seed": sampling.seed,
-        "samples": asked.samples,
-        "limit": asked.limit,
+        "samples": request.samples,
+        "limit": request.limit,
         "template": opened.tokenizer.has_template,
         "tasks": [score.to_json() for score in scores],
     }
 
 
 def _record(opened: Opened, document: dict[str, Any]) -> None:
-    """Into the run's events."""
+    """Adds the scores to the run's events."""
     if opened.run is None:
         return
     from flatout.record import event_of, redact
 
     try:
-        opened.run.note(event_of("tasks", document, step=opened.step, source="what was measured:"))
-    except FlatoutError as error:  # it is being trained, or its disk is full: what was measured is still shown
+        opened.run.note(event_of("tasks", document, step=opened.step, source="the scores:"))
+    except FlatoutError as error:  # the run is being trained, or its disk is full: the scores are still printed
         err.print(
             f"not recorded in the run: {escaped(redact(str(error)))}", style="yellow", highlight=False, soft_wrap=True
         )

@@ -20,13 +20,11 @@ def export(
     run: Annotated[Path, typer.Argument(help="run folder")],
     to: Annotated[Path, typer.Option(help="folder to write")],
     dtype: Annotated[str, typer.Option(help="bf16, fp16 or fp32")] = "bf16",
-    merge: Annotated[bool, typer.Option("--merge", help="adapters: add them to the weights they sit on")] = False,
-    best: Annotated[
-        bool, typer.Option("--best", help="the lowest validation loss (save.best), not the newest")
-    ] = False,
+    merge: Annotated[bool, typer.Option("--merge", help="merge adapters into the base weights")] = False,
+    best: Annotated[bool, typer.Option("--best", help="the best checkpoint (save.best), not the newest")] = False,
     trust: Trust = None,
 ) -> None:
-    """Write a run's newest weights and tokenizer as a Hugging Face folder; adapters as PEFT's, unless merged."""
+    """Write a run's newest weights and tokenizer as a Hugging Face folder; adapters in PEFT format, unless merged."""
     require_torch()
     from safetensors import SafetensorError
 
@@ -38,16 +36,16 @@ def export(
     if dtype not in DTYPES:
         raise UsageError(f"--dtype {dtype!r} must be one of {', '.join(DTYPES)}")
     if to.exists() and not (to.is_dir() and not any(to.iterdir())):
-        raise UsageError(f"{to} is no empty folder, and nothing is overwritten: choose another folder")
+        raise UsageError(f"{to} is not an empty folder, and nothing is overwritten: choose another folder")
     trained = open_trained(Run.open(run), best=best, trust=trust)
     warn(trained.notices)
     if merge and trained.adapters is None:
-        raise UsageError(f"{run} trained all weights: there is nothing to merge, leave --merge out")
+        raise UsageError(f"{run} trained all weights, so there is nothing to merge: remove --merge")
     try:
         _write(trained, run, to, dtype=DTYPES[dtype], merge=merge)
     except (OSError, SafetensorError) as error:
         why = as_os_error(error, to).strerror or error
-        raise EnvironmentLacks(f"{to} cannot be written: {why}. What is there is not whole: remove it") from None
+        raise EnvironmentLacks(f"{to} cannot be written: {why}. The folder is incomplete: remove it") from None
 
 
 def _write(trained: Trained, run: Path, to: Path, *, dtype: torch.dtype, merge: bool) -> None:
@@ -58,10 +56,10 @@ def _write(trained: Trained, run: Path, to: Path, *, dtype: torch.dtype, merge: 
     if trained.adapters is not None and isinstance(trained.model, Decoder):
         if not merge:
             peft.save(trained.model, to, trained.adapters, base=trained.base, fingerprint=trained.fingerprint)
-            print_plain(f"wrote the adapter of step {trained.step} of {run} to {to}; it goes on {trained.base}")
+            print_plain(f"wrote the adapter of step {trained.step} of {run} to {to}; its base model is {trained.base}")
             return
         if trained.adapters.base_bits == 4:
-            out.print("they learnt over 4-bit weights and are merged into the full ones: close, not equal")
+            out.print("the adapters were trained on 4-bit weights and are merged into the full ones: close, not equal")
         lora.merge(trained.model)
     export_model(trained.model, to, dtype=dtype, eos_token_id=trained.tokenizer.eos_id)
     print_plain(f"wrote step {trained.step} of {run} to {to}")

@@ -1,4 +1,4 @@
-"""`flatout hardware`: what this machine can do, looked up, measured and tested."""
+"""`flatout hardware`: what this machine can do, from the table of GPUs, from measurements and from self-tests."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ if TYPE_CHECKING:
 
 
 def hardware(
-    measure: Annotated[bool, typer.Option("--measure", help="time matmuls per type and a copy on this device")] = False,
+    measure: Annotated[bool, typer.Option("--measure", help="time matmuls per dtype and a memory copy here")] = False,
     selftest: Annotated[
-        bool, typer.Option("--selftest", help="run every optional path here against the plain one")
+        bool, typer.Option("--selftest", help="compare every optional path with the reference on this device")
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Say what this machine can do."""
+    """Show what this machine can do."""
     from flatout import hardware as facts
     from flatout.terminal import hardware_table, measured_table, selftest_table
 

@@ -1,4 +1,4 @@
-"""`flatout plan`: what a run would do on a machine, without torch and without the machine."""
+"""`flatout plan`: how a run would use a machine. Needs neither torch nor the machine."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def plan(
     trust: Trust = None,
     as_json: AsJson = False,
 ) -> None:
-    """Decide how a run would use a machine, here or named, with reasons and predictions. Needs no torch."""
+    """Plan how a run uses this machine or a named one, with reasons and predictions. Needs no torch."""
     from flatout import hardware
     from flatout.files import cache_folder
     from flatout.plan import decide, job_of

@@ -1,4 +1,4 @@
-"""`flatout report`: runs as one HTML file, as Markdown or as JSON."""
+"""`flatout report`: writes runs as one HTML file, as Markdown or as JSON."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def report(
     format: Annotated[str | None, typer.Option(help="html, md or json (default: by the file's name, or html)")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Write runs down: one self-contained HTML file, or Markdown or JSON. Several runs stand side by side."""
+    """Write a report: one self-contained HTML file, Markdown or JSON. Several runs are shown side by side."""
     from flatout.files import write_atomic
     from flatout.insight import report as verb
     from flatout.record import Run
@@ -31,7 +31,7 @@ def report(
     if known is None:
         raise UsageError(f"--format {chosen!r} must be one of {', '.join(verb.FORMATS)}")
     if to is None and known == "html" and len(opened) > 1:
-        raise UsageError("several runs have no folder in common: say where the report goes with -o FILE")
+        raise UsageError("a report of several runs has no default file: choose one with -o FILE")
     text = verb.render(opened, format=known)
     if to is None and known == "html":
         to = opened[0].report_path

@@ -29,23 +29,23 @@ Trust = Annotated[
     typer.Option(
         "--trust-remote-code",
         metavar="PIN",
-        help="run the code that comes with the model: its commit on the hub, or the hash that the refusal prints",
+        help="run the code that comes with the model: its commit on the hub, or the hash that the error prints",
     ),
 ]
 BackendName = Annotated[
-    str, typer.Option(help="what samples: flatout, hf, vllm, or auto: flatout where it can, else hf")
+    str, typer.Option(help="sampling backend: flatout, hf, vllm, or auto (flatout if it supports the model, else hf)")
 ]
 Dtype = Annotated[str | None, typer.Option(help="bf16, fp16 or fp32 (default: by the device)")]
-TopP = Annotated[float, typer.Option(help="draw from the likeliest tokens that reach this share")]
-MaxTokens = Annotated[int, typer.Option(help="length of an answer", min=1)]
-Seed = Annotated[int, typer.Option(help="seed of the draws")]
+TopP = Annotated[float, typer.Option(help="sample from the most likely tokens up to this total probability")]
+MaxTokens = Annotated[int, typer.Option(help="longest answer, in tokens", min=1)]
+Seed = Annotated[int, typer.Option(help="random seed for sampling")]
 
 out = Console(emoji=False)
 err = Console(stderr=True, emoji=False)
 
 
 def fail(message: str, *, exit_code: int) -> NoReturn:
-    """The message may quote a setting, an address or a command line: secrets in it are masked."""
+    """Prints the message and exits. Secrets in quoted settings, URLs or command lines are masked."""
     from flatout.record import redact
 
     err.print(f"[bold red]error:[/] {escaped(redact(message))}", highlight=False, soft_wrap=True)
@@ -58,7 +58,7 @@ def warn(notices: Iterable[str]) -> None:
 
 
 def print_plain(text: str) -> None:
-    """On one line however long, and without colours or markup: it may be a path or a command to copy."""
+    """Prints one line without wrapping, colours or markup, because it may be a path or a command to copy."""
     out.print(text, highlight=False, markup=False, soft_wrap=True)
 
 
@@ -80,18 +80,18 @@ def require_torch() -> None:
     import importlib.util
 
     if importlib.util.find_spec("torch") is None:
-        raise EnvironmentLacks("training needs torch: pip install 'flatout[train]', or install torch your own way")
+        raise EnvironmentLacks("training needs torch: pip install 'flatout[train]', or install torch another way")
 
 
 def new_folder(stem: str) -> Path:
-    """A folder that no run has, also where several runs begin in the same second."""
+    """A folder name that no run uses yet, even if several runs start in the same second."""
     name = Path("runs") / f"{stem}-{time.strftime('%Y%m%d-%H%M%S')}"
     others = (name.with_name(f"{name.name}-{number}") for number in itertools.count(2))
     return next(folder for folder in itertools.chain([name], others) if not folder.exists())
 
 
 def load_settings(config: Path, overrides: list[str] | None, *, trust: str | None) -> Settings:
-    """The settings with the user's pin; of a name on the hub, the commit it stands for is recorded as its revision."""
+    """Loads the settings and adds the user's pin. For a hub name, the pinned commit becomes the recorded revision."""
     from flatout.config import load
 
     settings = load(config, overrides=overrides or []).settings
@@ -101,6 +101,6 @@ def load_settings(config: Path, overrides: list[str] | None, *, trust: str | Non
     from flatout.config.recipes import RECIPES
 
     model = replace(settings.model, trust=trust)
-    if model.name is not None and not RECIPES[settings.recipe].samples:  # there it is the generator that may have code
+    if model.name is not None and not RECIPES[settings.recipe].samples:  # there only the generator may have code
         model = replace(model, revision=hub.pinned(model.name, revision=model.revision, trust=trust))
     return replace(settings, model=model)

@@ -1,4 +1,4 @@
-"""`flatout train` and `flatout sample`: a configuration file to a run folder, and how such a run ends."""
+"""`flatout train` and `flatout sample`: run a configuration file into a run folder, and exit with the right code."""
 
 from __future__ import annotations
 
@@ -35,16 +35,16 @@ def train(
     config: Config,
     overrides: Overrides = None,
     run: RunFolder = None,
-    resume: Annotated[bool, typer.Option("--resume", help="go on from the newest whole checkpoint in --run")] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="plan and check, then stop")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="continue from the newest checkpoint in --run")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="plan and check the run, then stop")] = False,
     trust: Trust = None,
 ) -> None:
-    """Train. One configuration file to a measured, resumable run."""
+    """Train from one configuration file into a measured, resumable run."""
     require_torch()
     settings = load_settings(config, overrides, trust=trust)
     folder = _run_folder(settings, run, config=config, resume=resume)
     if dry_run:
-        # Only now: torch takes seconds to import, and the user's mistakes are reported before.
+        # Imported late: torch takes seconds to import, and the user's mistakes are reported first.
         from flatout.recipes.setup import dry_run as checked_plan
         from flatout.record import redacted
         from flatout.terminal import plan_tables
@@ -59,33 +59,33 @@ def sample(
     config: Config,
     overrides: Overrides = None,
     run: RunFolder = None,
-    resume: Annotated[bool, typer.Option("--resume", help="go on with the first unfinished chunk in --run")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="continue with the first unfinished chunk in --run")] = False,
     trust: Trust = None,
 ) -> None:
-    """Sample a task's questions and keep the right answers: the first half of recipe rft, without the training."""
+    """Sample a task's questions and keep the correct answers: the first half of recipe rft, without training."""
     require_torch()
     from flatout.config.recipes import RECIPES, recipes_that
 
     settings = load_settings(config, overrides, trust=trust)
     if not RECIPES[settings.recipe].samples:
         able = recipes_that(lambda recipe: recipe.samples)
-        raise UsageError(f"{config} is of recipe {settings.recipe}, which samples nothing: give one of recipe {able}")
+        raise UsageError(f"{config} has recipe {settings.recipe}, which samples nothing: use one of recipe {able}")
     folder = _run_folder(settings, run, config=config, resume=resume)
     from flatout.record import Run
 
     outcome = _carry_out(recipes.sample, settings, folder=folder, resume=resume)
     exit_if_stopped(outcome, folder, verb="sample", trust=trust)
     hint = json.dumps({"source": "jsonl", "path": str(Run.open(folder).samples_dir / "round-1.jsonl")})
-    out.print(f"train on it by recipe sft with data: {hint}, or on all of it by\n  ", end="", highlight=False)
+    out.print(f"train on it with recipe sft and data: {hint}, or finish this run with\n  ", end="", highlight=False)
     print_plain(_resume_command("train", folder, trust=trust))
 
 
 def _run_folder(settings: Settings, run: Path | None, *, config: Path, resume: bool) -> Path:
     run = run or (Path(settings.run) if settings.run else None)
     if run == Path():
-        raise UsageError("--run is empty or the current folder: a run needs a folder of its own")
+        raise UsageError("--run is empty or the current folder: a run needs its own folder")
     if resume and run is None:
-        raise UsageError("--resume needs --run FOLDER: the folder of the run to go on with")
+        raise UsageError("--resume needs --run FOLDER: the folder of the run to continue")
     return run or new_folder(config.stem)
 
 
@@ -101,7 +101,7 @@ def _carry_out(recipe: Callable[..., Outcome], settings: Settings, *, folder: Pa
 
 
 def exit_if_stopped(outcome: Outcome, folder: Path, *, verb: str = "train", trust: str | None = None) -> None:
-    """If the run was asked to stop: say whether its state is safe and how to go on, and exit with its code."""
+    """If a signal stopped the run: prints whether its state is saved and how to resume, and exits with its code."""
     if not outcome.stopped_by.startswith("SIG"):
         return
     from flatout.engine.ranks import from_environment

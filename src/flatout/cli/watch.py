@@ -1,4 +1,4 @@
-"""`flatout watch`: runs, or this machine, in the terminal or as a live page."""
+"""`flatout watch`: shows runs, or this machine, in the terminal or as a live page."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ if TYPE_CHECKING:
 def watch(
     runs: Annotated[list[Path] | None, typer.Argument(help="run folders", metavar="[RUN...]")] = None,
     web: Annotated[bool, typer.Option("--web", help="a live page on 127.0.0.1 instead of the terminal")] = False,
-    once: Annotated[bool, typer.Option("--once", help="one look, then leave")] = False,
-    interval: Annotated[float, typer.Option(help="seconds between two looks", min=0.25)] = 2.0,
+    once: Annotated[bool, typer.Option("--once", help="print once, then exit")] = False,
+    interval: Annotated[float, typer.Option(help="seconds between updates", min=0.25)] = 2.0,
     port: Annotated[int, typer.Option(help="port of the live page (default: any free one)", min=0, max=65535)] = 0,
     as_json: AsJson = False,
 ) -> None:
-    """Watch runs as they go, or with no run this machine."""
+    """Watch running or finished runs, or this machine if no run is given."""
     from flatout.insight import watch as verb
     from flatout.record import Run
 
@@ -35,13 +35,13 @@ def watch(
 
 
 def _serve(runs: list[Run], *, port: int) -> None:
-    from flatout.insight.machine import looking
+    from flatout.insight.machine import sampling_machine
     from flatout.insight.web import Server, Site
 
-    with looking(disk=runs[0].path if runs else Path(), interval_s=1.0) as eyes:
-        server = Server(Site(runs, eyes), port=port)
-        told = "The page opens only on this machine and only with this whole address. Ctrl-C ends it."
-        out.print(f"{server.url}\n{told}", highlight=False, soft_wrap=True)
+    with sampling_machine(disk=runs[0].path if runs else Path(), interval_s=1.0) as sampler:
+        server = Server(Site(runs, sampler), port=port)
+        notice = "The page opens only on this machine and only with this full address. Ctrl-C stops the server."
+        out.print(f"{server.url}\n{notice}", highlight=False, soft_wrap=True)
         try:
             server.serve_forever()
         except KeyboardInterrupt:

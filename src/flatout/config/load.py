@@ -1,11 +1,11 @@
-"""Settings from a YAML file, the environment and the command line: checked strictly, every mistake at once.
+"""Settings from a YAML file, the environment and the command line, checked strictly; all mistakes in one message.
 
-Every command that takes CONFIG goes through `load`; `flatout config schema|show|validate` print what is here.
+Every command that takes CONFIG uses `load`; `flatout config schema|show|validate` print its results.
 Later sources win: default, preset, file, environment (`FLATOUT__TRAIN__LR=3e-4`), command line (`train.lr=3e-4`).
 
-The text of a scalar is read by the type of its key, not by YAML's own guesses, so `lr: 6e-4` is a number
-and `wandb: off` a word. pydantic and its schema are imported on first use, and here only: what runs after the
-loader takes plain dataclasses.
+The type of its key decides how a scalar is read, not YAML's own rules, so `lr: 6e-4` is a number
+and `wandb: off` is text. pydantic is imported on first use, and only here: the rest of the program takes plain
+dataclasses.
 """
 
 from __future__ import annotations
@@ -42,16 +42,16 @@ if TYPE_CHECKING:
     from pydantic import BaseModel
 
 ENVIRONMENT_PREFIX = "FLATOUT__"
-# A section given as one word stands for this key of it.
+# A section given as a single word sets this key of the section.
 SHORTHANDS = {"model": "model.name"}
 
 _PRECEDENCE: tuple[Source, ...] = ("default", "preset", "file", "environment", "command line")
 _SWITCH_WORDS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
 _TAG = "tag:yaml.org,2002:"
-# What plain YAML resolves to; any other tag asks for an object to be built.
+# The tags of plain YAML values; any other tag would construct an object.
 _PLAIN_TAGS = {*yaml.SafeLoader.yaml_constructors, f"{_TAG}value", f"{_TAG}merge"}
 _MAX_SHOWN_LENGTH = 60
-# A configuration is written by hand: what is larger than this is something else, or an attack.
+# Configurations are written by hand. A larger file is something else, or an attack.
 MOST_BYTES, MOST_VALUES, DEEPEST = 1 << 20, 4_000, 32
 MOST_MISTAKES = 20
 _LARGEST = 2**63 - 1
@@ -69,13 +69,13 @@ class Shown(NamedTuple):
 
 
 def load(path: str | Path | None, *, overrides: Sequence[str] = (), environ: Mapping[str, str] | None = None) -> Loaded:
-    """Settings of a run from a file (or none), the environment and `key=value` overrides."""
+    """Loads the settings of a run from a file (if any), the environment and `key=value` overrides."""
     gathered = _Gathered()
     if path is not None:
         gathered.add_mapping(_read(Path(path)), source="file")
     gathered.add_environment(os.environ if environ is None else environ)
     gathered.add_overrides(overrides)
-    return gathered.settled(title="settings" if path is None else str(path))
+    return gathered.loaded(title="settings" if path is None else str(path))
 
 
 def from_mapping(values: Mapping[str, Any]) -> Settings:
@@ -84,11 +84,11 @@ def from_mapping(values: Mapping[str, Any]) -> Settings:
     assert isinstance(node, yaml.MappingNode)
     gathered = _Gathered()
     gathered.add_mapping(node, source="file")
-    return gathered.settled(title="settings").settings
+    return gathered.loaded(title="settings").settings
 
 
 def to_mapping(settings: Settings) -> dict[str, Any]:
-    """Nested plain values of every setting, as YAML and JSON can hold them."""
+    """Nested plain values of every setting, for YAML and JSON."""
     return _plain(settings)
 
 
@@ -102,7 +102,7 @@ def _plain(section: Any) -> dict[str, Any]:
 
 def dump(settings: Settings) -> str:
     """YAML of every setting, which loads back to equal settings."""
-    # Not allow_unicode: unescaped, some line separators inside a text would come back as spaces.
+    # No allow_unicode: some unescaped line separators would be read back as spaces.
     return yaml.safe_dump(to_mapping(settings), sort_keys=False)
 
 
@@ -121,14 +121,14 @@ def keys() -> list[str]:
 
 
 def show(loaded: Loaded) -> list[Shown]:
-    """Every key with its value, where the value came from, and what it means."""
+    """Every key with its value, its source and its help line."""
     return [
         Shown(key=key, value=_value_of(loaded.settings, key), source=loaded.sources[key], help=leaf.help)
         for key, leaf in _leaves().items()
     ]
 
 
-# --- what can be set ---------------------------------------------------------------------------------------
+# --- available keys ----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,7 +146,7 @@ class _Leaf:
 
     @property
     def takes_texts(self) -> bool:
-        """A list, or its items with commas between."""
+        """Whether it takes a list, or comma-separated items."""
         return get_origin(self.kind) is tuple and get_args(self.kind)[0] is str
 
     @property
@@ -207,12 +207,12 @@ def _model(kind: type[Any]) -> type[BaseModel]:
     return model
 
 
-# --- what was given ----------------------------------------------------------------------------------------
+# --- given values ------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Place:
-    """Where something was given; `label` is how a message calls it."""
+    """Where a value was given; `label` names the place in messages."""
 
     source: Source
     label: str = ""
@@ -228,7 +228,7 @@ class _Place:
 
 @dataclass(frozen=True, kw_only=True)
 class _Given:
-    """A value ready for the schema, the text it was written as, and where."""
+    """A value ready for the schema, its original text, and its place."""
 
     value: Any
     text: str
@@ -236,12 +236,12 @@ class _Given:
 
 
 class _Gathered:
-    """The values of all sources, lowest precedence first, and every mistake met on the way."""
+    """The values from all sources, lowest precedence first, and every mistake found in them."""
 
     def __init__(self) -> None:
         self.given: dict[str, _Given] = {}
         self.mistakes: list[tuple[_Place, str]] = []
-        # Keys whose value is unknown because of a mistake: rules about them would only add noise.
+        # Keys whose value is unknown because of a mistake. Rules about them are skipped: they would only add noise.
         self.doubtful: set[str] = set()
 
     def add_mapping(self, node: yaml.MappingNode, *, source: Source, section: str = "") -> None:
@@ -296,21 +296,21 @@ class _Gathered:
     def _add(self, key: str, value: yaml.Node | str, *, place: _Place) -> None:
         """One key with its value: a YAML node, or text from the environment or the command line."""
         if key in SHORTHANDS and isinstance(value, (str, yaml.ScalarNode)):
-            # It stands for the whole section: what weaker sources said of it does not count any more.
+            # It replaces the whole section, including the values from weaker sources.
             weaker = [name for name, given in self.given.items() if given.place.source != place.source]
             for name in weaker:
                 if name.startswith(f"{key}."):
                     del self.given[name]
             key = SHORTHANDS[key]
         if key == _TRUST:
-            # Older versions wrote `false` into every run folder, which asks for nothing.
+            # Older versions wrote `false` into every run folder; it requests nothing.
             if place.source != "file" or not isinstance(value, yaml.ScalarNode) or value.value != "false":
                 self.mistakes.append((place, f"{key}: {_HOW_TO_TRUST}"))
         elif key in _sections():
             names = [name for name in _leaves() if name.startswith(f"{key}.")]
             text = _short(value if isinstance(value, str) else _text_of(value))
-            hint = f"give its keys: {', '.join(name.removeprefix(f'{key}.') for name in names)}"
-            self.mistakes.append((place, f"{key}: {text} given for a whole section; {hint}"))
+            hint = f"set its keys: {', '.join(name.removeprefix(f'{key}.') for name in names)}"
+            self.mistakes.append((place, f"{key}: {text} was given for a whole section; {hint}"))
             self.doubtful.update(names)
         elif key not in _leaves():
             self._add_unknown(key, place=place)
@@ -337,8 +337,8 @@ class _Gathered:
         for name in suggestions:
             self.doubtful.update(leaf for leaf in _leaves() if leaf == name or leaf.startswith(f"{name}."))
 
-    def settled(self, *, title: str) -> Loaded:
-        """The settings, or one error with all the mistakes."""
+    def loaded(self, *, title: str) -> Loaded:
+        """Returns the settings, or raises one error with all mistakes."""
         for key, value in implied({key: one.value for key, one in self.given.items()}).items():
             place = _Place(source="preset", label="preset")
             self.given[key] = _Given(value=value, text=str(value), place=place)
@@ -358,7 +358,7 @@ class _Gathered:
         return Loaded(settings=settings, sources=sources)
 
     def _validated(self) -> Settings:
-        """The settings; a refused value becomes a mistake and leaves its default, so that the rules can go on."""
+        """The settings. A refused value becomes a mistake and keeps its default, so that the rules can still run."""
         from pydantic import ValidationError
 
         model = _model(Settings)
@@ -380,7 +380,7 @@ class _Gathered:
         return settings
 
     def _add_breach(self, keys: tuple[str, ...], text: str) -> None:
-        """Blames the key that was given last: it broke what held before."""
+        """Reports the mistake at the key that was given last, because that one broke the rule."""
         places = {key: self.given[key].place for key in keys if key in self.given}
         if not places:
             self.mistakes.append((_Place(source="default"), f"{keys[0]}: {text}"))
@@ -417,7 +417,7 @@ def _value_of(settings: Settings, key: str) -> Any:
 
 
 def _read(path: Path) -> yaml.MappingNode:
-    """The file's top mapping, as nodes that know their lines."""
+    """The file's top-level mapping, as nodes with line numbers."""
     if os.path.isdir(path) and os.access(path, os.R_OK):
         inside = sorted(entry.name for entry in path.iterdir() if entry.suffix in (".yaml", ".yml"))
         hint = f": {', '.join(inside[:8])}" if inside else ""
@@ -448,11 +448,11 @@ def _read(path: Path) -> yaml.MappingNode:
 
 
 class _TooMuch(yaml.YAMLError):
-    """More than a configuration holds."""
+    """The file is larger or deeper than any configuration."""
 
 
 class _Loader(yaml.SafeLoader):
-    """Nodes of a text, and an end to the work where it is no configuration."""
+    """Composes YAML nodes, and stops early at a text that is too large or too deep."""
 
     def __init__(self, stream: str) -> None:
         super().__init__(stream)
@@ -471,7 +471,7 @@ class _Loader(yaml.SafeLoader):
 
 
 def _where_instead(path: Path) -> str:
-    """What a missing file may have been meant to be."""
+    """A hint about which file may have been meant."""
     package = Path(__file__).parents[1]
     for folder in (package / "examples", package.parents[1] / "examples"):  # installed; in a checkout
         shipped = folder / f"{path.stem}.yaml"
@@ -498,12 +498,12 @@ def _syntax(error: Exception) -> str:
 
 
 def _decoded(value: yaml.Node | str, *, leaf: _Leaf, place: _Place) -> _Given:
-    """The value of one key; raises ValueError, worded for the user, when the text has no meaning at all."""
+    """The value of one key. Raises ValueError, worded for the user, if the text cannot be read at all."""
     if isinstance(value, yaml.Node):
         return _Given(value=_from_node(value, leaf=leaf), text=_short(_text_of(value)), place=place)
     if not value.isascii() and value != value.encode(errors="ignore").decode():
         raise ValueError(f"{_short(value)!a} is not UTF-8 text")
-    # Quotes mean what they mean in YAML; a list needs YAML too, but `data.path=[ab]*.txt` is only text.
+    # Quotes mean the same as in YAML. A list needs YAML too, but `data.path=[ab]*.txt` is only text.
     if value.startswith(("'", '"')) or (not leaf.takes_text and value.startswith("[")):
         try:
             node = yaml.compose(value, Loader=_Loader)
@@ -517,7 +517,7 @@ def _decoded(value: yaml.Node | str, *, leaf: _Leaf, place: _Place) -> _Given:
 
 
 def _unpinned(key: str, value: yaml.Node | str) -> yaml.Node | str:
-    """`auto` for a decision of the plan is what leaving it out means."""
+    """Replaces `auto` for a decision of the plan with null, which means the same."""
     text = value.value if isinstance(value, yaml.ScalarNode) else value
     return "null" if key.startswith("plan.") and key != "plan.preset" and text == "auto" else value
 
@@ -529,14 +529,14 @@ def _from_node(node: yaml.Node, *, leaf: _Leaf) -> Any:
         item = _Leaf(kind=get_args(leaf.kind)[0], choices=(), optional=False, help="")
         return tuple(_from_node(child, leaf=item) for child in node.value)
     if not isinstance(node, yaml.ScalarNode):
-        return node  # no key takes one: the schema refuses it, and the message shows it
+        return node  # no key takes a list or mapping here: the schema refuses it, and the message shows it
     if _is_null(node):
         return None
     return node.value if _is_quoted(node) and not leaf.takes_texts else _from_text(node.value, leaf=leaf)
 
 
 def _from_text(text: str, *, leaf: _Leaf) -> Any:
-    """A plain scalar by the type of its key; what cannot be read stays text, and the schema refuses it."""
+    """Converts a plain scalar to the type of its key; unreadable text stays text, and the schema refuses it."""
     if leaf.kind is bool:
         return _SWITCH_WORDS.get(text.lower(), text)
     if leaf.takes_texts:
@@ -546,7 +546,7 @@ def _from_text(text: str, *, leaf: _Leaf) -> Any:
     except ValueError:
         return text
     if isinstance(value, int) and abs(value) > _LARGEST:
-        raise ValueError(f"{_short(text)} is too large: whole numbers end at {_LARGEST}")
+        raise ValueError(f"{_short(text)} is too large: whole numbers must be at most {_LARGEST}")
     return value
 
 
@@ -581,7 +581,7 @@ def _place_of(node: yaml.Node, *, source: Source) -> _Place:
 
 
 def _rule(leaf: _Leaf, *, kind: str, limits: Mapping[str, Any], text: str) -> str:
-    """What a refused value should have been."""
+    """The rule that a refused value broke."""
     bounds = {
         "greater_than": ("must be greater than", "gt"),
         "greater_than_equal": ("must be at least", "ge"),
@@ -600,7 +600,7 @@ def _rule(leaf: _Leaf, *, kind: str, limits: Mapping[str, Any], text: str) -> st
 
 
 def _text_of(node: yaml.Node) -> str:
-    """A node as its author would know it again."""
+    """A node as the user wrote it."""
     if isinstance(node, yaml.ScalarNode):
         return "null" if _is_null(node) else repr(node.value) if _is_quoted(node) else node.value
     if isinstance(node, yaml.SequenceNode):

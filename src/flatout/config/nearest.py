@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterable, Mapping
 
 MAX_SHOWN = 3
-# No name is this long: what is, is no slip of the keyboard.
+# No name is this long, so anything longer is not a typo.
 LONGEST = 100
 
 
@@ -29,7 +29,7 @@ def distance(a: str, b: str) -> int:
 
 
 def nearest(word: str, candidates: Iterable[str]) -> list[str]:
-    """The candidates within reach of a slip of the keyboard, nearest first."""
+    """The candidates that a typo could have turned into `word`, nearest first."""
     reach = _reach(word)
     alike = [name for name in candidates if abs(len(name) - len(word)) <= reach]
     distances = {name: distance(word.lower(), name.lower()) for name in alike}
@@ -38,10 +38,10 @@ def nearest(word: str, candidates: Iterable[str]) -> list[str]:
 
 
 def suggest(key: str, *, known: Mapping[str, str]) -> list[str]:
-    """The known dotted keys (key to help line) that an unknown one may stand for, likeliest first.
+    """The known dotted keys (key to help line) that may have been meant by an unknown one, most likely first.
 
-    In this order: a slip in this section, the same name in another section, a worse slip in this section,
-    a slip in another section, and at last the same words (`learning_rate`, `num_layers`).
+    In this order: a typo in this section, the same name in another section, a larger typo in this section,
+    a typo in another section, and finally the same words (`learning_rate`, `num_layers`).
     """
     if len(key) > LONGEST:
         return []
@@ -49,7 +49,7 @@ def suggest(key: str, *, known: Mapping[str, str]) -> list[str]:
     section, _, leaf = key.rpartition(".")
     if any(_section(name) == section for name in known):
         home = {name: distance(leaf, _leaf(name)) for name in known if _section(name) == section}
-    else:  # the section itself may be the slip, so compare whole keys
+    else:  # the section itself may be mistyped, so compare whole keys
         home = {name: distance(key, name) for name in known}
 
     if slips := _best(key, home, reach=1):
@@ -64,7 +64,7 @@ def suggest(key: str, *, known: Mapping[str, str]) -> list[str]:
 
 
 def _best(key: str, distances: Mapping[str, int], *, reach: int) -> list[str]:
-    """The names at the least distance within reach; among equals, those that resemble the whole key come first."""
+    """The names at the smallest distance within reach; ties are sorted by similarity to the whole key."""
     least = min(distances.values(), default=reach + 1)
     if least > reach:
         return []
@@ -73,7 +73,7 @@ def _best(key: str, distances: Mapping[str, int], *, reach: int) -> list[str]:
 
 
 def _sharing_words(key: str, *, known: Mapping[str, str]) -> list[str]:
-    """Keys whose name is part of the typed one, or whose name and help hold every typed word."""
+    """Keys whose name is part of the typed one, or whose name and help contain every typed word."""
     section, _, leaf = key.rpartition(".")
     typed = _words(leaf)
     found = []
@@ -87,7 +87,7 @@ def _sharing_words(key: str, *, known: Mapping[str, str]) -> list[str]:
 
 
 def _reach(word: str) -> int:
-    """How many slips still make a likely typo, by the length of the word."""
+    """The largest distance that still counts as a typo, by the length of the word."""
     return 1 if len(word) <= 4 else 2 if len(word) <= 8 else 3
 
 

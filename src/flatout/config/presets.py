@@ -1,8 +1,8 @@
-"""What a preset sets beside the plan's own decisions, when it is named in a configuration that fine-tunes.
+"""The settings that a preset implies beyond the plan's decisions, if a fine-tuning configuration names one.
 
 `safe` is the conservative configuration of the fine-tuning guide this recipe replaces, `max` its full one; docs/sft.md
-maps every setting of it. `sample.preset` names the three ways of generating of the guide that recipe rft replaces
-(docs/rft.md). Values that depend on the device stay with the plan. Anything given wins over a preset.
+maps every setting of it. `sample.preset` names the three generation modes of the guide that recipe rft replaces
+(docs/rft.md). The plan decides the values that depend on the device. Explicit settings override a preset.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from typing import Any
 from flatout.config.recipes import RECIPES
 from flatout.config.settings import Settings
 
-# Few lines are printed, the update is one kernel, and the learning rate has a shape, in both.
+# Both presets print few lines, use the fused optimizer, and decay the learning rate.
 _BOTH: dict[str, Any] = {"log.every": 50, "plan.fused_optimizer": True, "train.schedule": "cosine", "train.clip": 1.0}
 SFT: dict[str, dict[str, Any]] = {
     # Activations are recomputed even where they would fit, and nothing is compiled.
     "safe": {**_BOTH, "plan.recompute": "full", "plan.compile": "none", "save.keep": 2},
-    # Recomputation only where memory demands it, warm-up, two verified checkpoints instead of the guide's one.
+    # Recomputation only if memory requires it, warm-up, two verified checkpoints instead of the guide's one.
     "max": {**_BOTH, "train.warmup_steps": 50, "plan.prefetch": 2, "save.keep": 2},
 }
 
 
-# Recipe rft trains adapters, as its guide does, unless `lora.rank: null` says otherwise.
+# Recipe rft trains adapters, as its guide does, unless `lora.rank: null` is set.
 RFT: dict[str, Any] = {"lora.rank": 16, "lora.alpha": 64.0}
 SAMPLE: dict[str, dict[str, Any]] = {
     "quality": {"rft.oversample": 50, "sample.temperature": 0.5},
@@ -33,10 +33,10 @@ SAMPLE: dict[str, dict[str, Any]] = {
 
 
 def implied(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings a recipe and a named preset stand for, as far as nothing else was said of them."""
+    """The settings implied by the recipe and its presets, except those that were given."""
     recipe = RECIPES.get(given.get("recipe", Settings.recipe))
     values: dict[str, Any] = {}
-    if recipe is None:  # a misspelt one is refused elsewhere
+    if recipe is None:  # a misspelled one is refused elsewhere
         return values
     if recipe.takes_adapters:
         values |= SFT.get(given.get("plan.preset", ""), {})
@@ -46,5 +46,5 @@ def implied(given: Mapping[str, Any]) -> dict[str, Any]:
     values = {key: value for key, value in values.items() if key not in given}
     steps, warmup = given.get("train.steps"), values.get("train.warmup_steps")
     if warmup is not None and isinstance(steps, int) and steps <= warmup:
-        del values["train.warmup_steps"]  # a run shorter than its warm-up would never arrive
+        del values["train.warmup_steps"]  # a run shorter than its warm-up would never reach the peak
     return values

@@ -1,4 +1,4 @@
-"""What each recipe has: the one table that names recipes."""
+"""The table of recipes and their properties."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ RecipeName = Literal["pretrain", "sft", "rft"]
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """`sections` of the configuration are those it uses beside the ones that all recipes use."""
+    """`sections` are the configuration sections it uses in addition to those that all recipes use."""
 
     learns_from: Literal["running text", "rows", "samples"]
     sections: tuple[str, ...] = ()
 
     @property
     def packs_documents(self) -> bool:
-        """Rows and samples are packed by document, whatever data.packing says; that is for running text."""
+        """Rows and samples are always packed by document; data.packing applies to running text only."""
         return self.learns_from != "running text"
 
     @property
     def samples(self) -> bool:
-        """Whether it writes what it learns from."""
+        """Whether it trains on its own samples."""
         return self.learns_from == "samples"
 
     @property

@@ -1,4 +1,4 @@
-"""The rules that tie several settings together; the loader reports their breaches with all other mistakes."""
+"""Rules that involve several settings; the loader reports violations together with all other mistakes."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from flatout.config.recipes import OF_SOME, RECIPES, recipes_that
 from flatout.config.settings import DataSettings, EvalSettings, LoraSettings, ModelSettings, Settings
 from flatout.config.tasks import held_out, unknown_task
 
-# What may stand beside `model.name`; everything else of the section is a shape.
+# The keys that are allowed together with `model.name`; all other keys of the section describe a shape.
 OF_NAME = ("name", "weights", "revision", "trust")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Breach:
-    """A broken rule: the keys it looked at, the first of them being the one to name, and what is wrong."""
+    """A broken rule: the keys it involves (messages name the first one) and what is wrong."""
 
     keys: tuple[str, ...]
     text: str
 
 
 def breaches(settings: Settings) -> Iterator[Breach]:
-    """Every broken rule of settings whose single values are all valid."""
+    """Yields every broken rule; each value alone is already known to be valid."""
     yield from _length(settings)
     yield from _model(settings.model)
     yield from _data(settings.data)
@@ -42,7 +42,7 @@ def _length(settings: Settings) -> Iterator[Breach]:
     lengths = (train.steps, train.epochs, train.tokens)
     given = [key for key, length in zip(keys, lengths, strict=True) if length is not None]
     if not given:
-        yield Breach(keys=keys, text="the run has no length; give one of train.steps, train.epochs or train.tokens")
+        yield Breach(keys=keys, text="the run has no length; set one of train.steps, train.epochs or train.tokens")
     if len(given) > 1:
         yield Breach(keys=tuple(given), text=f"the run has {len(given)} lengths ({', '.join(given)}); keep one")
     if train.steps is not None and train.warmup_steps >= train.steps:
@@ -58,11 +58,11 @@ def _model(model: ModelSettings) -> Iterator[Breach]:
     if model.name is None and missing:
         yield Breach(
             keys=(*missing, "model.name"),
-            text="missing; give model.name, or all of model.layers, model.hidden and model.heads",
+            text="missing; set model.name, or all of model.layers, model.hidden and model.heads",
         )
 
     if model.name is None and model.revision is not None:
-        text = f"{model.revision} without model.name, whose files it is about; give model.name"
+        text = f"{model.revision} works only with model.name; set model.name"
         yield Breach(keys=("model.revision", "model.name"), text=text)
 
     if model.name is not None:
@@ -72,7 +72,7 @@ def _model(model: ModelSettings) -> Iterator[Breach]:
                 value = getattr(model, field.name)
                 yield Breach(
                     keys=(f"model.{field.name}", "model.name"),
-                    text=f"{value} beside model.name, whose config.json gives the shape; leave one out",
+                    text=f"{value} conflicts with model.name, whose config.json gives the shape; remove one",
                 )
 
     head_dim = model.head_dim
@@ -81,13 +81,13 @@ def _model(model: ModelSettings) -> Iterator[Breach]:
             yield Breach(
                 keys=("model.hidden", "model.heads"),
                 text=f"{model.hidden} is not a multiple of model.heads ({model.heads}); "
-                f"take {_multiples(model.hidden, of=model.heads)}, or give model.head_dim",
+                f"use {_multiples(model.hidden, of=model.heads)}, or set model.head_dim",
             )
         else:
             head_dim = model.hidden // model.heads
     if head_dim is not None and head_dim % 2:
         keys = ("model.head_dim",) if model.head_dim is not None else ("model.hidden", "model.heads")
-        yield Breach(keys=keys, text=f"heads of width {head_dim}; rotary positions need an even width")
+        yield Breach(keys=keys, text=f"heads have width {head_dim}; rotary positions need an even width")
     if model.heads is not None and model.kv_heads is not None and model.heads % model.kv_heads:
         yield Breach(
             keys=("model.kv_heads", "model.heads"),
@@ -99,7 +99,7 @@ def _data(data: DataSettings) -> Iterator[Breach]:
     if data.source in ("text", "jsonl", "parquet", "tokens") and data.path is None:
         yield Breach(
             keys=("data.path", "data.source"),
-            text=f"missing; data.source {data.source} needs the file, folder or glob to read",
+            text=f"missing; data.source {data.source} needs a file, folder or glob to read",
         )
     if data.source == "hf" and data.name is None:
         yield Breach(keys=("data.name", "data.source"), text="missing; data.source hf needs the dataset's name")
@@ -119,7 +119,7 @@ def _sequences(settings: Settings) -> Iterator[Breach]:
         yield Breach(
             keys=("train.batch_tokens", "data.sequence_length"),
             text=f"{batch_tokens} is not a multiple of data.sequence_length ({length}); "
-            f"take {_multiples(batch_tokens, of=length)}",
+            f"use {_multiples(batch_tokens, of=length)}",
         )
         return
     micro_batch, accumulation = settings.plan.micro_batch, settings.plan.accumulation
@@ -140,14 +140,14 @@ def _stops(settings: Settings) -> Iterator[Breach]:
             "target.val_loss": settings.target.val_loss is not None,
         }
         for key in (key for key, needed in needing.items() if needed):
-            yield Breach(keys=(key, "eval.every"), text="needs evaluations during the run; give eval.every")
+            yield Breach(keys=(key, "eval.every"), text="needs evaluations during the run; set eval.every")
     if settings.profile.steps is not None:
         first, last = settings.profile.steps
         steps = settings.train.steps
         if not 0 <= first <= last:
             yield Breach(
                 keys=("profile.steps",),
-                text=f"[{first}, {last}] must be the first and the last step, in this order, from 0 up",
+                text=f"[{first}, {last}] must be the first and the last step, in this order, counted from 0",
             )
         elif steps is not None and last >= steps:
             yield Breach(
@@ -157,43 +157,43 @@ def _stops(settings: Settings) -> Iterator[Breach]:
 
 
 def _tasks(settings: Settings) -> Iterator[Breach]:
-    asked, default = settings.eval, EvalSettings()
+    evaluation, default = settings.eval, EvalSettings()
     named = {"rft.task": settings.rft.task, "rft.valid": settings.rft.valid, "rft.teach": settings.rft.teach}
-    for key, spec in [*named.items(), *(("eval.tasks", spec) for spec in asked.tasks)]:
+    for key, spec in [*named.items(), *(("eval.tasks", spec) for spec in evaluation.tasks)]:
         if spec is not None and (problem := unknown_task(spec)):
             yield Breach(keys=(key,), text=problem)
-    if not asked.tasks:
+    if not evaluation.tasks:
         for name in ("tasks_every", "task_limit", "task_tokens", "criterion"):
-            if getattr(asked, name) != getattr(default, name):
-                text = f"{getattr(asked, name)} without tasks; give eval.tasks, such as [units]"
+            if getattr(evaluation, name) != getattr(default, name):
+                text = f"{getattr(evaluation, name)} works only with eval.tasks; set it, such as [units]"
                 yield Breach(keys=(f"eval.{name}", "eval.tasks"), text=text)
-    elif asked.criterion == "tasks" and all(spec.startswith("perplexity") for spec in asked.tasks):
+    elif evaluation.criterion == "tasks" and all(spec.startswith("perplexity") for spec in evaluation.tasks):
         yield Breach(
             keys=("eval.criterion", "eval.tasks"),
-            text="tasks, but none of eval.tasks has answers to score; add one, or go by the loss",
+            text="tasks, but no task in eval.tasks has answers to score; add one, or use eval.criterion: loss",
         )
 
 
 def _unused(settings: Settings, name: str) -> Iterator[Breach]:
-    """What was set in a section that the recipe does not use."""
+    """Yields the keys that were set in a section that the recipe does not use."""
     if name in RECIPES[settings.recipe].sections:
         return
     section, users = getattr(settings, name), recipes_that(lambda recipe: name in recipe.sections)
     for field in fields(section):
         if (value := getattr(section, field.name)) != field.default:
-            yield Breach(keys=(f"{name}.{field.name}", "recipe"), text=f"{value} goes with recipe {users}")
+            yield Breach(keys=(f"{name}.{field.name}", "recipe"), text=f"{value} works only with recipe {users}")
 
 
 def _lora(lora: LoraSettings) -> Iterator[Breach]:
     if lora.rank is None:
         for field in fields(lora):
             if (value := getattr(lora, field.name)) != field.default:
-                text = f"{value} without adapters; give lora.rank, such as 16"
+                text = f"{value} works only with adapters; set lora.rank, such as 16"
                 yield Breach(keys=(f"lora.{field.name}", "lora.rank"), text=text)
 
 
 def _conversations(settings: Settings) -> Iterator[Breach]:
-    """What goes with recipes that read rows."""
+    """Yields the broken rules of the keys for recipes that read rows."""
     data, default = settings.data, DataSettings()
     if RECIPES[settings.recipe].learns_from == "rows":
         if data.source not in ("jsonl", "parquet", "hf"):
@@ -208,11 +208,11 @@ def _conversations(settings: Settings) -> Iterator[Breach]:
     for name in ("as_chat", "system", "train_on", "too_long", "prompt_field", "completion_field", "messages_field"):
         if getattr(data, name) != getattr(default, name):
             users = recipes_that(lambda recipe: recipe.learns_from == "rows")
-            yield Breach(keys=(f"data.{name}", "recipe"), text=f"{getattr(data, name)} goes with recipe {users}")
+            yield Breach(keys=(f"data.{name}", "recipe"), text=f"{getattr(data, name)} works only with recipe {users}")
 
 
 def _sampled(settings: Settings) -> Iterator[Breach]:
-    """What goes with recipes that write their own data."""
+    """Yields the broken rules of the keys for recipes that sample their own data."""
     rft, sample, data = settings.rft, settings.sample, settings.data
     if not RECIPES[settings.recipe].samples:
         return
@@ -220,22 +220,22 @@ def _sampled(settings: Settings) -> Iterator[Breach]:
         yield Breach(keys=("rft.task", "recipe"), text="missing; name a task, such as units:train or jsonl:FILE")
     elif rft.valid is None and held_out(rft.task) is None and unknown_task(rft.task) is None:
         text = (
-            f"missing; {rft.task} has no held-out split of its own, as units:train and sums:train have: name the task "
-            "that is measured"
+            f"missing; {rft.task} has no held-out split, unlike units:train and sums:train; set rft.valid to the task "
+            "to score"
         )
         yield Breach(keys=("rft.valid", "rft.task"), text=text)
     for name in ("path", "name", "valid_path"):
         if getattr(data, name) is not None:
             value = getattr(data, name)
-            text = f"{value} goes with other recipes; {settings.recipe} learns from what it samples (rft.task)"
+            text = f"{value} works only with other recipes; {settings.recipe} trains on its own samples (rft.task)"
             yield Breach(keys=(f"data.{name}", "recipe"), text=text)
     if settings.model.name is not None and data.tokenizer != DataSettings().tokenizer:
-        text = f"{data.tokenizer} beside model.name, which has its own; leave one out"
+        text = f"{data.tokenizer} conflicts with model.name, which has its own tokenizer; remove one"
         yield Breach(keys=("data.tokenizer", "model.name"), text=text)
     if settings.model.name is None and rft.teach is None:
         yield Breach(
             keys=("model.name", "rft.teach"),
-            text="missing; random weights solve nothing: give model.name, or rft.teach to teach them first",
+            text="missing; random weights solve nothing: set model.name, or rft.teach to fine-tune them first",
         )
     if sample.min_tokens > sample.max_tokens:
         yield Breach(
@@ -245,16 +245,16 @@ def _sampled(settings: Settings) -> Iterator[Breach]:
     if rft.keep > rft.oversample:
         yield Breach(
             keys=("rft.keep", "rft.oversample"),
-            text=f"{rft.keep} must be at most rft.oversample ({rft.oversample}), the samples there are to keep",
+            text=f"{rft.keep} must be at most rft.oversample ({rft.oversample}), the number of samples",
         )
     if sample.temperature == 0 and rft.oversample > 1:
         yield Breach(
             keys=("sample.temperature", "rft.oversample"),
-            text=f"at 0 all {rft.oversample} samples of a question are the same; raise it, or set rft.oversample: 1",
+            text=f"at 0 all {rft.oversample} samples of a question are identical; raise it, or set rft.oversample: 1",
         )
 
 
 def _multiples(value: int, *, of: int) -> str:
-    """The nearest multiples around a value that is not one."""
+    """The nearest multiples below and above a value."""
     below = value // of * of
     return f"{below} or {below + of}" if below else str(of)

@@ -1,7 +1,7 @@
 """Every setting of a run, as plain dataclasses: names, types, defaults, rules and one line of help each.
 
 The loader builds its strict schema from these fields, `flatout config schema` prints them, and the rest of
-the program takes them as they are, so nothing past the loader needs pydantic.
+the program uses the dataclasses directly, so only the loader needs pydantic.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def section(kind: type[Any], help: str) -> Any:
 
 
 def settable(kind: type[Any]) -> list[Field[Any]]:
-    """The fields that a file, the environment or an override may set, and that a run records."""
+    """The fields that a file, the environment or an override can set, and that a run records."""
     return [each for each in fields(kind) if "help" in each.metadata]
 
 
@@ -38,8 +38,8 @@ def settable(kind: type[Any]) -> list[Field[Any]]:
 class ModelSettings:
     name: str | None = setting(None, "Hugging Face name or local folder; its config.json gives the shape")
     weights: Literal["load", "random"] = setting("load", "with `name`: load its weights, or start from random ones")
-    revision: str | None = setting(None, "with `name` of the hub: branch, tag or commit (default: main)")
-    # The pin of --trust-remote-code: given on the command line each time, read from no file and written to none.
+    revision: str | None = setting(None, "with a hub `name`: branch, tag or commit (default: main)")
+    # The pin of --trust-remote-code. It is given on the command line each time, and never read from or saved to a file.
     trust: str | None = None
     layers: int | None = setting(None, "number of decoder blocks", gt=0)
     hidden: int | None = setting(None, "width of the residual stream", gt=0)
@@ -49,8 +49,12 @@ class ModelSettings:
     intermediate: int | None = setting(
         None, "width of the MLP (default: 8/3 hidden, rounded up to a multiple of 128)", gt=0
     )
-    vocab: int | None = setting(None, "vocabulary (default: the tokenizer's, rounded up to a multiple of 64)", gt=0)
-    positions: int | None = setting(None, "longest sequence the model may see (default: data.sequence_length)", gt=0)
+    vocab: int | None = setting(
+        None, "vocabulary size (default: the tokenizer's, rounded up to a multiple of 64)", gt=0
+    )
+    positions: int | None = setting(
+        None, "longest sequence the model can process (default: data.sequence_length)", gt=0
+    )
     tied: bool = setting(False, "share the embedding with the output head")
     qk_norm: bool = setting(False, "normalise queries and keys per head (as Qwen3)")
     qkv_bias: bool = setting(False, "bias on the query, key and value projections (as Qwen2)")
@@ -68,7 +72,7 @@ class DataSettings:
     subset: str | None = setting(None, "configuration of the Hugging Face dataset")
     split: str = setting("train", "split of the Hugging Face dataset")
     field: str = setting("text", "field that holds the text (jsonl, parquet, hf)")
-    separator: str = setting("<|endoftext|>", "in text files: the line or mark between documents")
+    separator: str = setting("<|endoftext|>", "in text files: the separator between documents")
     tokenizer: str = setting(
         "byte", "byte, bpe:SIZE (trained on this data), a folder, a tokenizer.json or a Hugging Face name"
     )
@@ -76,19 +80,19 @@ class DataSettings:
     packing: Literal["concat", "documents"] = setting(
         "concat", "concat: plain concatenation; documents: no attention across document boundaries"
     )
-    shuffle: bool = setting(True, "visit sequences in a seeded random order, another one each epoch")
+    shuffle: bool = setting(True, "shuffle the sequences with the seed, in a new order each epoch")
     valid_path: str | None = setting(
-        None, "own validation data of the same kind (default: a share of the training data)"
+        None, "separate validation data of the same kind (default: a share of the training data)"
     )
     valid_share: float = setting(0.01, "share of the documents held out for validation", gt=0, lt=0.5)
     prompt_field: str = setting("prompt", "sft: field that holds the prompt, as text or as messages")
-    completion_field: str = setting("completion", "sft: field that holds what the model should answer")
+    completion_field: str = setting("completion", "sft: field that holds the completion")
     messages_field: str = setting("messages", "sft: field that holds a whole conversation as messages")
-    as_chat: bool = setting(False, "sft: put prompt and completion texts into the chat template, as two turns")
-    system: str | None = setting(None, "sft: system message for conversations that have none")
-    train_on: Literal["completion", "all"] = setting("completion", "sft: what is learnt: the answers, or every token")
+    as_chat: bool = setting(False, "sft: format prompt and completion texts with the chat template, as two turns")
+    system: str | None = setting(None, "sft: system message for conversations without one")
+    train_on: Literal["completion", "all"] = setting("completion", "sft: tokens the loss covers: the answers, or all")
     too_long: Literal["drop", "truncate", "stop"] = setting(
-        "drop", "sft: an example longer than data.sequence_length: leave it out, cut its end, or stop"
+        "drop", "sft: drop, truncate or stop at an example longer than data.sequence_length"
     )
     on_bad_row: Literal["skip", "stop"] = setting("skip", "a row that cannot be read: skip and count it, or stop")
     max_bad_share: float = setting(0.01, "stop when more than this share of rows is bad", ge=0, le=1)
@@ -106,37 +110,39 @@ class TrainSettings:
     min_lr_ratio: float = setting(0.1, "the final learning rate as a share of the peak", ge=0, le=1)
     warmup_steps: int = setting(0, "steps of linear warm-up", ge=0)
     schedule: Literal["cosine", "wsd", "constant"] = setting("cosine", "shape of the learning rate after warm-up")
-    decay_share: float = setting(0.2, "wsd: share of the run spent decaying at the end", gt=0, le=1)
+    decay_share: float = setting(
+        0.2, "wsd: share of the run over which the learning rate decays at the end", gt=0, le=1
+    )
     weight_decay: float = setting(0.1, "decoupled weight decay, on matrices only", ge=0)
-    beta1: float = setting(0.9, "AdamW's first moment", ge=0, lt=1)
-    beta2: float = setting(0.95, "AdamW's second moment", ge=0, lt=1)
+    beta1: float = setting(0.9, "decay rate of AdamW's first moment", ge=0, lt=1)
+    beta2: float = setting(0.95, "decay rate of AdamW's second moment", ge=0, lt=1)
     eps: float = setting(1e-8, "AdamW's epsilon", gt=0)
     clip: float | None = setting(1.0, "largest gradient norm; null for no clipping", gt=0)
-    deterministic: bool = setting(False, "bit-equal results from run to run, at some cost")
+    deterministic: bool = setting(False, "bit-identical results from run to run, at some cost in speed")
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoraSettings:
     rank: int | None = setting(None, "rank of the adapters; null trains all weights", gt=0)
-    alpha: float | None = setting(None, "strength of the adapters (default: twice the rank)", gt=0)
-    targets: str = setting("all-linear", "all-linear, or some of q, k, v, o, gate, up, down, with commas between")
-    dropout: float = setting(0.0, "share of an adapter's inputs dropped while training", ge=0, lt=1)
+    alpha: float | None = setting(None, "scaling of the adapters (default: twice the rank)", gt=0)
+    targets: str = setting("all-linear", "all-linear, or a comma-separated list from q, k, v, o, gate, up, down")
+    dropout: float = setting(0.0, "dropout rate on an adapter's inputs during training", ge=0, lt=1)
     rslora: bool = setting(False, "scale by alpha / sqrt(rank) instead of alpha / rank")
-    base: Literal["16-bit", "4-bit"] = setting("16-bit", "how the frozen weights are held; 4-bit is QLoRA (NF4)")
+    base: Literal["16-bit", "4-bit"] = setting("16-bit", "storage of the frozen weights; 4-bit is QLoRA (NF4)")
     adapter: str | None = setting(None, "folder with a PEFT adapter to start from")
 
 
 @dataclass(frozen=True, kw_only=True)
 class SampleSettings:
     preset: Literal["quality", "balanced", "speed"] = setting(
-        "balanced", "rft.oversample and sample.temperature at once: 50 and 0.5, 30 and 0.7, 20 and 0.9"
+        "balanced", "sets rft.oversample and sample.temperature to 50 and 0.5, 30 and 0.7, or 20 and 0.9"
     )
-    temperature: float = setting(0.7, "0 takes the likeliest token; above it, how freely tokens are drawn", ge=0)
-    top_p: float = setting(1.0, "draw from the likeliest tokens that reach this share", gt=0, le=1)
-    top_k: int = setting(0, "draw from so many of the likeliest tokens; 0: all", ge=0)
-    min_tokens: int = setting(0, "nothing ends a completion before this length", ge=0)
-    max_tokens: int = setting(120, "longest completion", gt=0)
-    rows: int | None = setting(None, "completions written at once (default: the plan's, by memory)", gt=0)
+    temperature: float = setting(0.7, "sampling temperature; 0 always takes the most likely token", ge=0)
+    top_p: float = setting(1.0, "sample from the most likely tokens up to this total probability", gt=0, le=1)
+    top_k: int = setting(0, "sample from this many of the most likely tokens; 0: all", ge=0)
+    min_tokens: int = setting(0, "shortest completion, in tokens", ge=0)
+    max_tokens: int = setting(120, "longest completion, in tokens", gt=0)
+    rows: int | None = setting(None, "concurrent sequences while sampling (default: planned by memory)", gt=0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,53 +150,55 @@ class RftSettings:
     task: str | None = setting(
         None, "task whose questions are sampled, as in `flatout eval`: units:train, jsonl:FILE …"
     )
-    valid: str | None = setting(None, "task that is measured before and after (default: the held-out split of `task`)")
-    questions: int | None = setting(None, "at most so many questions of the task (default: all)", gt=0)
-    valid_questions: int | None = setting(None, "at most so many measured questions (default: all)", gt=0)
-    prompt: str | None = setting(None, "prompt to sample with: a YAML file, or bare (default: the task's own examples)")
+    valid: str | None = setting(None, "task scored before and after training (default: the held-out split of `task`)")
+    questions: int | None = setting(None, "use at most this many questions of the task (default: all)", gt=0)
+    valid_questions: int | None = setting(None, "score at most this many questions (default: all)", gt=0)
+    prompt: str | None = setting(None, "prompt for sampling: a YAML file, or bare (default: the task's own examples)")
     student_prompt: str | None = setting(
-        None, "prompt to train and measure with: a YAML file, or bare (default: the one to sample with)"
+        None, "prompt for training and scoring: a YAML file, or bare (default: the sampling prompt)"
     )
     generator: str | None = setting(None, "model that is sampled in the first round (default: the student itself)")
-    oversample: int = setting(30, "samples of a question, at most", gt=0)
-    adaptive: bool = setting(True, "stop early on solved questions; false: draw all samples of every question")
-    first: int = setting(4, "adaptive: samples of each question before the first look; later looks double them", gt=0)
-    keep: int = setting(1, "correct completions kept of a question: the first, or so many that differ", gt=0)
-    chunk: int = setting(512, "questions sampled together, and written before the next ones begin", gt=0)
-    rounds: int = setting(1, "rounds of sampling and training; later ones sample the student of the round before", gt=0)
-    teach: str | None = setting(
-        None, "task whose worked solutions the model is taught first: sums:shown, units:train, gsm8k:FILE"
+    oversample: int = setting(30, "samples per question, at most", gt=0)
+    adaptive: bool = setting(True, "stop early on solved questions; false: take all samples of every question")
+    first: int = setting(
+        4, "adaptive: samples per question before the first check; each later check doubles them", gt=0
     )
-    teach_steps: int = setting(300, "steps it is taught for", gt=0)
-    teach_lr: float | None = setting(None, "peak learning rate while it is taught (default: train.lr)", gt=0)
+    keep: int = setting(1, "correct completions kept per question; more than 1 must differ", gt=0)
+    chunk: int = setting(512, "questions sampled together, and saved before the next chunk starts", gt=0)
+    rounds: int = setting(1, "rounds of sampling and training; later rounds sample the previous round's student", gt=0)
+    teach: str | None = setting(
+        None, "task whose worked solutions the model is first fine-tuned on: sums:shown, units:train, gsm8k:FILE"
+    )
+    teach_steps: int = setting(300, "steps of this first fine-tuning", gt=0)
+    teach_lr: float | None = setting(None, "peak learning rate of this first fine-tuning (default: train.lr)", gt=0)
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlanSettings:
-    """What may be pinned of a plan's decisions; None leaves it to the plan."""
+    """The plan decisions that a user can pin; None leaves the decision to the plan."""
 
-    precision: Precision | None = setting(None, "arithmetic of the forward and backward pass")
+    precision: Precision | None = setting(None, "compute type of the forward and backward pass")
     micro_batch: int | None = setting(None, "sequences in one forward pass on one rank", gt=0)
     accumulation: int | None = setting(None, "micro-batches in one optimizer step", gt=0)
     recompute: Recompute | None = setting(None, "activations recomputed in the backward pass")
     compile: Compile | None = setting(None, "torch.compile per block")
-    attention: Attention | None = setting(None, "attention backend; short: our own, for packed documents")
+    attention: Attention | None = setting(None, "attention backend; short: flatout's own, for short packed documents")
     fused_qkv: bool | None = setting(None, "one kernel each for norm and rotary positions around the qkv matmul")
     fused_mlp: bool | None = setting(None, "one kernel each for norm and SwiGLU around the MLP's matmuls")
     fused_loss: bool | None = setting(None, "one kernel for the cross-entropy of a chunk of logits")
     fp8: bool | None = setting(None, "8-bit matmuls in the fused segments")
     loss_chunk: int | None = setting(None, "rows of logits held at a time by the loss", gt=0)
     tf32: bool | None = setting(None, "TF32 for the matmuls that stay in fp32")
-    graphs: bool | None = setting(None, "forward and backward pass recorded once and launched whole")
-    fused_optimizer: bool | None = setting(None, "one-kernel AdamW")
-    workers: int | None = setting(None, "loader workers", ge=0)
-    prefetch: int | None = setting(None, "steps of data kept ready ahead of the device", gt=0)
+    graphs: bool | None = setting(None, "run the forward and backward pass as CUDA graphs")
+    fused_optimizer: bool | None = setting(None, "fused AdamW")
+    workers: int | None = setting(None, "data loader workers", ge=0)
+    prefetch: int | None = setting(None, "steps of data loaded ahead of the device", gt=0)
     pin_memory: bool | None = setting(None, "page-locked staging buffers for the copy to the device")
-    expandable_segments: bool | None = setting(None, "allocator: growable segments, against fragmentation")
-    memory_fraction: float | None = setting(None, "allocator: largest share of the device's memory", gt=0, le=1)
+    expandable_segments: bool | None = setting(None, "allocator: expandable segments, against fragmentation")
+    memory_fraction: float | None = setting(None, "allocator: share of the device's memory it may use", gt=0, le=1)
     manual_gc: bool | None = setting(None, "collect Python garbage at chosen steps only")
-    threads: int | None = setting(None, "CPU threads for one rank's arithmetic", gt=0)
-    preset: Preset = setting("balanced", "how much is risked for speed")
+    threads: int | None = setting(None, "CPU threads per rank", gt=0)
+    preset: Preset = setting("balanced", "how aggressively to optimise for speed")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -198,13 +206,13 @@ class EvalSettings:
     every: int | None = setting(None, "steps between evaluations (default: only at the end)", gt=0)
     tokens: int = setting(262144, "validation tokens of one evaluation, at most", gt=0)
     patience: int | None = setting(None, "stop after this many evaluations without improvement", gt=0)
-    min_delta: float = setting(0.0, "an improvement is at least this much", ge=0)
-    tasks: tuple[str, ...] = setting((), "tasks that the model is asked during the run, as of `flatout eval`")
-    tasks_every: int | None = setting(None, "steps between two times the tasks are asked (default: eval.every)", gt=0)
+    min_delta: float = setting(0.0, "smallest change that counts as an improvement", ge=0)
+    tasks: tuple[str, ...] = setting((), "tasks to evaluate during the run, named as in `flatout eval`")
+    tasks_every: int | None = setting(None, "steps between task evaluations (default: eval.every)", gt=0)
     task_limit: int = setting(100, "questions of each task, at most; the same ones every time", gt=0)
-    task_tokens: int = setting(256, "length of an answer to a task", gt=0)
+    task_tokens: int = setting(256, "longest answer to a task question, in tokens", gt=0)
     criterion: Literal["loss", "tasks"] = setting(
-        "loss", "what patience and save.best go by: the validation loss, or the mean score of the tasks"
+        "loss", "metric for patience and save.best: the validation loss, or the mean task score"
     )
 
 
@@ -213,12 +221,12 @@ class SaveSettings:
     every: int | None = setting(None, "steps between checkpoints (default: only at the end)", gt=0)
     keep: int = setting(2, "checkpoints kept; never fewer than two verified ones", ge=2)
     best: bool = setting(False, "also keep the best checkpoint, by eval.criterion")
-    weights_only: bool = setting(False, "leave out the optimizer: smaller, but cannot be resumed")
+    weights_only: bool = setting(False, "save without the optimizer state: smaller, but the run cannot be resumed")
 
 
 @dataclass(frozen=True, kw_only=True)
 class LogSettings:
-    every: int = setting(10, "steps between printed lines when the output is not a terminal", gt=0)
+    every: int = setting(10, "steps between printed lines if the output is not a terminal", gt=0)
     tensorboard: bool = setting(False, "also write TensorBoard event files into the run folder")
     wandb: Literal["off", "offline", "online"] = setting("off", "also write to Weights & Biases")
     project: str = setting("flatout", "project name for trackers")
@@ -227,7 +235,9 @@ class LogSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class TargetSettings:
-    val_loss: float | None = setting(None, "stop when the validation loss is this low, and say how long it took", gt=0)
+    val_loss: float | None = setting(
+        None, "stop when the validation loss is this low, and report how long it took", gt=0
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -236,7 +246,7 @@ class CriteriaSettings:
     mfu: float | None = setting(None, "at least this MFU, common convention (6N + 12LHT)", gt=0, le=1)
     utilisation: float | None = setting(None, "at least this share of time with a kernel running", gt=0, le=1)
     memory_share: float | None = setting(None, "peak memory no more than this share of the device", gt=0, le=1)
-    hours: float | None = setting(None, "finished within this many hours", gt=0)
+    hours: float | None = setting(None, "finish within this many hours", gt=0)
     loss_falling: bool | None = setting(None, "the training loss of the last tenth is below the first tenth's")
     validation_improving: bool | None = setting(None, "the last validation loss is below the first")
     saves: int | None = setting(None, "at least this many checkpoints were saved", gt=0)
@@ -249,21 +259,21 @@ class ProfileSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    recipe: RecipeName = setting("pretrain", "what kind of training")
+    recipe: RecipeName = setting("pretrain", "kind of training")
     run: str | None = setting(None, "run folder, as --run (default: runs/CONFIG-TIME)")
-    seed: int = setting(0, "seed of weights, data order and everything random", ge=0)
-    model: ModelSettings = section(ModelSettings, "the decoder")
-    data: DataSettings = section(DataSettings, "what it learns from")
-    train: TrainSettings = section(TrainSettings, "how it learns")
-    lora: LoraSettings = section(LoraSettings, "adapters instead of all weights")
-    rft: RftSettings = section(RftSettings, "rejection-sampling fine-tuning: what is asked, and what is kept")
-    sample: SampleSettings = section(SampleSettings, "how completions are drawn")
-    plan: PlanSettings = section(PlanSettings, "how it runs: any decision can be pinned")
+    seed: int = setting(0, "random seed for weights, data order and sampling", ge=0)
+    model: ModelSettings = section(ModelSettings, "the model")
+    data: DataSettings = section(DataSettings, "the training data")
+    train: TrainSettings = section(TrainSettings, "batch, length, learning rate and optimizer")
+    lora: LoraSettings = section(LoraSettings, "train adapters instead of all weights")
+    rft: RftSettings = section(RftSettings, "rejection-sampling fine-tuning: questions and kept samples")
+    sample: SampleSettings = section(SampleSettings, "how completions are sampled")
+    plan: PlanSettings = section(PlanSettings, "decisions of the plan; any of them can be pinned")
     eval: EvalSettings = section(EvalSettings, "validation")
     save: SaveSettings = section(SaveSettings, "checkpoints")
-    log: LogSettings = section(LogSettings, "what is printed and where else it goes")
-    target: TargetSettings = section(TargetSettings, "when to stop early, content")
-    criteria: CriteriaSettings = section(CriteriaSettings, "what the run is judged by")
+    log: LogSettings = section(LogSettings, "printed lines and trackers")
+    target: TargetSettings = section(TargetSettings, "the goal at which the run stops early")
+    criteria: CriteriaSettings = section(CriteriaSettings, "criteria the finished run must meet")
     profile: ProfileSettings = section(ProfileSettings, "profiler traces")
 
 

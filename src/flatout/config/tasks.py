@@ -1,10 +1,10 @@
-"""The names of tasks: a misspelt one is refused with the configuration, before anything is opened."""
+"""The names of tasks: a misspelled one is refused with the configuration, before any file is opened."""
 
 from __future__ import annotations
 
 from flatout.config.nearest import nearest
 
-# What follows the colon, for those who forget it.
+# What each task takes after the colon; error messages quote it.
 TAKES = {
     "units": "nothing, or train, valid or endless",
     "sums": "nothing, or shown, train or valid",
@@ -18,17 +18,17 @@ TAKES = {
 
 
 def unknown_task(spec: str) -> str | None:
-    """What is wrong with the name in a spec, NAME[:PATH][?key=value&…]; None: it is known."""
+    """The error message for an unknown name in a spec, NAME[:PATH][?key=value&…]; None if it is known."""
     name = spec.partition("?")[0].partition(":")[0]
     if name in TAKES:
         return None
     near = nearest(name, TAKES)
-    hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(TAKES)}"
+    hint = f"did you mean {near[0]}?" if near else f"the known tasks are {', '.join(TAKES)}"
     return f"task {name!r:.200} is unknown: {hint}"
 
 
 def held_out(task: str) -> str | None:
-    """The held-out questions that belong to a task of the package's own; None for files."""
+    """The held-out split of a built-in task; None for files."""
     name, _, rest = task.partition(":")
     split, mark, options = rest.partition("?")
     return f"{name}{mark}{options}" if name in ("units", "sums") and split == "train" else None

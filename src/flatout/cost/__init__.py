@@ -1,12 +1,12 @@
-"""FLOPs and bytes of a decoder: the arithmetic between what a model asks for and what a device promises.
+"""FLOPs and bytes of a decoder: what a model needs and what a device's peak allows.
 
 The only place where MFU is defined. Two conventions, never mixed:
 
-* *done*: the operations as they are done. Causal attention counts half, frozen weights have no weight
-  gradient, the embedding look-up is no matmul. This is the headline MFU; with recomputation the repeated
-  forward is added for HFU.
+* *done*: the operations that are actually done. Causal attention counts half, frozen weights have no weight
+  gradient, the embedding look-up is not a matmul. This is the headline MFU; with recomputation the repeated
+  forward pass is added for HFU.
 * *common*: 6 x matmul weights + 12 x layers x width x sequence length per token, the figure most projects
-  report, printed beside the first so that numbers can be compared.
+  report, printed next to the first so that numbers can be compared.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ __all__ = [
 ]
 
 GIB = 2**30
-# Several ranks sum their gradients so much at a time.
+# Size of the buckets in which several ranks all-reduce their gradients.
 BUCKET_BYTES = 32 << 20
 
 # How a block runs: one operation at a time, compiled, by fused kernels, or by those with 8-bit matmuls.
@@ -61,12 +61,12 @@ class Flops:
 
     @property
     def done(self) -> float:
-        """What the model asks for: the numerator of MFU."""
+        """FLOPs that the model needs: the numerator of MFU."""
         return self.forward + self.backward
 
     @property
     def executed(self) -> float:
-        """What the device does, recomputation included: the numerator of HFU."""
+        """FLOPs that the device does, recomputation included: the numerator of HFU."""
         return self.done + self.recomputed
 
 
@@ -121,7 +121,7 @@ class Rates:
     def peak_words(self) -> str:
         """The peak as people read it: 989 TFLOPS bf16 (datasheet)."""
         if not self.peak_flops:
-            return "a peak that is not known"
+            return "an unknown peak"
         count = f"{self.num_devices} x " if self.num_devices > 1 else ""
         words = f"{count}{self.peak_flops / 1e12:.3g} TFLOPS {self.precision or ''}".rstrip()
         return f"{words} ({self.peak_source})" if self.peak_source else words
@@ -212,8 +212,8 @@ def training_memory(
 ) -> Memory:
     """Predicted peak for replicated weights and AdamW, trained weights and moments in fp32, frozen ones as they are.
 
-    Gradients stand beside those of the next micro-batch, if there is one; with `graphs` they always do. The peak is in
-    the loss, where all activations stand beside one chunk of logits and the head's gradient, or in
+    Gradients are held next to those of the next micro-batch, if there is one; with `graphs` always. The peak is in
+    the loss, with all activations, one chunk of logits and the head's gradient, or in
     the backward pass of a block, whichever needs more.
     """
     width = BYTES[precision]
@@ -287,7 +287,7 @@ def checkpoint_bytes(shape: ModelShape, *, weights_only: bool, adapters: Adapter
     return 4 * trained * (1 if weights_only else 3)
 
 
-# Packed documents of at most so many tokens, and heads of a power of two, have an attention kernel of their own.
+# Packed documents of at most this many tokens, with a power of two as head width, have their own attention kernel.
 SHORT_DOCUMENT = 128
 
 # What an H200 reached with this decoder, as shares of the datasheet; see docs/predictions.md.
@@ -310,11 +310,11 @@ HOST_S: dict[BlockPath, float] = {"eager": 4.0e-3, "compiled": 2.4e-3, "fused": 
 # The same with adapters in the fused segments; how much a second forward pass adds to it; and what is left of it where
 # passes are recorded: kernels that begin and end, one after the other.
 ADAPTED_HOST_S, RECOMPUTED_HOST_SHARE, RECORDED_SHARE = 7.0e-3, 0.9, 0.05
-# Hosts differ, and one differs from day to day: it may be slower than that by so much.
+# Hosts differ, and one host varies from day to day: it may be slower than that by this factor.
 SLOW_HOST = 1.25
 # What adapters' narrow products leave of the matmuls' speed.
 ADAPTED_SHARE = 0.86
-# Attention over packed documents by the libraries' kernel takes at least as long as so many passes over its queries;
+# Attention over packed documents by the libraries' kernel takes at least as long as this many passes over its queries;
 # over short ones, by ours, it takes as long as these.
 VARLEN_PASSES, SHORT_PASSES = 52, 22
 
@@ -345,7 +345,7 @@ class StepTime:
 
     @property
     def may_wait(self) -> bool:
-        """Whether a device might wait for a host that launches one kernel after the other."""
+        """Whether the device might wait for a host that launches kernels one by one."""
         return self.device < SLOW_HOST * self.launches
 
 

@@ -1,6 +1,6 @@
-"""What a decoder and its adapters are, without building them: sizes, checked once for all who name some.
+"""The sizes of a decoder and its adapters, without building them. They are checked once, here.
 
-A shape comes from a configuration, a model's config.json or a run folder; what no decoder can have is refused here.
+A shape comes from a configuration, a model's config.json or a run folder; impossible sizes are refused.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _LATER = ("out_bias", "rope_scaling", "window", "max_positions", "foreign")
 _FOREIGN = "adapter"
 # Positions of a model whose config.json names no limit.
 UNLIMITED = 2**30
-# The largest sizes of a decoder that are believed, whoever wrote them down; the smallest is 1.
+# The largest accepted sizes of a decoder, from any source; the smallest is 1.
 LARGEST = {
     "layers": 2**13,
     "hidden": 2**18,
@@ -63,7 +63,7 @@ def _flag(value: Any, what: str) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class RopeScaling:
-    """How the rotary frequencies were stretched to reach longer texts, in the words of Hugging Face's config.json."""
+    """How the rotary frequencies are scaled for longer texts, with the names of Hugging Face's config.json."""
 
     rope_type: Literal["linear", "llama3", "yarn"]
     factor: float
@@ -138,7 +138,7 @@ class ModelShape:
     foreign: str = ""
 
     def __post_init__(self) -> None:
-        """Sizes are checked here for all who name some: config.json, a run folder, a configuration."""
+        """Checks the sizes from any source: config.json, a run folder, a configuration."""
         scaling: Any = self.rope_scaling
         if isinstance(scaling, Mapping):  # as a run folder's JSON has it
             object.__setattr__(
@@ -217,7 +217,7 @@ class ModelShape:
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> ModelShape:
-        """The shape behind a Hugging Face `config.json`; what our decoder cannot do is refused by name."""
+        """The shape of a Hugging Face `config.json`; features that our decoder lacks are refused by name."""
         kind = config.get("model_type")
         if kind not in ("llama", "mistral", "qwen2", "qwen3"):
             raise Unsupported(
@@ -265,7 +265,7 @@ class ModelShape:
 
     @classmethod
     def nearest(cls, config: Mapping[str, Any], *, why: str) -> ModelShape:
-        """The decoder of ours most like a foreign model: good for estimates, not for building it."""
+        """The shape of our decoder that is closest to another model: for estimates, not for building it."""
         text = _part(config, "text_config") or config
         heads = _first(text, "heads", "num_attention_heads", "n_head", "n_heads")
         hidden = _first(text, "hidden", "hidden_size", "n_embd", "d_model", "dim")
@@ -274,7 +274,7 @@ class ModelShape:
         if heads is None or hidden is None or layers is None or vocab is None:
             sizes = {"layers": layers, "width": hidden, "heads": heads, "vocabulary": vocab}
             missing = ", no ".join(name for name, size in sizes.items() if size is None)
-            raise UsageError(f"{why}; and its config.json names no {missing} that could be planned with")
+            raise UsageError(f"{why}; and its config.json has no {missing}, which the plan needs")
         inner = _first(text, "intermediate", "intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size")
         return cls(
             layers=layers,

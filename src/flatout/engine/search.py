@@ -139,7 +139,7 @@ def longest(batch: Batch) -> Batch:
 def fitted(plan: Plan, trials: Sequence[Trial], *, size: int, source: str) -> Plan:
     """The plan with the size that was found, and the reason."""
     kept = {name: getattr(plan.decisions, name) for name in KEPT}
-    found = plan.but(micro_batch=size, **kept)
+    found = plan.with_pins(micro_batch=size, **kept)
     speeds = {trial.micro_batch: trial.tokens_per_s for trial in trials}
     others = [f"{n}: {f'{speed:,.0f}' if speed else 'did not fit'}" for n, speed in speeds.items() if n != size]
     how = "without CUDA graphs" if plan.decisions.graphs else "forward and backward"
@@ -192,6 +192,6 @@ def _may_fit(plan: Plan, size: int) -> bool:
         return False
     pins: dict[str, Any] = {"micro_batch": size, "recompute": plan.decisions.recompute}
     try:
-        return plan.but(**pins).predicted.peak_gib <= plan.decisions.memory_fraction * total
+        return plan.with_pins(**pins).predicted.peak_gib <= plan.decisions.memory_fraction * total
     except UsageError:  # the plan already knows that it does not fit
         return False

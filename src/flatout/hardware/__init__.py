@@ -1,4 +1,4 @@
-"""What this machine, or a named one, can do: `flatout hardware` prints it and `flatout plan` reckons with it."""
+"""What this machine, or a named one, can do: `flatout hardware` prints it and `flatout plan` uses it."""
 
 from flatout.hardware.detect import detect, unsupported_build
 from flatout.hardware.measure import Measured, measure, with_cpu_facts

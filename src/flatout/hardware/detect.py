@@ -1,7 +1,7 @@
-"""Looks at the machine it runs on: NVML for the GPUs, /proc and cgroups for the host.
+"""Detects the hardware of this machine: the GPUs with NVML, the host with /proc and cgroups.
 
-`flatout hardware` prints the result, and every plan made without `--on` stands on it. No torch, no CUDA context:
-it is quick and takes no GPU memory.
+`flatout hardware` prints the result, and every plan without `--on` uses it. It needs no torch and no CUDA context,
+so it is quick and takes no GPU memory.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _T = TypeVar("_T")
 
 
 def detect() -> Hardware:
-    """This machine as a CUDA process started here would see it; a CPU machine when that is no GPU at all."""
+    """This machine as a CUDA process started here would see it; a CPU machine if it would see no GPU."""
     import psutil
 
     ram_bytes = min([psutil.virtual_memory().total, *memory_limits()])
@@ -38,7 +38,7 @@ def detect() -> Hardware:
 
 @dataclass(frozen=True, kw_only=True)
 class Gpu:
-    """One card as NVML describes it. A card divided by MIG has instances, and cannot be used whole."""
+    """One card as NVML describes it. A card divided by MIG has instances and cannot be used as a whole."""
 
     name: str
     uuid: str
@@ -104,7 +104,7 @@ def _describe(gpus: Sequence[Gpu], *, nvlink: bool | None) -> Hardware:
     kinds = list(dict.fromkeys(gpu.name for gpu in gpus))
     row = by_nvml_name(kinds[0]) if len(kinds) == 1 else None
     base = row if row is not None else Hardware(name=None, gpu=None, num_gpus=0)
-    # A single card keeps the link its datasheet gives; between several, what NVML sees is what there is.
+    # A single card keeps the link of its datasheet; between several cards, NVML decides.
     link = base.link if nvlink is None else ("NVLink" if nvlink else "PCIe")
     return replace(
         base,
@@ -180,7 +180,7 @@ def _ask(question: Callable[..., _T], *about: Any) -> _T | None:
 
 
 def unsupported_build(*, sm: tuple[int, int] | None, arch_list: list[str], torch_version: str) -> str | None:
-    """None when a torch built for `arch_list` has kernels for this GPU, else the sentence that says what to do.
+    """None if a torch built for `arch_list` has kernels for this GPU, else the error message.
 
     torch itself only warns, and fails at the first kernel with "no kernel image is available".
     """
@@ -223,7 +223,7 @@ def cpu_name(cpuinfo: Path = Path("/proc/cpuinfo")) -> str | None:
 
 
 def cpu_quotas(root: Path = Path("/")) -> Iterator[float]:
-    """CPUs' worth of time granted by each cgroup this process is in: a container's share of the machine."""
+    """The CPU quota, in CPUs, of each cgroup that this process is in: a container's share of the machine."""
     for group in _cgroups("cpu", root=root):
         if (limit := _words(group / "cpu.max")) and limit[0] != "max":
             yield int(limit[0]) / int(limit[1])

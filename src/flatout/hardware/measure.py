@@ -1,7 +1,7 @@
-"""Times what the datasheet promises: a large matrix product per dtype, and a copy within the device's memory.
+"""Measures what the datasheet states: a large matmul per dtype, and a copy within the device's memory.
 
-`flatout hardware --measure` prints it beside the datasheet. Figures are sustained, not a first burst: under load a
-card falls to the clock its power limit allows, and that is where training runs.
+`flatout hardware --measure` prints it next to the datasheet. Figures are sustained, not a first burst: under load a
+card drops to the clock that its power limit allows, and training runs at that clock.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ _FEWEST_BURSTS = 3
 _COPY_BYTES = 2**29  # far beyond any cache
 
 Call = Callable[[], object]
-Clock = Callable[[Call, int], float]  # seconds that so many calls took together
+Clock = Callable[[Call, int], float]  # total seconds of this many calls
 
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """What one device did: operations/s by dtype, and bytes/s of its memory, read and written summed."""
+    """Measurements of one device: FLOP/s by dtype, and memory bytes/s, reads and writes summed."""
 
     flops: Mapping[str, float]
     bandwidth: float | None
-    notes: tuple[str, ...]  # how each figure came about
+    notes: tuple[str, ...]  # how each figure was measured
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self) | {"notes": list(self.notes)}
@@ -73,7 +73,7 @@ def measure(hardware: Hardware, *, seconds: float = 1.0) -> Measured:
         copy_s = _burst_s(_copy(device), clock=clock, budget_s=seconds)
     except torch.OutOfMemoryError as error:
         raise EnvironmentLacks(
-            f"too little free memory on {hardware.gpu} to measure it: end what else runs there. ({error})"
+            f"too little free memory on {hardware.gpu} to measure it: stop other processes on it. ({error})"
         ) from error
     notes.append(f"bandwidth: copy of {_COPY_BYTES // 2**20} MiB, median over {seconds:g} s")
     if hardware.gpu is None:
@@ -141,7 +141,7 @@ def _process_gib() -> float:
 
 
 def _remembered(cache: Path, *, cpu: str | None, threads: int) -> CpuFacts | None:
-    """What was measured before; None if nothing was, or its file is not what is written there."""
+    """The cached measurement; None if there is no valid one."""
     path = _cached(cache, cpu=cpu, threads=threads)
     try:
         found = typed(CpuFacts, read_json(path, limit=1 << 16), source=path)
@@ -175,7 +175,7 @@ def _require_here(gpu: str, *, sm: tuple[int, int] | None) -> None:
         raise EnvironmentLacks(refusal)
     here = torch.cuda.get_device_name()
     if here not in gpu.split(" + "):  # as `detect` joins cards of several kinds
-        raise UsageError(f"{gpu} is not here, {here} is: only the machine at hand can be measured")
+        raise UsageError(f"{gpu} is not on this machine, which has {here}: only this machine can be measured")
 
 
 def _dtypes(hardware: Hardware) -> list[str]:

@@ -1,8 +1,8 @@
-"""`Hardware`, what a machine promises, and the table of cards whose promise we know from their datasheets.
+"""`Hardware`, the properties of a machine, and the table of cards with their datasheet peaks.
 
 `flatout plan --on A100-80GBx8` reads the table for a machine that is not here; `flatout hardware` looks up the
 card it detected. A card is matched by its exact name: a sibling with other clocks or fewer cores is unknown, and
-an unknown card has no peaks rather than somebody else's.
+an unknown card has no peaks rather than those of another card.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ _TABLE = [
 ]
 # fmt: on
 
-# What people say, where it has one plain meaning. "A100" and "V100" have several, and are asked back.
+# Common short names with one meaning. "A100" and "V100" have several and are refused with the choices.
 _ALIASES = {"h100": "H100-SXM", "3090": "RTX-3090", "4090": "RTX-4090"}
 
 
@@ -167,7 +167,7 @@ def _unknown(name: str) -> str:
     asked = _squash(name)
     several = [row for row in known if asked and _squash(row).startswith(asked)]
     if len(several) > 1:
-        return f"{name!r} means several cards: say which of {', '.join(several)}"
+        return f"{name!r} matches several cards: choose one of {', '.join(several)}"
     near = difflib.get_close_matches(asked, map(_squash, known), n=3, cutoff=0.5)
     likely = [row for close in near for row in known if _squash(row) == close]
     hint = f"did you mean {' or '.join(likely)}? " if likely else ""

@@ -1,1 +1,1 @@
-"""Reads run folders and says what they mean; nothing here can slow or break training."""
+"""Reads run folders and explains them; nothing here can slow or break training."""

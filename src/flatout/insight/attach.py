@@ -1,8 +1,8 @@
-"""Runs anyone's PyTorch script under the probe's agent and keeps what is seen in a run folder (`flatout doctor -- …`).
+"""Runs any PyTorch script under the probe's agent and records the observations in a run folder (`flatout doctor -- …`).
 
-The script is started as it would be without us, in the same folder, terminal and process group; only PYTHONPATH and
-one variable tell its Python to load the agent. Its parent is the `supervisor`, which ends what has to be ended. We tail
-what the agent writes, sample the machine, pass on signals, and turn it all into records that every other reader knows.
+The script is started as usual, in the same folder, terminal and process group; only PYTHONPATH and
+one variable make its Python load the agent. Its parent is the `supervisor`, which stops leftover processes. This module
+reads the agent's files as they grow, samples the machine, forwards signals, and writes ordinary records of a run.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ from flatout.record.events import ScriptWatched
 _AGENT = Path(__file__).parents[1] / "probe" / "inject"
 _ENDS = supervisor.PASSED_ON - {signal.SIGUSR1, signal.SIGUSR2}
 _POLL_S = 0.2
-# A script that does not end after it was told to is given this long, and then as long again after SIGTERM.
+# A script that does not stop gets this many seconds, and as many again after SIGTERM.
 _GRACE_S = 10.0
 _TAIL_LINES, _TAIL_BYTES = 40, 1 << 14
-# At this signal a script's Python writes down where it is. Nobody else uses it: scripts take SIGUSR1 and SIGUSR2.
+# At this signal the script's Python writes its stack to a file. Scripts use SIGUSR1 and SIGUSR2, so this one is free.
 _STACK_SIGNAL = signal.SIGRTMAX - 2
 _STACK_S = 2.0
 _FRAME = re.compile(r'File "(?P<file>.+)", line (?P<line>\d+) in (?P<name>.+)')
@@ -47,47 +47,47 @@ _FRAME = re.compile(r'File "(?P<file>.+)", line (?P<line>\d+) in (?P<name>.+)')
 
 @dataclass(frozen=True, kw_only=True)
 class Asked:
-    """How long to watch, and what happens then."""
+    """How long to watch, and what to do afterwards."""
 
     steps: int = 20
     seconds: float = 60.0  # of timed steps, after warm-up
     then: Literal["stop", "continue"] = "stop"
-    look: bool = True  # profile, and replay the last batch; a proof only times
-    switch: Mapping[str, Any] = field(default_factory=dict)  # fixes put in from outside
-    variables: Mapping[str, str | None] = field(default_factory=dict)  # of the environment; None takes one out
+    look: bool = True  # profile, and replay the last batch; --prove only measures time
+    switch: Mapping[str, Any] = field(default_factory=dict)  # fixes that the agent switches on
+    variables: Mapping[str, str | None] = field(default_factory=dict)  # of the environment; None removes one
     stdout_to_stderr: bool = False
-    quiet: bool = False  # what the script prints goes nowhere
-    limit_s: float = 600.0  # of the whole watch, from the script's start; with `stop` the script is ended then
+    quiet: bool = False  # discard the script's output
+    limit_s: float = 600.0  # for the whole watch, from the script's start; with `stop` the script is stopped then
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rank:
-    """What the agent saw of one rank."""
+    """The agent's observations of one rank."""
 
     facts: Mapping[str, Any]
     steps: Sequence[Mapping[str, Any]]
 
     @property
     def timed(self) -> list[Mapping[str, Any]]:
-        """The steps that count: past warm-up, before the profiler."""
+        """The steps that count: after warm-up and before the profiler."""
         return [step for step in self.steps if step["stage"] == "timed" and step["seconds"]]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Watched:
-    """What became of a script, and what the agent saw of its rank 0."""
+    """How a script ended, and the agent's observations of its rank 0."""
 
     returncode: int
     stopped: bool  # by us, after the window or at the limit
-    facts: Mapping[str, Any] | None  # None: no optimizer step was taken under a torch the agent saw
+    facts: Mapping[str, Any] | None  # None: the agent saw no optimizer step
     steps: Sequence[Mapping[str, Any]]
     samples: Sequence[Mapping[str, Any]]  # of the machine
-    crash: str | None  # its last words, secrets masked
+    crash: str | None  # its last output, secrets masked
     ranks: Mapping[int, Rank] = field(default_factory=dict)  # rank 0 among them
-    timed_out_s: float | None = None  # the limit it was ended at
+    timed_out_s: float | None = None  # the time limit at which it was stopped
     was_at: str | None = None  # the line of its main thread then
-    signalled: bool = False  # we were told to end
-    left: Sequence[int] = ()  # processes that could not be ended
+    signalled: bool = False  # a signal told the doctor to stop
+    left: Sequence[int] = ()  # processes that could not be stopped
 
     @property
     def timed(self) -> list[Mapping[str, Any]]:
@@ -96,12 +96,12 @@ class Watched:
 
     @property
     def interrupted(self) -> bool:
-        """Somebody ended it: they mean us too."""
+        """Whether a signal ended it; the doctor should then stop too."""
         return self.signalled or (not self.stopped and self.returncode in (-signal.SIGINT, -signal.SIGTERM))
 
 
 def new_run(path: Path, *, command: Sequence[str], hardware: Hardware, asked: Asked) -> Run:
-    """The folder of a foreign job. It has no plan of ours, and its configuration is its command line."""
+    """Creates the run folder of a watched script. It has no plan, and its configuration is the command line."""
     shown = shlex.join(redact_command(command))
     return Run.create(
         path,
@@ -120,7 +120,7 @@ def new_run(path: Path, *, command: Sequence[str], hardware: Hardware, asked: As
 
 
 def watch(command: Sequence[str], *, asked: Asked, run: Run | None = None) -> Watched:
-    """Run the command to its end, to the end of the window, or to the limit."""
+    """Runs the command until it ends, the window ends, or the time limit is reached."""
     samples: list[Mapping[str, Any]] = []
     folder = Path(tempfile.mkdtemp(prefix="flatout-doctor-"))
     try:
@@ -129,7 +129,7 @@ def watch(command: Sequence[str], *, asked: Asked, run: Run | None = None) -> Wa
             _Script(command, asked=asked, folder=folder, mask=mask) as script,
             _recording(run) as recorder,
         ):
-            books = _Books(folder, recorder)
+            books = _AgentFiles(folder, recorder)
             with Monitor(interval_s=0.5, on_sample=_both(samples, recorder)):
                 script.wait(books)
             books.read()
@@ -160,7 +160,7 @@ def watch(command: Sequence[str], *, asked: Asked, run: Run | None = None) -> Wa
 
 @contextmanager
 def _signals_blocked() -> Iterator[set[Any]]:
-    """Signals are taken one by one in `_Script.wait`; the script starts with the mask it would have had."""
+    """Blocks signals, which `_Script.wait` handles one by one; the script starts with the original mask."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, supervisor.PASSED_ON | {signal.SIGCHLD})
     try:
         yield before
@@ -169,7 +169,7 @@ def _signals_blocked() -> Iterator[set[Any]]:
 
 
 class _Script:
-    """The script under its supervisor. Leaving ends it, and all it started, if it has not ended by itself."""
+    """The script under its supervisor. Leaving the context stops it and all its processes if they still run."""
 
     def __init__(self, command: Sequence[str], *, asked: Asked, folder: Path, mask: set[Any]) -> None:
         self.command, self.asked, self.folder = command, asked, folder
@@ -178,7 +178,7 @@ class _Script:
         self.was_at: str | None = None
         self.tail = bytearray()
         self._began = time.monotonic()
-        # With `continue` the script keeps its own terminal; otherwise its last words are kept as they pass through.
+        # With `continue` the script keeps its terminal; otherwise the end of its stderr is kept.
         piped = asked.then == "stop"
         control, self._control = os.pipe()
         self._status, status = os.pipe()
@@ -201,25 +201,25 @@ class _Script:
         return self
 
     def __exit__(self, *_: object) -> None:
-        os.close(self._control)  # which the supervisor takes for the order to end
+        os.close(self._control)  # the supervisor then stops the script
         self.process.wait()
         os.close(self._status)
         if self._tee is not None:
-            self._tee.join(_GRACE_S)  # what a process that could not be ended holds open is not waited for
+            self._tee.join(_GRACE_S)  # do not wait for a process that could not be stopped and holds it open
 
-    def wait(self, books: _Books) -> None:
-        """Until the script ends; meanwhile its steps are read and signals meant for it are passed on."""
+    def wait(self, books: _AgentFiles) -> None:
+        """Waits until the script ends; meanwhile reads its steps and forwards signals to it."""
         end_at: float | None = None
         while self.process.poll() is None:
             got = signal.sigtimedwait(supervisor.PASSED_ON | {signal.SIGCHLD}, _POLL_S)
             if got is not None and got.si_signo in supervisor.PASSED_ON:
-                # One typed at the terminal has reached the script already, one sent to us (a code of 0 or less) not.
+                # A signal from the terminal has reached the script already; one sent to us (code of 0 or less) has not.
                 if got.si_code <= 0:
                     self._tell(f"{got.si_signo} 0")
                 self.signalled |= got.si_signo in _ENDS
             books.read()
             if self.asked.then == "continue":
-                continue  # as if it were not watched: it may take its time with a signal, or ignore it
+                continue  # as without the doctor: the script may handle a signal slowly, or ignore it
             now = time.monotonic()
             if end_at is None:
                 if self.signalled or books.is_over():
@@ -238,14 +238,14 @@ class _Script:
     def _read_status(self) -> None:
         told = os.read(self._status, 1 << 16)
         if not told:
-            raise RunFailed("the process that supervises the script was killed, and the script with it")
+            raise RunFailed("the supervisor process was killed, and the script with it: run the command again")
         status = json.loads(told)
         if "error" in status:
             raise UsageError(f"{self.command[0]!r} cannot be run: {status['error']}")
         self.returncode, self.left = status["returncode"] or 0, tuple(status["left"])
 
     def _main_thread(self) -> str | None:
-        """Where the script is, of several ranks the first, if its Python says so."""
+        """The line where the script's main thread is, of the first rank, if its Python wrote its stack."""
         able = sorted(
             self.folder.glob("stack-*.txt"), key=lambda path: (path.stem.split("-")[1] != "0", path.stat().st_ctime)
         )
@@ -266,22 +266,22 @@ def _environment(asked: Asked, folder: Path) -> dict[str, str]:
         "out": str(folder),
         "steps": asked.steps,
         "seconds": asked.seconds,
-        "ends_at": time.monotonic() + asked.limit_s,  # of a clock that all processes of a machine share
+        "ends_at": time.monotonic() + asked.limit_s,  # on a clock that all processes of a machine share
         "stack_signal": int(_STACK_SIGNAL) if stop else None,
         "stop": stop,
         "look": asked.look,
         "switch": dict(asked.switch),
     }
-    # The folder may hold a path of ours that the user's other Pythons must not import from: it has one file only.
+    # Other Pythons of the user may import from this folder too, so it contains only one file.
     path = os.pathsep.join(part for part in (str(_AGENT), os.environ.get("PYTHONPATH")) if part)
     changed = {**os.environ, **asked.variables, "PYTHONPATH": path, "FLATOUT_AGENT": json.dumps(told)}
     return {name: value for name, value in changed.items() if value is not None}
 
 
 def _tee(source: IO[bytes], tail: bytearray) -> None:
-    """Pass stderr on as it comes, byte by byte the same, and keep its end."""
+    """Forwards stderr unchanged and keeps its end."""
     while chunk := os.read(source.fileno(), 1 << 16):
-        # Our own stderr may be gone, or no file at all in a test: the script goes on all the same.
+        # Our own stderr may be closed, or not a file in a test: the script continues anyway.
         with suppress(OSError, ValueError, AttributeError):
             sys.stderr.buffer.write(chunk)
             sys.stderr.buffer.flush()
@@ -289,11 +289,11 @@ def _tee(source: IO[bytes], tail: bytearray) -> None:
         del tail[:-_TAIL_BYTES]
 
 
-# -- what the agent wrote
+# -- the agent's files
 
 
-class _Books:
-    """Reads the agents' files: rank 0's as it grows, with its steps recorded, the others' at the end."""
+class _AgentFiles:
+    """Reads the agents' files: rank 0's as it grows, recording its steps, and those of the other ranks at the end."""
 
     def __init__(self, folder: Path, recorder: Recorder | None) -> None:
         self.folder, self.recorder = folder, recorder
@@ -347,7 +347,7 @@ class _Books:
 
 
 def to_record(step: Mapping[str, Any], *, attempt: int, num_ranks: int = 1) -> StepRecord:
-    """An agent's line as a record. Other ranks are taken to have had as many tokens as this one."""
+    """Converts an agent's line to a record. Other ranks are assumed to have the same number of tokens."""
     micro = step["micro"]
     padded = sum(m["tokens"] or 0 for m in micro)
     real = sum(int(m["real"] if m["real"] is not None else m["tokens"] or 0) for m in micro)
@@ -367,7 +367,7 @@ def to_record(step: Mapping[str, Any], *, attempt: int, num_ranks: int = 1) -> S
 
 
 def _crash(folder: Path, returncode: int, tail: bytes) -> str | None:
-    """The traceback of the first rank that fell, or what the script said last."""
+    """The traceback of the first rank that failed, or the script's last output."""
     if returncode == 0:
         return None
     told = sorted(folder.glob("crash-*.txt"), key=lambda path: path.stat().st_mtime)

@@ -1,4 +1,4 @@
-"""`flatout doctor`: a script, a run folder or a log file to a diagnosis, said to people or to machines."""
+"""`flatout doctor`: diagnoses a script, a run folder or a log file, and prints the result as text or JSON."""
 
 from __future__ import annotations
 
@@ -24,15 +24,17 @@ from flatout.record import Diagnosis, Run, redact, redact_command, redacted
 from flatout.terminal import table
 from flatout.words import number, percent
 
-# Fewer timed steps than these are no measurement.
+# With fewer timed steps than this, nothing is reported.
 FEWEST_STEPS = 3
 
 
 def asked_for(*, steps: int, seconds: float, window: float, then: str, json_to: str | None) -> Asked:
     if then not in ("stop", "continue"):
-        raise UsageError(f"--then {then!r} is neither stop nor continue")
+        raise UsageError(f"--then {then!r} must be stop or continue")
     if steps < FEWEST_STEPS + 4:
-        raise UsageError(f"--steps {steps} is too few: {FEWEST_STEPS + 4} leave {FEWEST_STEPS} to measure")
+        raise UsageError(
+            f"--steps {steps} is too few: at least {FEWEST_STEPS + 4} are needed to measure {FEWEST_STEPS}"
+        )
     for name, value in (("seconds", seconds), ("window", window)):
         if not value > 0:
             raise UsageError(f"--{name} {value:g} must be above 0")
@@ -60,19 +62,19 @@ def main(
     on: str | None,
     params: str | None,
 ) -> int:
-    """One of the three things there are to look at."""
+    """Diagnoses a script, a run folder or a log, and returns the exit code."""
     out, err = consoles
     of_run = log is None and bool(what) and Path(what[0]).is_dir()
     if (proving or "--prove" in what) and (log is not None or of_run):
         raise UsageError(
-            f"--prove runs a script again with its fixes, and {what[0] if of_run else '--log FILE'} is no script: "
-            "leave --prove out, or give the command as -- python train.py ..."
+            f"--prove runs a script again with its fixes, and {what[0] if of_run else '--log FILE'} is not a script: "
+            "remove --prove, or give the command as -- python train.py ..."
         )
     if of_run and len(what) > 1:
-        raise UsageError(f"{what[0]} is a folder, and {what[1]} follows it: options go before the run folder")
+        raise UsageError(f"{what[0]} is a folder, but {what[1]} follows it: put options before the run folder")
     if log is not None:
         if what:
-            raise UsageError("--log FILE takes no command and no run folder beside it")
+            raise UsageError("--log FILE cannot be combined with a command or a run folder: give one of them")
         from flatout.insight import logs
 
         say(logs.diagnose(log, on=on, params=params), console=out, json_to=json_to)
@@ -85,8 +87,8 @@ def main(
         say(diagnosis, console=out, json_to=json_to)
         try:
             run.write_diagnosis(diagnosis)
-        except EnvironmentLacks as error:  # a read-only folder is diagnosed all the same
-            note(err, f"not kept in the run: {error}")
+        except EnvironmentLacks as error:  # a read-only folder can still be diagnosed
+            note(err, f"not saved in the run: {error}")
         return 0
     # With `continue` the script's stdout stays the script's.
     console = err if asked.then == "continue" or json_to == "-" else out
@@ -103,9 +105,9 @@ def script(
     proving: bool = False,
     repeats: int = 3,
 ) -> int:
-    """Run a script under the agent, say what is wrong with it, and return the exit code to leave with."""
+    """Runs a script under the agent, prints the diagnosis, and returns the exit code."""
     if not command:
-        raise UsageError("doctor needs something to look at: -- python train.py ..., a run folder, or --log FILE")
+        raise UsageError("doctor needs something to diagnose: -- python train.py ..., a run folder, or --log FILE")
     looked = look(command, asked=asked, folder=folder)
     watched, seen = looked.watched, looked.seen
     estimates = {finding.cause: finding.gain for finding in looked.diagnosis.findings}
@@ -124,7 +126,7 @@ def script(
     extra = {"run": str(folder), "script": about, "estimates": estimates, "proofs": [asdict(proof) for proof in proofs]}
     say(diagnosis, console=console, json_to=json_to, extra=extra, proofs=proofs)
     if watched.left:
-        note(console, f"these processes of the script could not be ended: {', '.join(map(str, watched.left))}")
+        note(console, f"these processes of the script could not be stopped: {', '.join(map(str, watched.left))}")
     if asked.then == "continue":
         return _shell_code(watched.returncode)
     if watched.signalled:
@@ -134,8 +136,8 @@ def script(
 
 
 @dataclass(frozen=True, kw_only=True)
-class Looked:
-    """One look at a script: what was seen of it, and what follows."""
+class Examined:
+    """One watched run of a script: the observations and the diagnosis."""
 
     run: Run
     watched: Watched
@@ -143,27 +145,27 @@ class Looked:
     diagnosis: Diagnosis
 
     def check(self) -> None:
-        """Raises where the script failed by itself, or too little of it was seen."""
+        """Raises if the script itself failed, or if too few steps were observed."""
         watched = self.watched
         if watched.returncode != 0 and not watched.stopped:
-            how = f"the script failed by itself, {_how(watched.returncode)}"
-            raise RunFailed(f"{how}. Its last words:\n{watched.crash}")
+            how = f"the script itself failed, {_how(watched.returncode)}"
+            raise RunFailed(f"{how}. Its last output:\n{watched.crash}")
         if self.seen is None:
             raise RunFailed(self.diagnosis.verdict)
 
 
-def look(command: Sequence[str], *, asked: Asked, folder: Path) -> Looked:
-    """Run a script under the agent; what was seen is in the run folder from then on."""
+def look(command: Sequence[str], *, asked: Asked, folder: Path) -> Examined:
+    """Runs a script under the agent and records the observations in the run folder."""
     hardware = detect()
     run = new_run(folder, command=command, hardware=hardware, asked=asked)
     watched = watch(command, asked=asked, run=run)
     seen = observed(watched, hardware=hardware)
     diagnosis = diagnose(seen) if seen is not None else _nothing(watched)
-    return Looked(run=run, watched=watched, seen=seen, diagnosis=diagnosis)
+    return Examined(run=run, watched=watched, seen=seen, diagnosis=diagnosis)
 
 
 def observed(watched: Watched, *, hardware: Any) -> Observed | None:
-    """What the rules look at, rank 0 or the one the others wait for; None where too little was seen to say anything."""
+    """The input of the rules, from rank 0 or from the straggler; None if too little was observed."""
     steps, facts = watched.timed, watched.facts
     if facts is None or len(steps) < FEWEST_STEPS:
         return None
@@ -188,13 +190,13 @@ def _nothing(watched: Watched) -> Diagnosis:
     within = "" if limit_s is None else f" in {limit_s:g} s"
     if watched.facts is not None:
         timed = len(watched.timed)
-        why = f"only {timed} steps after warm-up were seen{within}, {FEWEST_STEPS} are needed: "
-        why += "let the script take more" if limit_s is None else "give it longer with --seconds"
+        why = f"only {timed} steps after warm-up were observed{within}, {FEWEST_STEPS} are needed: "
+        why += "let the script run more steps" if limit_s is None else "give it more time with --seconds"
     else:
-        cause = "the command ran no Python with torch from 2.4 on, or did not get to training"
+        cause = "the command did not run Python with torch 2.4 or later, or did not reach training"
         if watched.was_at is not None:
-            cause = f"the script was at {watched.was_at}; give it longer with --seconds"
-        why = f"no optimizer step was seen{within}: {cause}"
+            cause = f"the script was at {watched.was_at}; give it more time with --seconds"
+        why = f"no optimizer step was observed{within}: {cause}"
     return Diagnosis(verdict=why, limit={}, findings=())
 
 
@@ -206,7 +208,7 @@ def _shell_code(returncode: int) -> int:
     return 128 - returncode if returncode < 0 else returncode
 
 
-# -- saying it
+# -- output
 
 
 def say(
@@ -217,7 +219,7 @@ def say(
     extra: Mapping[str, Any] | None = None,
     proofs: Sequence[Proof] = (),
 ) -> None:
-    """As JSON to a file or stdout, or as text; to a file, both."""
+    """Prints the diagnosis as text or as JSON; with a JSON file, both."""
     if json_to is not None:
         text = json.dumps(redacted({**asdict(diagnosis), **(extra or {})}), indent=2, default=str) + "\n"
         if json_to == "-":
@@ -248,7 +250,7 @@ def _print(diagnosis: Diagnosis, *, console: Console, proofs: Sequence[Proof]) -
 
 
 def print_proofs(proofs: Sequence[Proof], *, console: Console, fixes: Mapping[str, str] | None = None) -> None:
-    """What each fix did; with `fixes`, also the change to make."""
+    """Prints the measured effect of each fix; with `fixes`, also the change to make."""
     last = () if fixes is None else ("make it permanent",)
     rows = table("Proof", "fix for", "time saved", "spread", "repeats", "loss difference", *last)
     for proof in proofs:
@@ -263,7 +265,7 @@ def print_proofs(proofs: Sequence[Proof], *, console: Console, fixes: Mapping[st
 
 
 def limit_line(limit: Mapping[str, Any]) -> str:
-    """The speed of light, in one line."""
+    """The measured speed and the theoretical limit, in one line."""
     if not limit or limit.get("tokens_per_s") is None:
         return ""
     ceiling = limit.get("ceiling_tokens_per_s")
@@ -271,7 +273,7 @@ def limit_line(limit: Mapping[str, Any]) -> str:
         why = limit.get("source") if limit.get("peak_flops") is None else limit.get("model")
         return f"{number(limit['tokens_per_s'])} tokens/s; ceiling n/a: {why}"
     known = f"{limit.get('source')}; {limit.get('model')}"
-    return f"{number(limit['tokens_per_s'])} tokens/s of at most {number(ceiling)} ({known})"
+    return f"{number(limit['tokens_per_s'])} tokens/s of a ceiling of {number(ceiling)} ({known})"
 
 
 def note(console: Console, text: str) -> None:

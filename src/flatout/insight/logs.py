@@ -1,8 +1,8 @@
-"""Reads the log of a training that ran elsewhere (`flatout doctor --log FILE`): what it shows, and what it leaves open.
+"""Reads the training log of another tool (`flatout doctor --log FILE`), and names what the log does not contain.
 
 Every line of a known kind becomes a few named numbers: Hugging Face Trainer (trainer_state.json, printed dictionaries),
 nanoGPT, nanochat, torchtitan, verl, JSON lines, CSV, and lines of `key=value` or `key: value`. Nothing is evaluated,
-and a number that is not in the log is not made up: what would be needed to say more is said instead.
+and a number that is not in the log is never made up: the diagnosis lists what is missing instead.
 """
 
 from __future__ import annotations
@@ -124,13 +124,13 @@ def read(path: Path) -> Log:
     except FileNotFoundError:
         raise UsageError(f"{path} cannot be read: there is no such file") from None
     except BadFile as error:
-        raise UsageError(f"{error}: give a text file, or the part of it to look at") from None
+        raise UsageError(f"{error}: give a text file, or the relevant part of it") from None
     for reader in (_trainer_state, _json_lines, _csv, _lines):
         found = reader(text)
         if found is not None and found.rows:
             return found
     raise UsageError(
-        f"{path} holds no training log that is known: Hugging Face Trainer, nanoGPT, nanochat, torchtitan, verl, JSON "
+        f"{path} is not a known training log: give a Hugging Face Trainer, nanoGPT, nanochat, torchtitan, verl, JSON "
         "lines, CSV, or lines with a step and key=value or key: value"
     )
 
@@ -148,7 +148,7 @@ def _limit(log: Log, *, machine: hardware.Hardware | None, parameters: float | N
     ceiling = None if not (parameters and peak) else peak * num / (6 * parameters)
     wrong = []
     if mfu is not None and mfu > 1:
-        wrong.append(f"an MFU of {mfu:.0%} is above the speed of light: that number is wrong")
+        wrong.append(f"an MFU of {mfu:.0%} is above the peak of the device: that number is wrong")
     if tokens_per_s and parameters and machine is not None and not wrong:
         one = replace(machine, num_gpus=num)
         wrong += [claim] if (claim := too_good(tokens_per_s, parameters=parameters, hardware=one)) else []
@@ -161,7 +161,7 @@ def _limit(log: Log, *, machine: hardware.Hardware | None, parameters: float | N
         "share": mfu if ceiling is None or tokens_per_s is None else tokens_per_s / ceiling,
         "mfu": mfu,
         "source": how,
-        "model": mfu_how if mfu is not None else "MFU not known",
+        "model": mfu_how if mfu is not None else "MFU unknown",
         "peak_flops": peak,
         "wrong": wrong,
         "missing": _missing(log, tokens_per_s=tokens_per_s, mfu=mfu, machine=machine, parameters=parameters),
@@ -174,7 +174,7 @@ def _tokens_per_s(log: Log) -> tuple[float | None, str]:
     seconds = log.steady("seconds")
     tokens = log.steady("tokens") or log.once.get("tokens_per_step")
     if seconds and tokens:
-        return tokens / seconds, "tokens of a step over its time"
+        return tokens / seconds, "tokens per step over step time"
     seen = [(row["tokens_seen"], row["runtime"]) for row in log.rows if "tokens_seen" in row and row.get("runtime")]
     if seen:
         return seen[-1][0] / seen[-1][1], "tokens seen over runtime"
@@ -229,11 +229,11 @@ def _findings(log: Log) -> Iterable[Finding]:
     if used is not None and used < 0.5:
         yield Finding(
             cause="small-batch",
-            sentence=f"Only {used:.0%} of the GPU's memory is used: there is room for a larger micro-batch.",
+            sentence=f"Only {used:.0%} of the GPU's memory is used: a larger micro-batch would fit.",
             share=None,
             gain=None,
             status="estimated",
-            evidence=("memory share as logged; how much time it saves cannot be read off a log",),
+            evidence=("memory share as logged; a log does not show how much time it saves",),
             fix="double the micro-batch and halve accumulation until memory is about 80 % used; compare tokens/s",
         )
     vals = log.values("val_loss")
@@ -250,13 +250,19 @@ def _findings(log: Log) -> Iterable[Finding]:
 
 
 _PARTS = (
-    ("data-starvation", "data_s", 0.1, "{share} of a step waits for data.", "more loader workers, or prepared data"),
+    (
+        "data-starvation",
+        "data_s",
+        0.1,
+        "{share} of a step waits for data.",
+        "use more loader workers, or prepare the data",
+    ),
     (
         "reward-bound",
         "reward_s",
         0.15,
         "{share} of a step computes rewards.",
-        "rewards in parallel workers, beside generation",
+        "compute rewards in parallel workers during generation",
     ),
     ("evaluation", "eval_s", 0.2, "{share} of a step is validation.", "trainer.test_freq higher"),
     ("checkpointing", "save_s", 0.2, "{share} of a step is saving.", "trainer.save_freq higher, or asynchronous saves"),
@@ -272,16 +278,16 @@ _PARTS = (
 
 def _healthy(limit: Mapping[str, Any]) -> str:
     speed = limit["tokens_per_s"]
-    known = "its speed cannot be read off it" if speed is None else f"{speed:,.0f} tokens/s"
+    known = "it does not show the speed" if speed is None else f"{speed:,.0f} tokens/s"
     mfu = "" if limit["mfu"] is None else f", MFU {limit['mfu']:.1%}"
-    return f"a {limit['kind']} log of {limit['lines']} lines shows nothing wrong; {known}{mfu}"
+    return f"a {limit['kind']} log of {limit['lines']} lines shows no problem; {known}{mfu}"
 
 
 def _size(text: str) -> float:
     match = re.fullmatch(r"(\d{1,40}(?:\.\d{0,40})?)\s*([KMBT]?)", text.strip(), re.IGNORECASE)
     size = float(match[1]) * {"": 1, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}[match[2].upper()] if match else 0.0
     if not size:
-        raise UsageError(f"--params {text[:_LONGEST_NUMBER]!r} is no size: write 124M, 7B or a number")
+        raise UsageError(f"--params {text[:_LONGEST_NUMBER]!r} is not a size: write 124M, 7B or a number")
     return size
 
 

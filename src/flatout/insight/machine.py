@@ -1,4 +1,4 @@
-"""The machine under `watch`: what its monitor sees, and the disk a run writes to."""
+"""The machine as `watch` shows it: the monitor's samples, and the disk that a run writes to."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from flatout.cost import GIB
 from flatout.probe import Monitor
 from flatout.words import number, percent
 
-# CPU time and the GPU's activity counters are differences of two looks, at least this far apart.
+# CPU time and the GPU's activity counters are differences of two samples, at least this many seconds apart.
 LOOK_S = 0.25
 
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """One look at a machine; what could not be read is not there."""
+    """One sample of a machine; values that could not be read are missing."""
 
     sample: Mapping[str, Any]
     disk_free_gib: float | None = None
@@ -32,7 +32,7 @@ class Machine:
         return list(self.sample.get("gpus", []))
 
     def host(self) -> dict[str, str]:
-        """CPU, RAM and disk, for people."""
+        """CPU, RAM and disk as text."""
         ram, total = self.sample.get("ram_gib"), self.sample.get("ram_total_gib")
         known = {
             "CPU": percent(self.sample.get("cpu")),
@@ -51,13 +51,13 @@ class Machine:
         return {**self.sample, "disk_free_gib": self.disk_free_gib, "disk_total_gib": self.disk_total_gib}
 
 
-class Looking:
-    """Looks at this machine from a thread of its own; `look` says what was last seen."""
+class MachineSampler:
+    """Samples this machine from a background thread; `latest` returns the last sample."""
 
     def __init__(self, monitor: Monitor, disk: Path) -> None:
         self._monitor, self._disk = monitor, disk
 
-    def look(self) -> Machine:
+    def latest(self) -> Machine:
         try:
             disk = psutil.disk_usage(str(self._disk))
             return Machine(
@@ -66,18 +66,18 @@ class Looking:
         except OSError:
             return Machine(sample=self._monitor.latest())
 
-    def look_twice(self) -> Machine:
-        """Waits for the second look, which knows what takes two; not for long."""
+    def second(self) -> Machine:
+        """Waits briefly for the second sample, the first with CPU time and activity counters."""
         end = time.monotonic() + 8 * LOOK_S
         while "cpu" not in self._monitor.latest() and time.monotonic() < end:
             time.sleep(LOOK_S / 10)
-        return self.look()
+        return self.latest()
 
 
 @contextmanager
-def looking(*, disk: Path, interval_s: float) -> Iterator[Looking]:
+def sampling_machine(*, disk: Path, interval_s: float) -> Iterator[MachineSampler]:
     with Monitor(interval_s=interval_s) as monitor:
-        yield Looking(monitor, disk)
+        yield MachineSampler(monitor, disk)
 
 
 def _share(part: float | None, whole: float | None) -> str:

@@ -1,4 +1,4 @@
-"""The numbers at the top of a report, each with where it comes from."""
+"""The numbers at the top of a report, each with its source."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from flatout.insight.story import Story
 from flatout.record import WARM_STEPS
 from flatout.words import duration, number, percent
 
-# Rows of figures: key, name, value, how it is said, where it comes from.
+# Rows of figures: key, name, value, text, source.
 _Row = tuple[str, str, float | None, str, str]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Figure:
-    """One number of a run: its stable key, how it is said to people, and where it comes from."""
+    """One number of a run: its stable key, its text, and its source."""
 
     key: str
     name: str

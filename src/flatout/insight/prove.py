@@ -1,8 +1,8 @@
-"""Proves fixes on the script itself (`flatout doctor --prove`): each that is a global switch is put in from outside.
+"""Measures fixes on the script itself (`flatout doctor --prove`): the agent applies each fix that is a global switch.
 
-The script runs again for a few steps as it is, with every fix alone, and with all of them, in turns and several times
-over, so that a machine that drifts slows all alike. What is reported was measured: time a token, its spread, and how
-far the losses are from those of the script as it is.
+The script runs again for a few steps unchanged, with each fix alone, and with all of them, in turns and several times,
+so that a drifting machine affects all alike. The results are measured: time per token, its spread, and the difference
+of the losses from the unchanged script's.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ ALL_TOGETHER = "all together"
 
 @dataclass(frozen=True, kw_only=True)
 class Change:
-    """A fix as the agent puts it in: switches in the process, variables in its environment."""
+    """A fix as the agent applies it: switches in the process, variables in its environment."""
 
     switch: Mapping[str, Any] = field(default_factory=dict)
     variables: Mapping[str, str | None] = field(default_factory=dict)
@@ -30,12 +30,12 @@ class Change:
 
 @dataclass(frozen=True, kw_only=True)
 class Proof:
-    """What one fix did. Gains are shares of the time a token takes, one a repeat."""
+    """The measured effect of one fix. Gains are shares of the time per token, one per repeat."""
 
     cause: str
     gains: tuple[float, ...]
     loss_difference: float | None  # largest between steps of the same number
-    problem: str | None = None  # the script failed with the fix in
+    problem: str | None = None  # how the script failed with the fix
 
     @property
     def gain(self) -> float | None:
@@ -43,7 +43,7 @@ class Proof:
 
 
 def change_for(finding: Finding, seen: Observed) -> Change | None:
-    """The switch that is this finding's fix; None where the fix is a change of the code."""
+    """The switch that fixes this finding; None if the fix is a code change."""
     make = _CHANGES.get(finding.cause)
     return None if make is None else make(seen)
 
@@ -57,7 +57,7 @@ def prove(
     repeats: int = 3,
     say: Callable[[str], None] = lambda _: None,
 ) -> list[Proof]:
-    """Measure every finding that can be switched, and all of them together."""
+    """Measures every fix that is a switch, and all of them together."""
     changes = {f.cause: change for f in diagnosis.findings if (change := change_for(f, seen)) is not None}
     if not changes:
         return []
@@ -67,7 +67,7 @@ def prove(
     changed: dict[str, list[Watched]] = {cause: [] for cause in changes}
     timed = replace(asked, then="stop", look=False, stdout_to_stderr=True)
     for repeat in range(repeats):
-        say(f"proof {repeat + 1} of {repeats}: as it is")
+        say(f"proof {repeat + 1} of {repeats}: unchanged")
         plain.append(_timed(command, timed))
         for cause, change in changes.items():
             say(f"proof {repeat + 1} of {repeats}: {cause}")
@@ -78,13 +78,13 @@ def prove(
 
 def _timed(command: Sequence[str], asked: Asked) -> Watched:
     watched = watch(command, asked=asked)
-    if watched.interrupted:  # the signal reached the script, and there may be many runs to come
+    if watched.interrupted:  # the signal reached only this run of the script, and more would follow
         raise KeyboardInterrupt
     return watched
 
 
 def measured(diagnosis: Diagnosis, proofs: Sequence[Proof]) -> Diagnosis:
-    """The diagnosis with measured gains in place of estimated ones; what was estimated stays as evidence."""
+    """The diagnosis with measured gains instead of estimated ones; the estimates are kept as evidence."""
     by_cause = {proof.cause: proof for proof in proofs}
     findings = []
     for finding in diagnosis.findings:
@@ -92,11 +92,9 @@ def measured(diagnosis: Diagnosis, proofs: Sequence[Proof]) -> Diagnosis:
         if proof is None or proof.gain is None:
             findings.append(finding)
             continue
-        was = "not known" if finding.gain is None else f"{finding.gain:.0%}"
+        was = "unknown" if finding.gain is None else f"{finding.gain:.0%}"
         low, high = min(proof.gains), max(proof.gains)
-        told = (
-            f"measured: {proof.gain:.1%} of the time a token takes ({low:.1%} to {high:.1%}); estimated before: {was}"
-        )
+        told = f"measured: {proof.gain:.1%} of the time per token ({low:.1%} to {high:.1%}); estimated before: {was}"
         findings.append(replace(finding, gain=proof.gain, status="measured", evidence=(*finding.evidence, told)))
     return replace(diagnosis, findings=ranked(findings))
 
@@ -118,7 +116,7 @@ def _proof(cause: str, plain: Sequence[Watched], changed: Sequence[Watched]) -> 
 
 
 def seconds_per_token(run: Watched) -> float | None:
-    """Over the timed steps; a step without token ids counts as one."""
+    """Seconds per token over the timed steps; a step without token ids counts as one token."""
     steps = run.timed
     if len(steps) < 2:
         return None
@@ -146,7 +144,7 @@ def _merged(changes: Sequence[Change]) -> Change:
     return Change(switch=switch, variables=variables)
 
 
-# -- which switch is whose fix
+# -- the switch for each cause
 
 
 def _loader(seen: Observed) -> Change | None:
@@ -171,7 +169,7 @@ def _fused(seen: Observed) -> Change | None:
 
 
 def _rarer(*arguments: str) -> Callable[[Observed], Change | None]:
-    """Trainer arguments that say how often; other loops keep that in their own code."""
+    """Changes Trainer arguments that set an interval; other loops set it in their own code."""
 
     def make(seen: Observed) -> Change | None:
         known = seen.facts.get("trainer_arguments") or ()

@@ -1,4 +1,4 @@
-"""Whether a run goes on, as far as its folder and this machine can tell."""
+"""Whether a run is still going, judged by its folder and this machine."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from flatout.record import Event, Outcome, StepRecord
 from flatout.record.events import AttemptBegan, ScriptWatched
 from flatout.words import duration
 
-# Without a sign of life for this long, a run on another machine is no longer called running.
+# A run on another machine that has recorded nothing for this long is no longer reported as running.
 SILENT_S = 60.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class State:
-    """What a run is doing, in a word and in a sentence."""
+    """The state of a run, as a word and as a sentence."""
 
     kind: Literal["waiting", "running", "finished", "stopped", "lost", "silent"]
     sentence: str
@@ -35,21 +35,21 @@ def state_of(
     if outcome is not None:
         return _ended(outcome.stopped_by)
     if not attempts:
-        return State(kind="waiting", sentence="Nothing was recorded yet")
+        return State(kind="waiting", sentence="Nothing has been recorded yet")
     attempt = attempts[-1]
     seen = max(attempt.time, last.time if last else 0.0)
     host = attempt.host or "another machine"
     if host == socket.gethostname():
         if _alive(attempt.pid, since=attempt.time):
             return State(kind="running", sentence="Running")
-        return State(kind="lost", sentence=f"Ended without a last word (killed, or failed) {_ago(now - seen)}")
+        return State(kind="lost", sentence=f"Ended unexpectedly (killed or failed) {_ago(now - seen)}")
     if now - seen <= SILENT_S:
         return State(kind="running", sentence=f"Running on {host}")
-    return State(kind="silent", sentence=f"No word from {host} since {_ago(now - seen)}")
+    return State(kind="silent", sentence=f"Nothing recorded on {host} since {_ago(now - seen)}")
 
 
 def watched(events: Sequence[Event]) -> State | None:
-    """A foreign script under the doctor says no last word; the doctor says what it saw when it is done."""
+    """The state of a watched script, which records no end event; the doctor's observations mark its end."""
     seen = any(isinstance(event, ScriptWatched) for event in events)
     return State(kind="finished", sentence="Watched by the doctor") if seen else None
 
@@ -67,7 +67,7 @@ def _ended(stopped_by: str) -> State:
 
 
 def _alive(pid: int | None, *, since: float) -> bool:
-    """Whether the process still runs; another one that was given its number later does not count."""
+    """Whether the process still runs; a later process with the same number does not count."""
     try:
         return pid is not None and psutil.Process(pid).create_time() <= since + 1
     except psutil.Error:

@@ -1,7 +1,7 @@
-"""What a run folder says, worked out once for all who show it (`report`, `watch`): speed, phases, memory, verdict.
+"""The contents of a run folder as `report` and `watch` show them: speed, phases, memory, verdict.
 
-Everything is derived from the folder alone, from roll-ups where the run is long. Unknown is None. A folder made by
-a foreign script has no plan and no criteria: what is missing there is left out, never guessed.
+Everything is derived from the folder alone, and from roll-ups if the run is long. Unknown is None. The folder of
+a watched script has no plan and no criteria: missing values are left out, never guessed.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from flatout.verdict import judge, loss_ends, peak_words, speed_of, speed_of_ste
 
 # Parts a history is drawn from, steps the current speed is averaged over, samples that are read of a long run.
 NUM_PARTS, RECENT_STEPS, NUM_SAMPLES = 240, 20, 400
-# A gain above this share of step time is worth calling a run not good.
+# A run with a possible gain above this share of step time is graded not good.
 MUCH_GAIN = 0.05
 
 T = TypeVar("T", bound=Event)
@@ -61,7 +61,7 @@ class Evaluation:
 
 @dataclass(frozen=True, kw_only=True)
 class TaskScore(TaskResult):
-    """What the model of one step was worth on a task, measured during the run or later by `flatout eval`."""
+    """The score of one step's model on a task, measured during the run or later by `flatout eval`."""
 
     step: int
 
@@ -75,7 +75,7 @@ class Phase:
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """One decision of the plan: why it was taken, and what the device then granted."""
+    """One decision of the plan, its reason, and what is active on the device."""
 
     name: str
     value: Any
@@ -85,7 +85,7 @@ class Choice:
 
 @dataclass(frozen=True, kw_only=True)
 class Forecast:
-    """A prediction beside what came of it."""
+    """A prediction and its measurement."""
 
     name: str
     unit: str
@@ -187,7 +187,7 @@ class Story:
 
     @property
     def judged(self) -> str:
-        """How the criteria stand, in one sentence."""
+        """The state of the criteria, in one sentence."""
         if not self.criteria:
             return "No criteria were set."
         met = [verdict.met for verdict in self.criteria]
@@ -286,7 +286,7 @@ def _recompiled(warm: Iterable[StepRecord], recent: Sequence[StepRecord]) -> int
 
 
 def _evaluations(events: Iterable[Event]) -> list[Evaluation]:
-    """What led to the weights as they are now: a resumed run forgets what came after the step it went back to."""
+    """The evaluations that led to the current weights; those after a step that a resume went back to are dropped."""
     found: dict[int, Evaluation] = {}
     for event in events:
         if isinstance(event, Resumed) and event.step is not None:
@@ -314,7 +314,7 @@ def _tasks(events: Iterable[Event]) -> list[TaskScore]:
 
 
 def _criteria(story: Story, ended: Ended | None) -> Sequence[Verdict]:
-    """The verdict the run ended with; before its end, how it stands so far."""
+    """The verdict at the end of the run; before its end, the verdict so far."""
     if ended is not None:
         return ended.verdicts
     known = {field.name for field in fields(CriteriaSettings)}

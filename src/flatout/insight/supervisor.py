@@ -1,15 +1,15 @@
-"""The parent of a watched script: starts it, and with `stop` sees to it that nothing the script started outlives it.
+"""The parent of a watched script: starts it, and with `stop` makes sure that no process of the script outlives it.
 
-`attach` runs this file by its path, with `-I -S`: standard library only, and nothing of the script's environment
-touches it. As a subreaper it inherits every process whose parent has died, however it was detached, so that all
-descendants of the script can be found, and nothing else is ever signalled. It reads lines from `attach`:
+`attach` runs this file by its path, with `-I -S`: standard library only, unaffected by the script's environment.
+As a subreaper it inherits every process whose parent has died, even detached ones, so that all
+descendants of the script can be found, and no other process is ever signalled. It reads lines from `attach`:
 
     15 0        send signal 15 to the script
     62 4711     send signal 62 to process 4711, if it is a descendant
-    end         end the script and all its descendants: SIGTERM, and SIGKILL after the grace period
+    end         stop the script and all its descendants: SIGTERM, and SIGKILL after the grace period
 
-The end of that pipe means that the doctor is gone, and is the same as `end`. One JSON line goes back: the script's
-return code, or why it could not be started, and the processes that could not be ended.
+If the pipe closes, the doctor is gone, and that means the same as `end`. One JSON line is sent back: the script's
+return code, or why it could not be started, and the processes that could not be stopped.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ class Supervisor:
             libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
-        # Signals of the terminal reach the script by themselves, those sent to the doctor come through the pipe.
+        # Signals from the terminal reach the script directly; those sent to the doctor come through the pipe.
         self.script = subprocess.Popen(command, preexec_fn=ready)
 
     def run(self) -> list[int]:
-        """Until the script has ended, and with `sweep` all it started; what could not be ended is returned."""
+        """Waits for the script, and with `sweep` stops its descendants; returns those that could not be stopped."""
         while self.returncode is None:
             self._wait()
             if self._told_to_end():
@@ -54,7 +54,7 @@ class Supervisor:
         return self.end() if self.sweep else []
 
     def end(self) -> list[int]:
-        """End everything that is left."""
+        """Stops everything that still runs."""
         for number in (signal.SIGTERM, signal.SIGKILL):
             asked: set[tuple[int, str]] = set()
             last = time.monotonic() + self.grace_s
@@ -75,20 +75,20 @@ class Supervisor:
     def _told_to_end(self) -> bool:
         if not select.select([self.control], [], [], 0)[0]:
             return False
-        # A line is far shorter than what a pipe hands over whole.
+        # A line is far shorter than a pipe's atomic write, so it arrives whole.
         for line in os.read(self.control, 4096).decode().splitlines() or ["end"]:
             if line == "end":
                 return True
             number, process = map(int, line.split())
             if self.returncode is None and process == 0:
-                os.kill(self.script.pid, number)  # not waited for yet, so the number is still the script's
+                os.kill(self.script.pid, number)  # not reaped yet, so the pid is still the script's
             elif process in (left := descendants()):
                 send(process, left[process], number)
         return False
 
 
 def descendants() -> dict[int, str]:
-    """Every living descendant of this process and when it began: a number alone may come to mean another process."""
+    """Every living descendant of this process with its start time, because a pid alone may be reused."""
     parents: dict[int, tuple[int, str]] = {}
     for name in os.listdir("/proc"):
         if name.isdigit() and (found := _stat(int(name))) is not None:
@@ -102,18 +102,18 @@ def descendants() -> dict[int, str]:
 
 
 def _stat(process: int) -> tuple[int, str] | None:
-    """Its parent, and the moment of its start; None where it is gone or has ended."""
+    """The parent and the start time of a process; None if it has ended."""
     try:
         with open(f"/proc/{process}/stat", "rb") as file:
             fields = file.read().rpartition(b") ")[2].split()
     except OSError:
         return None
-    # The name in front may hold anything, parentheses too. A zombie is only waited for.
+    # The name in front may contain anything, even parentheses. A zombie counts as ended.
     return None if fields[0] in (b"Z", b"X") else (int(fields[1]), fields[19].decode())
 
 
 def send(process: int, began: str, number: int) -> None:
-    """A signal to that very process: what its number means is looked at again once it cannot change any more."""
+    """Sends a signal to exactly this process: a pidfd pins it before its start time is checked again."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         descriptor = _pidfd(process)
         try:
@@ -129,7 +129,7 @@ def send(process: int, began: str, number: int) -> None:
 
 
 def _pidfd(process: int) -> int | None:
-    """None where the kernel has none, before 5.3, or a sandbox forbids it."""
+    """A pidfd of the process; None before Linux 5.3, or if a sandbox forbids it."""
     try:
         return os.pidfd_open(process)
     except ProcessLookupError:

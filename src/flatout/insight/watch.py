@@ -1,6 +1,6 @@
-"""Runs and the machine, live in a terminal: `flatout watch [RUN...]`. Reads only; a run never notices.
+"""Shows runs and the machine live in a terminal: `flatout watch [RUN...]`. It only reads and never disturbs a run.
 
-In a pipe it prints one plain line a look; it ends by itself when every run is over, and by Ctrl-C at any time.
+In a pipe it prints one plain line per update. It ends when every run is over, or with Ctrl-C at any time.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from flatout.errors import UsageError
 from flatout.insight import numbers
 from flatout.insight.clean import clean
 from flatout.insight.diagnose.runs import findings_of
-from flatout.insight.machine import LOOK_S, Looking, Machine, looking
+from flatout.insight.machine import LOOK_S, Machine, MachineSampler, sampling_machine
 from flatout.insight.report.plain import to_json
 from flatout.insight.story import Story, TaskScore, tell
 from flatout.record import Run
@@ -29,14 +29,14 @@ from flatout.terminal import table
 from flatout.words import duration, interval_text, number, percent, score_text
 
 BLOCKS = "▁▂▃▄▅▆▇█"
-# Where the story of a run is told in full elsewhere; a look needs less.
+# The report shows more parts of a run; an update needs fewer.
 NUM_PARTS = 48
 _STYLES = {"running": "green", "finished": "green", "stopped": "yellow", "lost": "red", "silent": "yellow"}
 _LEFT_OUT = ("history", "config", "environment", "hardware")
 
 
 class Reader:
-    """Tells a run's story again only when its folder has changed."""
+    """Reads a run folder again only if it has changed."""
 
     def __init__(self, run: Run) -> None:
         self._run = run
@@ -46,12 +46,12 @@ class Reader:
     def read(self) -> Story:
         files = [self._run.file(what, 0) for what in ("steps", "events")]
         seen = tuple(file.stat().st_size if file.exists() else 0 for file in files)
-        # A run that goes on may also die or stand still, which no file says.
+        # A run may also die or stall, which changes no file.
         if self._story is None or seen != self._seen or not self._story.state.over:
             try:
                 self._seen, self._story = seen, tell(self._run, num_parts=NUM_PARTS)
             except FileNotFoundError as error:
-                raise UsageError(f"{self._run.path} is no longer there: its {error.filename} is gone") from error
+                raise UsageError(f"{self._run.path} is no longer a run folder: {error.filename} was removed") from error
         return self._story
 
 
@@ -59,40 +59,40 @@ def watch(runs: Sequence[Run], *, console: Console, once: bool = False, interval
     """Shows the runs, and this machine, until all runs are over; without runs, the machine until Ctrl-C."""
     readers = [Reader(run) for run in runs]
     disk = runs[0].path if runs else Path()
-    with looking(disk=disk, interval_s=LOOK_S if once else max(LOOK_S, interval_s / 2)) as eyes:
+    with sampling_machine(disk=disk, interval_s=LOOK_S if once else max(LOOK_S, interval_s / 2)) as sampler:
         if once:
-            console.print(view([reader.read() for reader in readers], eyes.look_twice(), console=console))
+            console.print(view([reader.read() for reader in readers], sampler.second(), console=console))
             return
         try:
             if console.is_terminal:
                 with Live(console=console, auto_refresh=False) as live:
-                    _repeat(readers, eyes, interval_s, lambda *seen: _redraw(live, *seen))
+                    _repeat(readers, sampler, interval_s, lambda *seen: _redraw(live, *seen))
             else:
-                _repeat(readers, eyes, interval_s, lambda *seen: _say(console, *seen))
+                _repeat(readers, sampler, interval_s, lambda *seen: _say(console, *seen))
         except KeyboardInterrupt:
             return
 
 
 def snapshot(runs: Sequence[Run]) -> dict[str, Any]:
-    """One look, for programs."""
-    with looking(disk=runs[0].path if runs else Path(), interval_s=LOOK_S) as eyes:
+    """One update as plain data, for programs."""
+    with sampling_machine(disk=runs[0].path if runs else Path(), interval_s=LOOK_S) as sampler:
         told = [to_json(tell(run, num_parts=NUM_PARTS)) for run in runs]
         for run in told:
             for key in _LEFT_OUT:
                 del run[key]
-        return {"machine": eyes.look_twice().to_json(), "runs": told}
+        return {"machine": sampler.second().to_json(), "runs": told}
 
 
 def _repeat(
     readers: Sequence[Reader],
-    eyes: Looking,
+    sampler: MachineSampler,
     interval_s: float,
     show: Callable[[Sequence[Story], Machine], None],
 ) -> None:
-    eyes.look_twice()
+    sampler.second()
     while True:
         stories = [reader.read() for reader in readers]
-        show(stories, eyes.look())
+        show(stories, sampler.latest())
         if stories and all(story.state.over for story in stories):
             return
         time.sleep(interval_s)
@@ -109,7 +109,7 @@ def _say(console: Console, stories: Sequence[Story], machine: Machine) -> None:
 
 
 def view(stories: Sequence[Story], machine: Machine, *, console: Console) -> RenderableType:
-    """Everything at once, at any width from 80 columns on."""
+    """The whole view, for any width from 80 columns."""
     parts: list[RenderableType] = []
     for story in stories:
         parts += [run_view(story, unicode=console.encoding.startswith("utf")), Text("")]
@@ -182,8 +182,8 @@ def machine_view(machine: Machine, *, title: str = "this machine") -> Renderable
     host = Text.assemble((title, "bold"), "  ", said)
     if not machine.gpus:
         return Group(host, Text("no GPU is visible to NVML here", style="dim"))
-    # Short heads: all of it has to stand in 80 columns. `busy`: some kernel was running.
-    rows = table("", "GPU", "memory GiB", "busy", "SM", "tensor", "DRAM", "W", "temp", "MHz", "held back")
+    # Short headings: the table must fit in 80 columns. `busy`: some kernel was running.
+    rows = table("", "GPU", "memory GiB", "busy", "SM", "tensor", "DRAM", "W", "temp", "MHz", "throttled")
     for gpu in machine.gpus:
         rows.add_row(*_gpu_cells(gpu))
     return Group(host, rows)
@@ -204,12 +204,12 @@ def _gpu_cells(gpu: Mapping[str, Any]) -> list[str]:
 
 
 def spark(values: Sequence[float | None]) -> str:
-    """A curve of one line; unknown or not finite is a gap."""
+    """A curve in one line of text; values that are unknown or not finite are gaps."""
     known = [value for value in values if value is not None]
     if not known:
         return ""
-    low, room = min(known), max(known) - min(known) or 1.0
-    scaled = [None if value is None else int((value - low) / room * (len(BLOCKS) - 1)) for value in values]
+    low, span = min(known), max(known) - min(known) or 1.0
+    scaled = [None if value is None else int((value - low) / span * (len(BLOCKS) - 1)) for value in values]
     return "".join(" " if value is None else BLOCKS[value] for value in scaled)
 
 
@@ -238,7 +238,7 @@ def _lr(story: Story) -> str:
 
 
 def _speed(story: Story) -> str:
-    """Of the whole run; while it goes on, also of its last steps."""
+    """Of the whole run; while it is running, also of its last steps."""
     speed, recent = story.speed, story.recent
     now = "" if story.state.over else f" (last {recent.steps} steps: {number(recent.tokens_per_s)} tok/s)"
     a_second = None if not speed.step_s else 1 / speed.step_s

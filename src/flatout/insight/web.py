@@ -1,7 +1,7 @@
 """The live page: the report's own fragments, served to this machine only (`flatout watch --web`).
 
-It listens on 127.0.0.1, answers only to its own name, and only to who knows the token in its address. The page may
-run one script, named by its hash, which fetches the fragments anew; nothing comes from or goes to anywhere else.
+It listens on 127.0.0.1, answers only to its own host name, and only to requests with the token in its URL. The page may
+run one script, allowed by its hash, which fetches the fragments again; there is no other network traffic.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from importlib import resources
 from urllib.parse import parse_qs, urlsplit
 
 from flatout.errors import EnvironmentLacks, FlatoutError
-from flatout.insight.machine import Looking
+from flatout.insight.machine import MachineSampler
 from flatout.insight.report import fragments, page
 from flatout.insight.report.html import Html, tag
 from flatout.insight.story import tell
 from flatout.record import Run, redact
 
 ADDRESS = "127.0.0.1"
-# Looks that come faster than this are given the same answer: many open pages cost no more than one.
+# Requests that come faster than this get the same answer, so many open pages cost no more than one.
 FRESH_S = 1.0
 
 
 class Site:
-    """What the page shows, made anew at most once a second."""
+    """The contents of the page, rebuilt at most once a second."""
 
-    def __init__(self, runs: Sequence[Run], eyes: Looking) -> None:
-        self._runs, self._eyes = runs, eyes
+    def __init__(self, runs: Sequence[Run], sampler: MachineSampler) -> None:
+        self._runs, self._sampler = runs, sampler
         self._lock = threading.Lock()
         self._made_at, self._body = -FRESH_S, Html()
         self.script = (resources.files("flatout.insight") / "live.js").read_text()
@@ -52,7 +52,7 @@ class Site:
                 stories = [tell(run) for run in self._runs]
                 made = time.strftime("live, %H:%M:%S")
                 self._body = page.body(
-                    stories, made=made, extra=fragments.now(self._eyes.look(), level=2 if stories else 1)
+                    stories, made=made, extra=fragments.now(self._sampler.latest(), level=2 if stories else 1)
                 )
                 self._made_at = time.monotonic()
             return self._body
@@ -65,7 +65,7 @@ class Site:
 
 
 class Server(ThreadingHTTPServer):
-    """Serves one site under a token of its own."""
+    """Serves one site under its own token."""
 
     daemon_threads = True
 
@@ -75,7 +75,7 @@ class Server(ThreadingHTTPServer):
             super().__init__((ADDRESS, port), Handler)
         except OSError as error:
             raise EnvironmentLacks(
-                f"cannot listen on {ADDRESS}:{port}: {error.strerror}. Choose another with --port, or leave it out."
+                f"cannot listen on {ADDRESS}:{port}: {error.strerror}. Choose another one with --port, or remove it."
             ) from error
 
     @property
@@ -87,7 +87,7 @@ class Server(ThreadingHTTPServer):
         return f"http://{ADDRESS}:{self.port}/?token={self.token}"
 
     def handle_error(self, request: object, client_address: object) -> None:
-        """A page that was closed in the middle of an answer is no error."""
+        """Ignores the error: a page that is closed in the middle of an answer is not a problem."""
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -113,7 +113,7 @@ class Handler(BaseHTTPRequestHandler):
     do_HEAD = do_GET
 
     def do_POST(self) -> None:
-        """Nothing here can be changed."""
+        """Refuses: the server is read-only."""
         refusal = self._refusal() or HTTPStatus.METHOD_NOT_ALLOWED
         self.close_connection = True
         self._answer(refusal, refusal.phrase)
@@ -121,7 +121,7 @@ class Handler(BaseHTTPRequestHandler):
     do_PUT = do_DELETE = do_PATCH = do_OPTIONS = do_POST
 
     def _refusal(self) -> HTTPStatus | None:
-        """Why this request gets nothing: a foreign name (a rebound one, say), another site's page, no token."""
+        """Why this request is refused: a wrong host name (DNS rebinding), another site's page, or no token."""
         names = {f"{name}:{self.server.port}" for name in (ADDRESS, "localhost")}
         if self.headers.get_all("Host") not in [[name] for name in names]:
             return HTTPStatus.FORBIDDEN
@@ -152,4 +152,4 @@ class Handler(BaseHTTPRequestHandler):
             self.wfile.write(data)
 
     def log_message(self, format: str, *args: object) -> None:
-        """Says nothing: the address holds the token."""
+        """Logs nothing, because the URL contains the token."""

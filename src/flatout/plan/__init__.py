@@ -1,10 +1,10 @@
-"""Decides how a run uses its hardware: every decision with its reason, and a prediction to hold it to.
+"""Decides how a run uses its hardware: every decision with its reason, and predictions to check a run against.
 
-Needs no torch and no device, so `flatout plan --on A100-80GBx8` works on a laptop; `flatout train` takes the same
-path with the hardware it finds. A plan states wishes; `engine.resolve` states what the device then granted.
+Needs no torch and no device, so `flatout plan --on A100-80GBx8` works on a laptop; `flatout train` uses the same
+code with the hardware it finds. A plan requests features; `engine.resolve` reports which ones are available.
 
-    job.py        what is to be run on what
-    decide.py     the decisions in order; of them, kernels.py has the arithmetic and batch.py the memory's part
+    job.py        the job: settings and hardware
+    decide.py     the decisions in order; kernels.py decides precision and kernels, batch.py what depends on memory
     predict.py    memory, time and MFU of a job
 """
 

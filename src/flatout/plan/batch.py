@@ -1,6 +1,6 @@
-"""Micro-batch, accumulation and recomputation: they share the memory, and together they hold the batch exactly.
+"""Micro-batch, accumulation and recomputation: they must fit the memory and give exactly the requested batch.
 
-And, where a recipe samples, how many completions are written at once.
+Also the number of concurrent sequences, for recipes that sample.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from flatout.plan.predict import full_tokens, memory_of, sized
 
 # Share of the device's memory that the predicted peak may take, by preset.
 MEMORY_BUDGET = {"safe": 0.75, "balanced": 0.85, "max": 0.92}
-# With fewer tokens than this in a micro-batch, recomputing activations to fit more is worth its time.
+# With fewer tokens than this in a micro-batch, recomputing activations to fit a larger one is faster.
 THIN_TOKENS = 2048
-# More completions at once than this gain nothing: by then the weights are no longer what a step reads most.
+# More concurrent sequences than this gain nothing: reading the weights no longer dominates a step.
 MOST_ROWS = {"gpu": 2048, "cpu": 32}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Fit:
-    """Sequences of a pass, passes of a step, and what is recomputed, so that it fits."""
+    """Sequences per pass, passes per step, and the recomputation with which they fit in memory."""
 
     micro_batch: int
     accumulation: int
@@ -34,19 +34,19 @@ class Fit:
 
 
 def fit(job: Job, *, precision: Precision, path: BlockPath) -> tuple[Fit, dict[str, str]]:
-    """The fit and the reason of each of its parts."""
+    """Returns the fit and the reason for each of its parts."""
     sizes, modes = _sizes(job), _modes(job, path)
     budget = None if job.usable_gib is None else MEMORY_BUDGET[job.pins.preset] * job.usable_gib
 
     def needs(size: int, mode: Recompute) -> Memory:
-        graphs = bool(job.pins.graphs) and job.device == "gpu"  # unpinned, they are only taken where room is left
+        graphs = bool(job.pins.graphs) and job.device == "gpu"  # if not pinned, they are used only if memory is left
         passes = sized(job, size, precision=precision, path=path, recompute=mode)
         return memory_of(job, replace(passes, graphs=graphs))
 
     def fits(size: int, mode: Recompute) -> bool:
         return budget is None or needs(size, mode).gib <= budget
 
-    # Per mode the largest size that fits; the first mode whose micro-batch is not thin, else the largest of all.
+    # Per mode the largest size that fits; the first mode with a large enough micro-batch, else the largest of all.
     best = [(next((n for n in sizes if fits(n, mode)), 0), mode) for mode in modes]
     enough = min(THIN_TOKENS, sizes[0] * job.sequence_length)
     size, mode = next((b for b in best if b[0] * job.sequence_length >= enough), max(best, key=lambda b: b[0]))
@@ -64,7 +64,7 @@ def fit(job: Job, *, precision: Precision, path: BlockPath) -> tuple[Fit, dict[s
 
 
 def _sizes(job: Job) -> Sequence[int]:
-    """Micro-batches that divide the batch and do not exceed what fills the device, the largest first; or the pin."""
+    """Micro-batches that divide the batch, up to the size that fills the device, largest first; or the pinned one."""
     pins, sequences = job.pins, job.rank_sequences
     if pins.micro_batch and pins.accumulation and pins.micro_batch * pins.accumulation != sequences:
         raise UsageError(
@@ -85,11 +85,11 @@ def _sizes(job: Job) -> Sequence[int]:
 
 
 def _modes(job: Job, path: BlockPath) -> Sequence[Recompute]:
-    """Ways to recompute, the fastest first; or the pin."""
+    """Recomputation modes, fastest first; or the pinned one."""
     if job.pins.recompute is not None:
         return [job.pins.recompute]
-    # Fused kernels overwrite what selective recomputation would keep.
-    # Under adapters it would keep each projection twice, with and without its adapter.
+    # Fused kernels overwrite the tensors that selective recomputation keeps.
+    # With adapters it would keep each projection twice, with and without its adapter.
     plain = path not in ("fused", "fp8") and not job.shape.foreign and job.adapters is None
     return ["none", "selective", "full"] if plain else ["none", "full"]
 
@@ -100,18 +100,18 @@ def _reasons(job: Job, found: Fit) -> dict[str, str]:
     why = {
         "micro_batch": "enough to fill the device" if full else "the largest that fits the memory or divides the batch",
         "accumulation": f"{size} x {passes} x {ranks} rank(s) = {size * passes * ranks} "
-        f"sequences = {job.batch_tokens} tokens, exactly the batch asked for",
+        f"sequences = {job.batch_tokens} tokens, exactly the requested batch",
         "recompute": {
             "none": "activations fit in memory",
-            "selective": "matmul outputs are kept, the rest is recomputed, to fit",
-            "full": "only block inputs fit; a block's forward runs twice",
+            "selective": "to fit in memory, matmul outputs are kept and the rest is recomputed",
+            "full": "only block inputs fit in memory; each block's forward pass runs twice",
         }[found.recompute],
     }
     return {name: reason if getattr(job.pins, name) is None else PINNED for name, reason in why.items()}
 
 
 def _way_out(job: Job, *, budget: float, precision: Precision, path: BlockPath) -> str:
-    """What would fit, changing as little as will do: pins, then the frozen weights, then the length."""
+    """The smallest change that would fit: first pins, then 4-bit frozen weights, then shorter sequences."""
     bases = [("", job)]
     if job.adapters is not None and job.adapters.base_bits != 4:
         bases.append(("lora.base: 4-bit", replace(job, adapters=replace(job.adapters, base_bits=4))))
@@ -122,7 +122,7 @@ def _way_out(job: Job, *, budget: float, precision: Precision, path: BlockPath) 
     ]
     for shorter, length in lengths:
         for smaller, other in bases:
-            how: BlockPath = "eager" if smaller else path  # the fused segments take no 4-bit weights
+            how: BlockPath = "eager" if smaller else path  # the fused segments do not support 4-bit weights
             tried = replace(other, sequence_length=length)
             needs = memory_of(tried, sized(tried, 1, precision=precision, path=how, recompute="full")).gib
             if needs <= budget:
@@ -137,12 +137,12 @@ def _way_out(job: Job, *, budget: float, precision: Precision, path: BlockPath) 
 
 
 def rows_at_once(job: Job, shape: ModelShape, *, precision: Precision) -> tuple[int | None, str]:
-    """A power of two of completions, each with a cache as long as a training sequence, beside the weights."""
+    """The number of concurrent sequences that fit beside the weights: a power of two, each with a full-length cache."""
     if job.rows is not None:
         return job.rows, PINNED
     total_gib, most = job.memory_gib, MOST_ROWS[job.device]
     if total_gib is None:
-        return None, "memory unknown: left to the sampler"
+        return None, "the memory is unknown: the sampler decides"
     row_bytes = job.sequence_length * kv_cache_bytes_per_token(shape, precision=precision)
     weights_bytes = shape.num_parameters * BYTES[precision]
     budget_gib = MEMORY_BUDGET[job.pins.preset] * total_gib
@@ -156,5 +156,5 @@ def rows_at_once(job: Job, shape: ModelShape, *, precision: Precision) -> tuple[
     rows = min(most, 1 << int(math.log2(free_bytes / row_bytes)))
     size = f"{weights_bytes / GIB:.1f} GiB of weights and {rows} x {row_bytes / 2**20:.0f} MiB of cache"
     sm = job.hardware.sm
-    slow = "; written step by step: kernels and graphs begin with SM 8.0" if sm is not None and sm < (8, 0) else ""
-    return rows, f"{size} in {total_gib:.1f} GiB" + ("; more gain nothing" if rows == most else "") + slow
+    slow = "; slow generation: kernels and CUDA graphs need SM 8.0" if sm is not None and sm < (8, 0) else ""
+    return rows, f"{size} in {total_gib:.1f} GiB" + ("; more would not be faster" if rows == most else "") + slow

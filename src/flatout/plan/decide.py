@@ -1,4 +1,4 @@
-"""Every decision with its reason, one pass over them: later ones stand on earlier ones."""
+"""Makes every decision with its reason, in one pass; later decisions depend on earlier ones."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ class Plan:
     decisions: Decisions
     reasons: Mapping[str, str]
     predicted: Prediction
-    rows: int | None = None  # completions written at once, where the recipe samples; its reason is among the others
+    rows: int | None = None  # concurrent sequences, if the recipe samples; its reason is among the others
 
-    def but(self, **changes: Any) -> Plan:
-        """The same job with some decisions pinned to other values, everything else decided anew."""
+    def with_pins(self, **changes: Any) -> Plan:
+        """The plan of the same job with some decisions pinned to other values and everything else decided again."""
         return decide(replace(self.job, pins=replace(self.job.pins, **changes)))
 
     @property
@@ -72,7 +72,7 @@ class Plan:
 
 
 def decide(job: Job) -> Plan:
-    """The plan of a job; a pinned value is taken as it is."""
+    """Returns the plan of a job; pinned values are kept."""
     _refuse_for_foreign(job)
     choices = Choices(pins=job.pins)
     _decide_passes(job, choices)
@@ -80,7 +80,7 @@ def decide(job: Job) -> Plan:
     decisions, reasons = choices.decisions(), choices.reasons
     predicted = predict(job, decisions)
     if job.pins.micro_batch is None:
-        reasons["micro_batch"] = f"{_room(job, decisions, predicted)}; {reasons['micro_batch']}"
+        reasons["micro_batch"] = f"{_peak_text(job, decisions, predicted)}; {reasons['micro_batch']}"
     rows = None
     if job.generator is not None:
         rows, reasons["rows"] = batch.rows_at_once(job, job.generator, precision=decisions.precision)
@@ -88,7 +88,7 @@ def decide(job: Job) -> Plan:
 
 
 def _refuse_for_foreign(job: Job) -> None:
-    """What was asked for and is not there for a model that transformers runs; all of it at once."""
+    """Refuses, in one message, all requested features that a model run by transformers does not support."""
     pins = job.pins
     asked = {
         "data.packing documents": job.packing == "documents",
@@ -100,90 +100,90 @@ def _refuse_for_foreign(job: Job) -> None:
     }
     if job.shape.foreign and (found := [name for name, present in asked.items() if present]):
         raise UsageError(
-            f"this model does not run with {', '.join(found)}: {job.shape.foreign}, so transformers runs it; "
-            "leave out what is named, or choose a model of the llama, mistral, qwen2 or qwen3 family"
+            f"this model does not support {', '.join(found)}: {job.shape.foreign}, so transformers runs it; "
+            "remove these settings, or choose a model of the llama, mistral, qwen2 or qwen3 family"
         )
 
 
 def _decide_passes(job: Job, choices: Choices) -> None:
-    """How the device computes."""
-    precision = choices.settle("precision", *kernels.precision(job))
+    """Decides precision, kernels, batch and the optimizer."""
+    precision = choices.choose("precision", *kernels.precision(job))
     found = kernels.segments(job, precision=precision)
-    parts = {name: choices.settle(name, on, reason) for name, on, reason in found}
+    parts = {name: choices.choose(name, on, reason) for name, on, reason in found}
     fused = parts["fused_qkv"] and parts["fused_mlp"] and parts["fused_loss"]
-    compile = choices.settle("compile", *kernels.compiler(job, precision=precision, fused=fused))
+    compile = choices.choose("compile", *kernels.compiler(job, precision=precision, fused=fused))
     path = path_of(fused=fused, fp8=parts["fp8"], compiled=compile != "none")
     fit, why = batch.fit(job, precision=precision, path=path)
     choices.values |= asdict(fit)
     choices.reasons |= why
     recompute, micro_tokens = fit.recompute, fit.micro_batch * job.sequence_length
-    attention = choices.settle(
+    attention = choices.choose(
         "attention", *kernels.attention(job, precision=precision, compile=compile, recompute=recompute)
     )
-    choices.settle("loss_chunk", *_loss_chunk(job, micro_tokens))
+    choices.choose("loss_chunk", *_loss_chunk(job, micro_tokens))
     passes = Passes(
         micro_tokens=micro_tokens,
         accumulation=fit.accumulation,
         precision=precision,
         path=path,
         recompute=recompute,
-        tf32=choices.settle("tf32", *kernels.tf32(job)),
+        tf32=choices.choose("tf32", *kernels.tf32(job)),
         documents=documents_of(job, attention),
     )
-    choices.settle("graphs", *kernels.graphs(job, passes, compile=compile))
-    choices.settle("fused_optimizer", True, "one pass over weights, gradients and moments instead of many")
+    choices.choose("graphs", *kernels.graphs(job, passes, compile=compile))
+    choices.choose("fused_optimizer", True, "one pass over weights, gradients and moments instead of many")
 
 
 def _loss_chunk(job: Job, micro_tokens: int) -> tuple[int, str]:
     rows, chunks = loss_chunk(job, micro_tokens), math.ceil(micro_tokens / LOSS_ROWS[job.device])
     saved = (micro_tokens - rows) * job.shape.vocab * 2 / GIB
-    return rows, f"{chunks} chunks a micro-batch; holds {saved:.1f} GiB fewer logits than all at once"
+    return rows, f"{chunks} chunks per micro-batch; saves {saved:.1f} GiB of logits"
 
 
-def _room(job: Job, decisions: Decisions, predicted: Prediction) -> str:
+def _peak_text(job: Job, decisions: Decisions, predicted: Prediction) -> str:
     total_gib = job.usable_gib
     peak = "memory unknown" if total_gib is None else f"predicted peak {predicted.peak_gib:.1f} of {total_gib:.1f} GiB"
-    return f"{decisions.micro_batch * job.sequence_length} tokens a pass; {peak}"
+    return f"{decisions.micro_batch * job.sequence_length} tokens per pass; {peak}"
 
 
-# -- the host's part ----------------------------------------------------------------------------------------
+# -- the host -----------------------------------------------------------------------------------------------
 
 
 def _decide_host(job: Job, choices: Choices) -> None:
-    """How data comes, and what the allocator and the interpreter may do."""
+    """Decides data loading, the allocator's settings, garbage collection and threads."""
     on_gpu = job.device == "gpu"
-    choices.settle("workers", *_workers(job))
+    choices.choose("workers", *_workers(job))
     ahead = 4 if job.pins.preset == "max" else 2
-    choices.settle("prefetch", ahead, f"{ahead} steps of data stand ready while the device works")
-    pinning = "page-locked memory copies while kernels run" if on_gpu else "no device to copy to"
-    choices.settle("pin_memory", on_gpu, pinning)
-    segments = "freed blocks of any size can be used again, against fragmentation"
-    choices.settle("expandable_segments", on_gpu, segments if on_gpu else "an allocator setting for GPUs")
-    choices.settle("memory_fraction", *_fraction(job))
-    choices.settle("manual_gc", True, "a collection in the middle of a step would stall every rank")
-    choices.settle("threads", *_threads(job))
+    choices.choose("prefetch", ahead, f"{ahead} steps of data are ready while the device computes")
+    pinning = "copies from page-locked memory overlap with kernels" if on_gpu else "no device to copy to"
+    choices.choose("pin_memory", on_gpu, pinning)
+    segments = "reduces fragmentation: freed blocks of any size can be reused"
+    choices.choose("expandable_segments", on_gpu, segments if on_gpu else "an allocator setting for GPUs")
+    choices.choose("memory_fraction", *_fraction(job))
+    choices.choose("manual_gc", True, "a garbage collection in the middle of a step would stall every rank")
+    choices.choose("threads", *_threads(job))
 
 
 def _workers(job: Job) -> tuple[int, str]:
     cores = job.hardware.num_cpus
     if cores is None:
-        return 2, "the number of CPU cores is not known; more are added if the device waits for data"
+        return 2, "the number of CPU cores is unknown; workers are added if the device waits for data"
     count = max(1, min(4, cores // job.num_ranks - 1))
-    return count, f"{cores} cores for {job.num_ranks} rank(s); more are added if the device waits for data"
+    return count, f"{cores} cores for {job.num_ranks} rank(s); workers are added if the device waits for data"
 
 
 def _fraction(job: Job) -> tuple[float, str]:
     share = {"safe": 0.90, "balanced": 0.95, "max": 0.98}[job.pins.preset]
     if job.device == "cpu":
         return share, "an allocator setting for GPUs"
-    return share, "the rest is left to the driver and the libraries' own buffers"
+    return share, "the rest is left for the driver and library buffers"
 
 
 def _threads(job: Job) -> tuple[int, str]:
     cores = job.hardware.num_cpus
     if cores is None:
-        return 4, "the number of CPU cores is not known"
+        return 4, "the number of CPU cores is unknown"
     share = max(1, cores // job.num_ranks)
     if job.device == "cpu":
         return share, f"all of this rank's share of {cores} cores"
-    return min(8, share), "the GPU does the arithmetic; a few threads serve the host's part"
+    return min(8, share), "the GPU computes; the host needs only a few threads"

@@ -1,4 +1,4 @@
-"""What a plan decides: every field filled, whether a user pinned it (`PlanSettings`) or not."""
+"""The decisions of a plan: every field has a value, whether a user pinned it (`PlanSettings`) or not."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ PINNED = "pinned in the configuration"
 
 @dataclass(frozen=True, kw_only=True)
 class Decisions:
-    """The fields of `PlanSettings` but its preset, in the order in which they are shown."""
+    """The fields of `PlanSettings` except the preset, in display order."""
 
     precision: Precision
     micro_batch: int
@@ -40,14 +40,14 @@ class Decisions:
 
 @dataclass(kw_only=True)
 class Choices:
-    """Decisions while they are made, one after the other; a pinned value is taken as it is."""
+    """Collects decisions one after the other; pinned values are kept."""
 
     pins: PlanSettings
     values: dict[str, Any] = field(default_factory=dict)
     reasons: dict[str, str] = field(default_factory=dict)
 
-    def settle(self, name: str, value: T, reason: str) -> T:
-        """The pinned value, or else this one."""
+    def choose(self, name: str, value: T, reason: str) -> T:
+        """Records and returns the pinned value, or else this one."""
         pinned: T | None = getattr(self.pins, name)
         self.values[name] = value if pinned is None else pinned
         self.reasons[name] = reason if pinned is None else PINNED

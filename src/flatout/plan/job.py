@@ -1,4 +1,4 @@
-"""What is to be run on what: a configuration and the hardware, as far as a plan depends on them."""
+"""The input of a plan: the parts of a configuration and the hardware that a plan depends on."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from flatout.record import Run
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What is to be run on what: all that a plan is a function of."""
+    """Everything that a plan is a function of."""
 
     shape: ModelShape
     hardware: Hardware
@@ -30,18 +30,18 @@ class Job:
     num_ranks: int
     steps: int | None = None
     packing: str = "concat"
-    # Positions a token attends to on average, where documents end inside sequences; None: half the sequence.
+    # Mean number of positions a token attends to, if documents end inside sequences; None: half the sequence.
     mean_context: float | None = None
-    # Tokens of the longest document, where documents are packed; None: unknown.
+    # Tokens of the longest document, if documents are packed; None: unknown.
     longest: int | None = None
-    # Share of the tokens that the loss looks at, where only answers are learnt; None: all of them.
+    # Share of the tokens that the loss covers, if only answers are trained on; None: all of them.
     trained_share: float | None = None
     weights_only: bool = False
     pins: PlanSettings = field(default_factory=PlanSettings)
-    # What is trained instead of the weights, and the model those come from.
+    # The adapters that are trained instead of the weights, and the name of the base model.
     adapters: Adapters | None = None
     base: str | None = None
-    # Where the recipe samples: the model that writes completions, and how many at once where that is pinned.
+    # If the recipe samples: the model that generates, and the number of concurrent sequences if pinned.
     generator: ModelShape | None = None
     rows: int | None = None
 
@@ -51,16 +51,16 @@ class Job:
 
     @property
     def memory_gib(self) -> float | None:
-        """Of the device, or of the host where there is no other; None: unknown."""
+        """Memory of the GPU, or of the host if there is no GPU; None: unknown."""
         return self.hardware.memory_gib if self.device == "gpu" else self.hardware.ram_gib
 
     @property
     def usable_gib(self) -> float | None:
-        """The same, as if the device had only the share of it that the run may use."""
+        """The share of `memory_gib` that the run may use."""
         return None if self.memory_gib is None else (self.pins.memory_fraction or 1.0) * self.memory_gib
 
     def flops(self, recompute: str) -> Flops:
-        """Operations per token of this job."""
+        """FLOPs per token of this job."""
         return flops_per_token(
             self.shape,
             sequence_length=self.sequence_length,
@@ -71,7 +71,7 @@ class Job:
 
     @property
     def rank_sequences(self) -> int:
-        """Sequences of one optimizer step on one rank."""
+        """Sequences per optimizer step on one rank."""
         sequences, left = divmod(self.batch_tokens, self.sequence_length)
         if left:
             raise UsageError(
@@ -83,7 +83,7 @@ class Job:
             low = max(1, share) * self.num_ranks * self.sequence_length
             raise UsageError(
                 f"train.batch_tokens {self.batch_tokens} is {sequences} sequences of {self.sequence_length}, "
-                f"which {self.num_ranks} ranks cannot share evenly: {low} would do"
+                f"which {self.num_ranks} ranks cannot share evenly: use {low}"
             )
         return share
 
@@ -98,7 +98,7 @@ def job_of(
     longest: int | None = None,
     trained_share: float | None = None,
 ) -> Job:
-    """The job a configuration describes, on this hardware."""
+    """Returns the job that a configuration describes on this hardware."""
     train = settings.train
     if total_steps is None:
         total_steps = train.steps or (math.ceil(train.tokens / train.batch_tokens) if train.tokens else None)
@@ -132,7 +132,7 @@ def job_of(
 
 
 def shape_of(settings: Settings) -> ModelShape:
-    """The decoder a configuration asks for: its own numbers, or a Hugging Face config.json."""
+    """The shape of the configured model, from its own numbers or from a Hugging Face config.json."""
     model, length = settings.model, settings.data.sequence_length
     shape = _own_shape(settings) if model.name is None else named_shape(model, length=length)
     if length > shape.positions:
@@ -144,7 +144,7 @@ def shape_of(settings: Settings) -> ModelShape:
 
 
 def _own_shape(settings: Settings) -> ModelShape:
-    """By the numbers in the configuration, and what they leave out."""
+    """The shape from the numbers in the configuration, with defaults for the missing ones."""
     model = settings.model
     if model.layers is None or model.hidden is None or model.heads is None:
         raise UsageError("model needs `name`, or `layers`, `hidden` and `heads`")
@@ -166,7 +166,7 @@ def _own_shape(settings: Settings) -> ModelShape:
 
 
 def named_shape(model: ModelSettings, *, length: int | None = None) -> ModelShape:
-    """The shape of a model by its folder or name, to be run on sequences of at most `length`."""
+    """The shape of a model in a folder or on the hub, for sequences of at most `length`."""
     if model.name is None:
         raise UsageError("model.name is missing: give a folder or a name on the hub")
     config = hub.config_of(model.name, revision=model.revision, trust=model.trust)
@@ -174,7 +174,7 @@ def named_shape(model: ModelSettings, *, length: int | None = None) -> ModelShap
 
 
 def adapters_of(lora: LoraSettings) -> Adapters | None:
-    """The adapters a configuration asks for; a target that matches nothing is refused."""
+    """The configured adapters; a target that matches nothing is refused."""
     if lora.rank is None:
         return None
     names = [name.strip().removesuffix("_proj") for name in lora.targets.split(",") if name.strip()]
@@ -200,7 +200,7 @@ def adapters_of(lora: LoraSettings) -> Adapters | None:
 
 
 def _of_runs(settings: Settings) -> Settings:
-    """Where the student is one of our runs, its shape is that run's; a generator that is one, is taken to be alike."""
+    """Gives a student that is a run folder that run's shape; such a generator is assumed to have the same shape."""
     if settings.rft.generator is not None and Run.is_at(settings.rft.generator):
         settings = replace(settings, rft=replace(settings.rft, generator=None))
     if settings.model.name is None or not Run.is_at(settings.model.name):
@@ -214,7 +214,7 @@ def _of_runs(settings: Settings) -> Settings:
 
 
 def model_settings(run: Run, *, trust: str | None = None) -> ModelSettings:
-    """The `model` section of a run's configuration, as far as this version knows its keys. No run grants trust."""
+    """The keys that this version knows of a run's `model` section. Trust never comes from a run folder."""
     known, recorded = {field.name for field in settable(ModelSettings)}, run.config.get("model")
     if isinstance(recorded, Mapping):
         recorded = {key: value for key, value in recorded.items() if key in known}
@@ -225,7 +225,7 @@ def model_settings(run: Run, *, trust: str | None = None) -> ModelSettings:
 
 
 def vocabulary(data: DataSettings) -> int:
-    """Number of ids the data uses: its tokenizer's, or what the manifest of prepared shards says."""
+    """The vocabulary size of the data, from its tokenizer or from the manifest of prepared shards."""
     for folder in (Path(data.path or "") / "train", Path(data.path or "")):
         if data.source == "tokens" and (manifest := folder / "manifest.json").is_file():
             tokenizer = hub.read_json(manifest).get("tokenizer")
@@ -235,14 +235,14 @@ def vocabulary(data: DataSettings) -> int:
 
 
 def tokenizer_size(spec: str) -> int:
-    """Number of ids a tokenizer uses, read without loading it."""
+    """The vocabulary size of a tokenizer, read without loading it."""
     if spec == "byte":
         return 257
     if match := re.fullmatch(r"bpe:(\d{1,9})", spec):
         return int(match[1])
     path = Path(os.path.expanduser(spec))
     if spec.startswith((".", "/", "~")) and not os.path.exists(path):
-        raise UsageError(f"data.tokenizer: {spec} does not exist; give a folder with tokenizer.json, or such a file")
+        raise UsageError(f"data.tokenizer: {spec} does not exist; give a tokenizer.json or a folder that contains one")
     file = path if os.path.isfile(path) else hub.folder(spec, weights=False) / "tokenizer.json"
     content = hub.read_json(file, limit=TEXT_BYTES)
     try:
@@ -251,7 +251,7 @@ def tokenizer_size(spec: str) -> int:
         ids = [*(range(len(vocab)) if isinstance(vocab, list) else vocab.values())]
         return int(max([*ids, *(token["id"] for token in content.get("added_tokens") or [])])) + 1
     except (AttributeError, KeyError, TypeError, ValueError, OverflowError):
-        raise UsageError(f"{file} is no tokenizer.json: it has no vocabulary at model.vocab") from None
+        raise UsageError(f"{file} is not a tokenizer.json: it has no vocabulary at model.vocab") from None
 
 
 def rounded_up(value: int, multiple: int) -> int:

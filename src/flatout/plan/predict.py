@@ -1,4 +1,4 @@
-"""What a job would take: memory, time, and the share of the device's peak that this is."""
+"""Predicts the memory, the time and the MFU of a job."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ from flatout.plan.job import Job, rounded_up
 
 # A micro-batch of this many tokens fills the device; a larger one only costs memory.
 FULL_TOKENS = {"gpu": 65536, "cpu": 4096}
-# The same with adapters on 16-bit weights: 22,528 tokens were as fast as 65,536 on an H200, passes launched whole.
+# The same with adapters on 16-bit weights: 22,528 tokens were as fast as 65,536 on an H200 with CUDA graphs.
 FULL_TOKENS_ADAPTED = 32768
 LOSS_ROWS = {"gpu": 8192, "cpu": 2048}
-# A pass is recorded only if the predicted peak is at most this share of the device's memory.
+# CUDA graphs are used only if the predicted peak is at most this share of the device's memory.
 GRAPHS_SHARE = 0.5
-# Seconds the first step takes longer with nothing compiled yet, as seen on an H200's host.
+# Seconds that compilation adds to the first step, measured on an H200's host.
 COMPILE_S = 40.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Passes:
-    """How the forward and backward passes of a step run: what memory and time depend on, beside the job."""
+    """How the forward and backward passes run. Memory and time depend on this and on the job."""
 
     micro_tokens: int
     accumulation: int
@@ -44,7 +44,7 @@ class Passes:
     recompute: Recompute = "none"
     graphs: bool = False
     tf32: bool = True
-    # The kernel that takes packed documents, where one does.
+    # The kernel for packed documents, if there is one.
     documents: Literal["varlen", "short"] | None = None
 
 
@@ -58,7 +58,7 @@ class Prediction:
     mfu_common: float | None
     hours: float | None
     checkpoint_gib: float
-    # Why speed is not predicted, and what the memory leaves out; None: nothing is missing.
+    # Why speed is not predicted, and what the memory does not include; None: nothing is missing.
     unknown: str | None = None
     left_out: str | None = None
 
@@ -86,18 +86,18 @@ def predict(job: Job, decisions: Decisions) -> Prediction:
 def _unknown(job: Job, passes: Passes) -> str | None:
     """Why the speed cannot be predicted, or None."""
     if job.shape.foreign:
-        return "nobody counted the operations of a model that transformers runs"
+        return "the FLOPs of a model that transformers runs are unknown"
     if not peak_of(job, passes) and job.device == "cpu":
-        return "the peak of this CPU was not measured: flatout measures the machine it runs on, with torch installed"
+        return "the peak of this CPU was not measured: flatout measures only its own machine, with torch installed"
     if not peak_of(job, passes):
         return f"the {name_of_peak(passes)} peak of this GPU is not in the table of known ones"
     if job.num_ranks > 1 and _link_bandwidth(job) is None:
-        return "how fast the ranks reach each other is not known"
+        return "the bandwidth between the ranks is unknown"
     return None
 
 
 def decided(job: Job, decisions: Decisions) -> Passes:
-    """The passes of a step as they were decided."""
+    """The passes of a step according to the decisions."""
     return Passes(
         micro_tokens=decisions.micro_batch * job.sequence_length,
         accumulation=decisions.accumulation,
@@ -115,7 +115,7 @@ def decided(job: Job, decisions: Decisions) -> Passes:
 
 
 def sized(job: Job, micro_batch: int, *, precision: Precision, path: BlockPath, recompute: Recompute) -> Passes:
-    """Passes over so many sequences at a time."""
+    """The passes with a given micro-batch."""
     return Passes(
         micro_tokens=micro_batch * job.sequence_length,
         accumulation=max(1, job.rank_sequences // micro_batch),
@@ -126,14 +126,14 @@ def sized(job: Job, micro_batch: int, *, precision: Precision, path: BlockPath, 
 
 
 def path_of(*, fused: bool, fp8: bool, compiled: bool) -> BlockPath:
-    """How the blocks run, as `cost` counts it."""
+    """The block path whose costs `cost` counts."""
     if fused:
         return "fp8" if fp8 else "fused"
     return "compiled" if compiled else "eager"
 
 
 def documents_of(job: Job, attention: str) -> Literal["varlen", "short"] | None:
-    """Which kernel takes packed documents, where one does."""
+    """The kernel that processes packed documents, or None."""
     if job.packing != "documents":
         return None
     return "short" if attention == "short" else "varlen" if attention == "flash" else None
@@ -143,7 +143,7 @@ def documents_of(job: Job, attention: str) -> Literal["varlen", "short"] | None:
 
 
 def memory_of(job: Job, passes: Passes) -> Memory:
-    """Predicted peak of one rank."""
+    """The predicted peak memory of one rank."""
     micro_tokens = passes.micro_tokens
     memory = training_memory(
         job.shape,
@@ -152,7 +152,7 @@ def memory_of(job: Job, passes: Passes) -> Memory:
         recompute=passes.recompute,
         path=passes.path,
         loss_chunk=job.pins.loss_chunk or loss_chunk(job, micro_tokens),
-        # Rounded up to sixteenths, as batches are laid out.
+        # Rounded up to sixteenths, as in the batch layout.
         loss_rows=None if job.trained_share is None else math.ceil(16 * job.trained_share) * micro_tokens // 16,
         accumulation=passes.accumulation,
         num_ranks=job.num_ranks,
@@ -164,13 +164,13 @@ def memory_of(job: Job, passes: Passes) -> Memory:
 
 
 def loss_chunk(job: Job, micro_tokens: int) -> int:
-    """Rows of logits at a time: even parts of a micro-batch, a multiple of what 8-bit matmuls and tiles want."""
+    """Rows of logits per chunk: equal parts of a micro-batch, in multiples that FP8 matmuls and tiles need."""
     chunks = math.ceil(micro_tokens / LOSS_ROWS[job.device])
     return min(micro_tokens, rounded_up(math.ceil(micro_tokens / chunks), 128))
 
 
 def leaves_room(job: Job, passes: Passes) -> bool:
-    """Whether memory is left for what recorded passes keep to themselves."""
+    """Whether enough memory is left for CUDA graphs."""
     total_gib = job.usable_gib
     return total_gib is not None and memory_of(job, replace(passes, graphs=True)).gib <= GRAPHS_SHARE * total_gib
 
@@ -189,7 +189,7 @@ def rates_of(job: Job, passes: Passes) -> Rates:
 
 
 def peak_of(job: Job, passes: Passes) -> float | None:
-    """The device's peak in the arithmetic the matmuls really use; None for a model whose operations nobody counted."""
+    """The device's peak for the precision that the matmuls use; None for a model whose FLOPs are unknown."""
     return None if job.shape.foreign else job.hardware.peak_flops.get(name_of_peak(passes))
 
 
@@ -198,7 +198,7 @@ def name_of_peak(passes: Passes) -> str:
 
 
 def time_of(job: Job, passes: Passes) -> StepTime | None:
-    """Predicted time of a step; None where the device's peak is not known."""
+    """The predicted time of a step; None if the device's peak is unknown."""
     peak = peak_of(job, passes)
     if not peak:
         return None
@@ -230,20 +230,20 @@ def time_of(job: Job, passes: Passes) -> StepTime | None:
 
 
 def _link_bandwidth(job: Job) -> float | None:
-    """Between the ranks; None where it is unknown, as it is between machines, and where there is one rank."""
+    """The bandwidth between ranks; None if it is unknown, as between machines, or if there is one rank."""
     return job.hardware.link_bandwidth if 1 < job.num_ranks <= job.hardware.num_gpus else None
 
 
 def full_tokens(job: Job) -> int:
-    """Tokens of a micro-batch that fill the device."""
+    """The number of tokens in a micro-batch that fills the device."""
     adapted = job.device == "gpu" and job.adapters is not None and job.adapters.base_bits == 16
     return FULL_TOKENS_ADAPTED if adapted else FULL_TOKENS[job.device]
 
 
 def full_step_s(job: Job, *, precision: Precision, path: BlockPath) -> float | None:
-    """Predicted seconds of a step in micro-batches that fill the device, as far as the batch does.
+    """The predicted seconds of a step with micro-batches that fill the device, if the batch is large enough.
 
-    Where it does not, passes are taken to be recorded if nothing stands against it.
+    If it is not, CUDA graphs are assumed wherever they are possible.
     """
     tokens = job.rank_sequences * job.sequence_length
     micro_tokens = min(tokens, full_tokens(job))
@@ -259,7 +259,7 @@ def full_step_s(job: Job, *, precision: Precision, path: BlockPath) -> float | N
 
 
 def compile_break_even(job: Job, *, precision: Precision, compile_s: float = COMPILE_S) -> int | None:
-    """The step from which on compiling has paid, by the predicted saving; None where nothing can be predicted."""
+    """The step at which compiling pays off by the predicted saving; None if nothing can be predicted."""
     eager = full_step_s(job, precision=precision, path="eager")
     compiled = full_step_s(job, precision=precision, path="compiled")
     if eager is None or compiled is None or eager <= compiled:

@@ -1,4 +1,4 @@
-"""What software and machine a run stood on, for `env.json` and reports; secrets masked, unknown is None.
+"""The software and machine of a run, for `env.json` and reports; secrets are masked, unknown is None.
 
 Versions come from package metadata and NVML, so nothing heavy is imported and no CUDA context is made.
 """

@@ -1,4 +1,4 @@
-"""How busy the inside of a GPU was between two looks, by NVML's performance monitoring (Hopper and later).
+"""GPU activity between two samples, by NVML's performance monitoring (Hopper and later).
 
 `sm_active` is the share of time the multiprocessors had work, `tensor_active` that of the tensor cores,
 `dram_active` the share of the memory bandwidth in use. A device without it gives nothing, never a zero.
@@ -22,7 +22,7 @@ _METRICS = {
 
 
 class Activity:
-    """Two samples of one device, taken in turn; what lies between them is read."""
+    """Alternates between two samples of one device and reads the difference."""
 
     def __init__(self, handle: Any) -> None:
         self._handle = handle

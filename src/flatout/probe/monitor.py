@@ -1,6 +1,6 @@
-"""Watches the machine from a background thread while a run goes on (`train`, `watch`).
+"""Watches the machine from a background thread during a run (`train`, `watch`).
 
-A sample holds what could be read and lacks the key of what could not: without NVML there is no `gpus`, never a zero.
+A sample has no key for values that could not be read: without NVML there is no `gpus`, never a zero.
 `busy` of a GPU is NVML's utilisation: the share of time in which some kernel was running, not how well it used
 the chip; where the device counts them, `sm_active`, `tensor_active` and `dram_active` say that.
 """
@@ -58,7 +58,7 @@ class Monitor:
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        """Take a first sample and go on in the background."""
+        """Takes a first sample and continues in the background."""
         if self._thread is not None:
             raise RuntimeError("the monitor is already running")
         try:
@@ -136,7 +136,7 @@ class Monitor:
                 self._on_sample(sample)
             except Exception:
                 self._on_sample = None
-                log.warning("whoever took the monitor's samples failed and gets no more", exc_info=True)
+                log.warning("the receiver of the monitor's samples failed and gets no more", exc_info=True)
 
     def _host(self, *, with_cpu: bool) -> dict[str, Any]:
         memory = psutil.virtual_memory()

@@ -128,7 +128,7 @@ class Phases:
         self._ended: deque[_Ended] = deque()
 
     def begin_step(self, step: int | None = None) -> None:
-        """Open a step (unnamed: the one after the last). Beginning again before its end goes on with the same step."""
+        """Open a step (unnamed: the one after the last). Beginning again before its end continues the same step."""
         if not self._enabled:
             return
         if not self._open:

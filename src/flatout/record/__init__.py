@@ -1,13 +1,13 @@
-"""The run folder: what a training run leaves behind, and all that `watch`, `doctor`, `compare` and `report` read.
+"""The run folder: what a training run writes, and the only input of `watch`, `doctor` and `report`.
 
     config.yaml config.json plan.json hardware.json env.json     written once, atomically
-    steps.jsonl events.jsonl monitor.jsonl                       appended, one line a time (rank 0)
-    steps-rank00001.jsonl ...                                    the same of every other rank
-    steps.rollup.jsonl                                           256 steps a line, rebuilt from steps.jsonl
-    findings.json                                                the doctor's last word
-    checkpoints/ profile/ trackers/ report.html                  owned by others, named here
+    steps.jsonl events.jsonl monitor.jsonl                       appended line by line (rank 0)
+    steps-rank00001.jsonl ...                                    the same for every other rank
+    steps.rollup.jsonl                                           256 steps per line, rebuilt from steps.jsonl
+    findings.json                                                the doctor's latest diagnosis
+    checkpoints/ profile/ trackers/ report.html                  written by other modules, named here
 
-Standard library only, so a run opens on any machine. No other module knows a file name in the folder.
+Standard library only, so a run opens on any machine. Only this package knows the file names in the folder.
 """
 
 from flatout.record.events import Event, event_from_json, event_of

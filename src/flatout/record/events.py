@@ -1,8 +1,8 @@
-"""What happens beside the steps, one dataclass for each kind of event, with the sentence it is told in.
+"""The events of a run: one dataclass for each kind, with the sentence that describes it to users.
 
 A line of events.jsonl holds `attempt`, `time`, `kind`, `step` and `data`; the fields of the dataclass are the data.
-Fields that a version does not know are left alone, a kind that it does not know is read as `Other`, and data of another
-type than the fields' is refused, so that no reader meets a text where it computes with a number.
+Unknown fields are ignored, an unknown kind is read as `Other`, and data whose type differs from the fields' is refused,
+so that no reader gets text where it expects a number.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from flatout.record.schemas import HardwareView, PlanView, Process, Scalar
 from flatout.words import duration, interval_text, loss_text, number, percent, score_text
 
 EVENTS: dict[str, type[Event]] = {}
-# What every event has; the recorder fills in the first two.
+# The fields of every event; the recorder fills in the first two.
 _STAMP = ("attempt", "time", "step")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Event:
-    """Something that happened beside the steps: an evaluation, a save, a fault."""
+    """Something other than a step: an evaluation, a save, a fault."""
 
     ignores_unknown: ClassVar[bool] = True
     _kind: ClassVar[str] = ""
@@ -43,12 +43,12 @@ class Event:
 
     @property
     def data(self) -> Mapping[str, Any]:
-        """As it is written; an optional field that is not known is left out."""
+        """The data as it is written; unknown optional fields are left out."""
         known = {one.name: (getattr(self, one.name), one.default) for one in fields(self) if one.name not in _STAMP}
         return {name: _plain(value) for name, (value, default) in known.items() if not value is default is None}
 
     def sentence(self) -> str | None:
-        """The event in one sentence, the same wherever it is told; None for those that need none."""
+        """The event in one sentence, the same in the terminal and in reports; None for events without one."""
         return None
 
     def to_json(self) -> dict[str, Any]:
@@ -58,7 +58,7 @@ class Event:
 
 @dataclass(frozen=True, kw_only=True)
 class Facts(Event):
-    """An event whose data is a mapping that is defined elsewhere."""
+    """An event whose data is a mapping defined elsewhere."""
 
     schema: ClassVar[Any] = Mapping[str, Any]
 
@@ -90,7 +90,7 @@ class _Line:
 
 
 def event_from_json(value: Mapping[str, Any], *, source: str) -> Event:
-    """A line of events.jsonl, whose data is what its kind promises to readers."""
+    """The event in a line of events.jsonl; data that does not match its kind is refused."""
     line = typed(_Line, value, source=source)
     return event_of(line.kind, line.data, attempt=line.attempt, time=line.time, step=line.step, source=source)
 
@@ -114,7 +114,7 @@ def _plain(value: Any) -> Any:
     return dict(value) if isinstance(value, Mapping) else value
 
 
-# -- how a run begins and ends
+# -- start and end of a run
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,7 +124,7 @@ class AttemptBegan(Event, kind="attempt"):
     host: str | None = None
 
     def sentence(self) -> str:
-        return f"attempt {self.attempt} began: process {self.pid or 'n/a'} on {self.host or 'n/a'}"
+        return f"attempt {self.attempt} started: process {self.pid or 'n/a'} on {self.host or 'n/a'}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,14 +159,14 @@ class DataOpened(Event, kind="data"):
 
 @dataclass(frozen=True, kw_only=True)
 class Planned(Facts, kind="plan"):
-    """`Plan.to_json`, as the run went by it."""
+    """`Plan.to_json`, as the run used it."""
 
     schema: ClassVar[Any] = PlanView
 
 
 @dataclass(frozen=True, kw_only=True)
 class PathsActive(Facts, kind="active"):
-    """What the device granted of the plan."""
+    """The parts of the plan that the device supports, and what runs instead of the others."""
 
     schema: ClassVar[Any] = Mapping[str, str]
 
@@ -223,7 +223,7 @@ class Ended(Event, kind="end"):
         )
 
 
-# -- what is measured and kept on the way
+# -- measurements and checkpoints
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -259,20 +259,20 @@ class TaskResult:
 
     @property
     def score(self) -> str:
-        """With the name of its metric, and a word on what was not graded."""
-        told = f"{self.metric} {score_text(self.metric, self.value)}"
-        return told + interval_text(self.metric, self.low, self.high, brackets=True) + self.ungraded
+        """The score with the name of its metric, its interval, and the number of ungraded answers."""
+        text = f"{self.metric} {score_text(self.metric, self.value)}"
+        return text + interval_text(self.metric, self.low, self.high, brackets=True) + self.ungraded
 
     @property
     def ungraded(self) -> str:
-        """What is said behind the score where graders were killed and the metric's name does not say so."""
+        """The suffix of the score if graders were killed and the metric's name does not mention it."""
         killed = 0 if "not graded" in self.metric else self.details.get("killed", 0)
         return f", {killed:,} not graded" if killed else ""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TasksScored(Event, kind="tasks"):
-    """Asked during the run, or later by `flatout eval`."""
+    """Task scores, measured during the run or later by `flatout eval`."""
 
     tasks: tuple[TaskResult, ...]
     temperature: Finite | None = None
@@ -303,7 +303,7 @@ class SaveFailed(Event, kind="save-failed"):
     error: Scalar = None
 
     def sentence(self) -> str:
-        return f"NOT saved, training goes on: {self.error or 'the reason was not recorded'}"
+        return f"NOT saved, training continues: {self.error or 'the reason was not recorded'}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -313,8 +313,8 @@ class BestKept(Event, kind="best"):
 
     def sentence(self) -> str:
         if self.task_score is not None:
-            return f"the best so far, kept: task score {percent(self.task_score)}"
-        return f"the best so far, kept: validation loss {loss_text(self.val_loss)}"
+            return f"kept as the best checkpoint so far: task score {percent(self.task_score)}"
+        return f"kept as the best checkpoint so far: validation loss {loss_text(self.val_loss)}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -325,7 +325,7 @@ class Profiled(Event, kind="profile"):
         return f"trace and kernel table in {self.folder}"
 
 
-# -- what had to be done about something
+# -- problems and what the run did about them
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -334,7 +334,7 @@ class UpdateSkipped(Event, kind="skipped"):
     grad_norm: Scalar
 
     def sentence(self) -> str:
-        return f"update skipped, loss {self.loss}, gradient norm {self.grad_norm}"
+        return f"update skipped: loss {self.loss}, gradient norm {self.grad_norm}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -343,8 +343,8 @@ class Compiled(Event, kind="compile"):
     break_even: Count | None
 
     def sentence(self) -> str:
-        paid = f"paid back at step {self.break_even} (estimated)" if self.break_even else "gain not known"
-        return f"compiling took {self.seconds:.1f} s, {paid}"
+        gain = f"break-even at step {self.break_even} (estimated)" if self.break_even else "gain unknown"
+        return f"compiling took {self.seconds:.1f} s, {gain}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -367,8 +367,8 @@ class MicroBatchSearched(Event, kind="micro_batch"):
             f"{one.micro_batch} {f'{one.tokens_per_s:,.0f} tokens/s' if one.tokens_per_s else 'did not fit'}"
             for one in self.trials
         )
-        compiling = f", {self.compile_seconds:.1f} of them first passes" if self.compile_seconds else ""
-        return f"micro-batches tried in {self.seconds:.1f} s{compiling}: {tried}"
+        compiling = f", {self.compile_seconds:.1f} s of it in first passes" if self.compile_seconds else ""
+        return f"micro-batch search took {self.seconds:.1f} s{compiling}: {tried}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -379,8 +379,8 @@ class MemoryRanOut(Event, kind="oom"):
 
     def sentence(self) -> str:
         return (
-            f"out of memory with micro-batch {self.micro_batch}; the same step is taken again, and all after it, "
-            f"with {self.now} and more accumulation"
+            f"out of memory with micro-batch {self.micro_batch}; this step is repeated with micro-batch {self.now} "
+            "and more accumulation, and all later steps use it"
         )
 
 
@@ -390,7 +390,7 @@ class WorkerAdded(Event, kind="workers"):
     data_share: Finite | None
 
     def sentence(self) -> str:
-        return f"{percent(self.data_share)} waiting for data, now {self.workers} workers"
+        return f"{percent(self.data_share)} of the time was spent waiting for data; now {self.workers} workers"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -398,7 +398,7 @@ class LinesDropped(Event, kind="lines_dropped"):
     num_lines: Count
 
     def sentence(self) -> str:
-        return f"{self.num_lines:,} lines of the record found no room on the disk and were dropped"
+        return f"{self.num_lines:,} lines of the record were dropped because they could not be written (disk full?)"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -407,7 +407,7 @@ class SinkFailed(Event, kind="sink_failed"):
     error: Scalar
 
     def sentence(self) -> str:
-        return f"{self.sink} failed and is off: {self.error}"
+        return f"{self.sink} failed and is switched off: {self.error}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -438,8 +438,8 @@ class StageTrained(Event, kind="stage"):
     val_loss: float | None
 
     def sentence(self) -> str:
-        ended = f"loss {number(self.loss)}, validation loss {number(self.val_loss)}"
-        return f"{self.folder}: {self.steps} steps in {duration(self.seconds)}, {ended}"
+        losses = f"loss {number(self.loss)}, validation loss {number(self.val_loss)}"
+        return f"{self.folder}: {self.steps} steps in {duration(self.seconds)}, {losses}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -455,16 +455,16 @@ class SamplingBegan(Event, kind="sample"):
     rows: Count | None = None
 
     def sentence(self) -> str:
-        how = "at most" if self.adaptive else "always"
+        how = "at most" if self.adaptive else "exactly"
         return (
             f"round {self.round}: {self.questions:,} questions of {self.task}, {how} {self.oversample} "
-            f"samples each at temperature {self.temperature:g}, by {self.model} ({self.on})"
+            f"samples each at temperature {self.temperature:g}, from {self.model} ({self.on})"
         )
 
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingProgress(Event, kind="sampling"):
-    """How far sampling has come. Told as a `line` that the next one replaces, not as a sentence."""
+    """Progress of sampling. It is shown as a `line` that the next one replaces, not as a sentence."""
 
     questions: Count
     of: Count
@@ -498,7 +498,7 @@ class RowsHalved(Event, kind="rows"):
     error: Scalar = None
 
     def sentence(self) -> str:
-        return f"out of memory with {self.rows} completions at once; the same are drawn again with {self.now}"
+        return f"out of memory with {self.rows} concurrent sequences; they are sampled again with {self.now}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -524,21 +524,21 @@ class DatasetMade(Event, kind="dataset"):
     answered: Count | None = None
 
     def sentence(self) -> str:
-        told = [
+        parts = [
             f"round {self.round}: {self.solved:,} of {self.questions:,} questions solved "
-            f"({percent(self.success_rate)}), {self.kept:,} rows kept of {self.correct:,} correct among "
+            f"({percent(self.success_rate)}), {self.kept:,} rows kept from {self.correct:,} correct answers in "
             f"{self.samples:,} samples ({percent(self.correct_share)}; {percent(self.answered_share)} answered), "
             f"{self.tokens:,} tokens in {duration(self.seconds)}, {number(self.tokens_per_s)} tokens/s",
         ]
         left_out = {
-            "said before": self.duplicates,
+            "duplicates": self.duplicates,
             "correct but cut off": self.unfinished,
-            "cut short": self.cut_short,
-            "longer than the window": self.too_long,
+            "cut off at the length limit": self.cut_short,
+            "longer than the context window": self.too_long,
             "graders killed": self.killed,
         }
-        told += [f"{count:,} {words}" for words, count in left_out.items() if count]
-        return f"{', '.join(told)}; {self.path}"
+        parts += [f"{count:,} {words}" for words, count in left_out.items() if count]
+        return f"{', '.join(parts)}; {self.path}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -557,9 +557,9 @@ class StudentScored(Event, kind="score"):
     seconds: Finite | None = None
 
     def sentence(self) -> str:
-        when = f"after round {self.round}" if self.round else "before"
+        when = f"after round {self.round}" if self.round else "before training"
         answered = percent(self.details.get("answered"))
-        return f"{when}: {percent(self.value)} of {self.n:,} questions right, {answered} answered"
+        return f"{when}: {percent(self.value)} of {self.n:,} questions correct, {answered} answered"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -589,17 +589,17 @@ class StudentJudged(Event, kind="rft"):
     def sentence(self) -> str:
         found, took = self.difference, duration(self.seconds)
         if found is None:
-            return f"too few questions to say whether accuracy changed; {took} in all"
-        words = "rose" if found.low > 0 else "fell" if found.high < 0 else "did not change for certain"
+            return f"too few questions to tell whether accuracy changed; {took} in total"
+        words = "rose" if found.low > 0 else "fell" if found.high < 0 else "did not change significantly"
         return (
             f"accuracy {words}: {100 * found.value:+.1f} points (95 % interval {100 * found.low:+.1f} to "
-            f"{100 * found.high:+.1f}, McNemar p {number(found.p, digits=2)}), {took} in all"
+            f"{100 * found.high:+.1f}, McNemar p {number(found.p, digits=2)}), {took} in total"
         )
 
 
-# -- a foreign script under the doctor
+# -- another script, watched by the doctor
 
 
 @dataclass(frozen=True, kw_only=True)
 class ScriptWatched(Facts, kind="observed"):
-    """What the doctor's agent saw of it."""
+    """What the doctor's agent observed."""

@@ -1,6 +1,6 @@
-"""Files that survive a kill: JSON written whole or not at all, and JSON lines that a torn end cannot corrupt.
+"""Files that survive a kill: JSON written whole or not at all, and JSON lines that a torn last line cannot corrupt.
 
-JSON has no NaN, yet a NaN loss is a fact worth keeping: non-finite numbers are stored as the strings
+JSON has no NaN, but a NaN loss must be recorded: non-finite numbers are stored as the strings
 "NaN", "Infinity" and "-Infinity" (JavaScript's `Number` reads them too) and come back as floats.
 These three spellings are therefore reserved: as text values they would come back as numbers.
 """
@@ -37,7 +37,7 @@ class Line:
 
     @property
     def place(self) -> str:
-        """What a message calls it."""
+        """How messages name the line."""
         return _place(self.path, self.start_byte)
 
 
@@ -53,10 +53,10 @@ def encode(value: Any, *, indent: int | None = None) -> bytes:
 
 def decode(text: bytes, *, source: str) -> dict[str, Any]:
     value = parse_json(text, source=source)
-    # Few lines have so many lists and objects that they might be nested deeply, where readers could not follow.
+    # Only a line with many brackets can be nested too deeply.
     if text.count(b"[") + text.count(b"{") > _DEEPEST and _depth(value) > _DEEPEST:
         raise BadFile(source, f"is nested more than {_DEEPEST} levels deep, which flatout never writes")
-    # One look at the bytes spares the walk through nearly every line.
+    # A check of the bytes avoids walking nearly every value.
     return _revived(value) if b'"NaN"' in text or b'Infinity"' in text else value
 
 
@@ -105,7 +105,7 @@ def last_line(path: Path) -> Line | None:
 
 
 def _opened(path: Path) -> AbstractContextManager[BinaryIO]:
-    # The lines of a run lie in its folder itself.
+    # The line files of a run are directly in its folder.
     return opened(path, root=path.parent)
 
 

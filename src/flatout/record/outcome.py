@@ -1,4 +1,4 @@
-"""What a run came to, in numbers: the last thing that is recorded of it."""
+"""The outcome of a run in numbers, which is recorded last."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from flatout.files import Count, Finite
 
 @dataclass(frozen=True, kw_only=True)
 class Speed:
-    """Training speed of the steps after warm-up, evaluations and saves apart. None: too few steps to say."""
+    """Training speed of the steps after warm-up, without evaluations and saves. None: too few steps."""
 
     ignores_unknown: ClassVar[bool] = True
 
@@ -26,12 +26,12 @@ class Speed:
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """Everything a criterion may ask about. None is unknown, never a guess."""
+    """Everything that a criterion can check. None is unknown, never a guess."""
 
     ignores_unknown: ClassVar[bool] = True
 
     stopped_by: str
-    # Versions that recorded less left these out.
+    # Older versions did not record these.
     steps: Count = 0
     tokens: Count = 0
     hours: Finite = 0.0
@@ -52,7 +52,7 @@ class Outcome:
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """How one criterion came out."""
+    """The result of one criterion."""
 
     criterion: str
     wanted: str

@@ -1,6 +1,6 @@
-"""What one line of a run folder says: a step, one phase of it, a finding; and who else may be told.
+"""The records of a run folder: steps, their phases, and findings; and the interface of sinks.
 
-Records hold raw facts; tokens per second, MFU and shares are derived by whoever reads them.
+Records hold raw facts; readers derive tokens per second, MFU and shares from them.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from flatout.files import Count, Finite, typed
 from flatout.record.events import Event
 from flatout.record.schemas import Scalar
 
-# Phases that are not training: a step's speed is what is left without them.
+# Phases that are not training; the speed of a step does not include them.
 BESIDE = ("eval", "save", "profile")
 # Steps at the start of an attempt that compile, warm caches and fill queues; they do not count towards speed.
 WARM_STEPS = 3
 
 
 def training_s(seconds: float, phases: Mapping[str, float]) -> float:
-    """Seconds without what was done beside training."""
+    """Seconds without the phases that are not training."""
     return max(seconds - sum(phases.get(phase, 0.0) for phase in BESIDE), 1e-9)
 
 
@@ -37,14 +37,14 @@ class Span:
 
 @dataclass(frozen=True, kw_only=True)
 class StepExtra:
-    """What else is known of a step; None where it does not apply."""
+    """Additional facts about a step; None if they do not apply."""
 
     ignores_unknown: ClassVar[bool] = True
 
     lr: float | None = None
     grad_norm: float | None = None
-    targets: Count | None = None  # tokens that the loss was taken over
-    skipped: bool = False  # the update was left out: its gradient was not finite
+    targets: Count | None = None  # tokens that the loss covers
+    skipped: bool = False  # the update was skipped because its gradient was not finite
     loss_scale: float | None = None
     graphs: Count | None = None  # compiled so far in this process
     stage: str | None = None  # of a watched script, as are its micro-batches
@@ -52,7 +52,7 @@ class StepExtra:
     metrics: Mapping[str, float] = field(default_factory=dict)  # an objective's, by their names
 
     def to_json(self) -> dict[str, Any]:
-        """Only what is known, as it is written."""
+        """The known facts, as they are written."""
         return {
             name: value
             for name, value in vars(self).items()
@@ -60,7 +60,7 @@ class StepExtra:
         }
 
     def numbers(self) -> dict[str, float]:
-        """Everything that can be averaged, by its name."""
+        """All numbers that can be averaged, by name."""
         own = {name: value for name, value in self.to_json().items() if isinstance(value, int | float)}
         return {**self.metrics, **own}
 
@@ -104,7 +104,7 @@ class Finding:
 
     cause: str  # a stable id, such as data-starvation
     sentence: str  # the cause in plain words
-    share: Finite | None  # of step time that is lost to it; None where it is no matter of time
+    share: Finite | None  # of step time that is lost to it; None if it does not cost time
     gain: Finite | None  # share of step time that the fix saves
     status: Literal["estimated", "measured"]
     evidence: tuple[str, ...]
@@ -113,7 +113,7 @@ class Finding:
 
 @dataclass(frozen=True, kw_only=True)
 class Diagnosis:
-    """What the doctor found: one sentence, how near the limit the job is, and the causes, the costliest first."""
+    """The doctor's result: a verdict sentence, the distance from the limit, and the causes, costliest first."""
 
     verdict: str
     limit: Mapping[str, Scalar]  # tokens_per_s, ceiling_tokens_per_s, share, and where the ceiling comes from
@@ -121,7 +121,7 @@ class Diagnosis:
 
 
 class Sink(Protocol):
-    """Someone told of every record as it is written: a tracker, a progress line."""
+    """Receives every record as it is written: a tracker or a progress line."""
 
     def step(self, record: StepRecord) -> None: ...
 

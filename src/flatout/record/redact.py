@@ -1,10 +1,10 @@
-"""The one place that takes secrets out of text, used on everything a run folder or a tracker keeps.
+"""Masks secrets in text. Everything that a run folder or a tracker keeps goes through this module.
 
 It masks what is named like a secret (`api_key: …`, `--token …`), what has the shape of one (a URL's
 userinfo, well-known key prefixes), and the values this process's own secret environment variables hold.
 A command line is a list, in which an option named like a secret masks what follows it; a secret found there is
 masked from then on wherever it comes up again.
-It rather masks too much: a run folder is shared, and a report with `***` in it is still a report.
+It masks too much rather than too little, because run folders are shared, and a report with `***` is still useful.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ MASK = "***"
 # Shorter values, masked wherever they come up, would mask ordinary words.
 _SHORTEST = 8
 
-# `pad_token`, `flops_per_token` or `time_to_first_token` is the vocabulary of this trade, not a secret.
+# `pad_token`, `flops_per_token` or `time_to_first_token` is a technical term, not a secret.
 _OF_THE_TRADE = (
     *("bos", "eos", "pad", "unk", "sep", "cls", "mask", "per", "image", "video", "audio", "start", "end", "stop"),
     *("first", "next", "last", "new", "max", "min", "num", "special", "boi", "eoi", "eot", "eom", "think"),
@@ -63,7 +63,7 @@ _SHAPES = re.compile(
 )
 
 
-# Secrets that stood in a command line this process was given.
+# Secrets from command lines that this process has handled.
 _handed_over: set[str] = set()
 
 
@@ -134,7 +134,7 @@ def _walked(value: Any, secrets: Sequence[str]) -> Any:
 
 
 def _hidden(value: Any) -> Any:
-    """What stands under a secret's name: text is masked, and so is text in a list."""
+    """The value under a secret's name with its text masked, also in lists."""
     if isinstance(value, str):
         return MASK if value else value
     if isinstance(value, list | tuple):

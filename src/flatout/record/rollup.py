@@ -1,7 +1,7 @@
 """Summaries of 256 steps each, so that a run of a million steps opens at once (`watch`, `report`, `compare`).
 
-A roll-up covers a stretch of bytes of steps.jsonl in which the attempt is one and the steps only rise; a resume
-or a rollback starts another. So which lines a later attempt has overtaken is known without reading them.
+A roll-up covers a byte range of steps.jsonl with one attempt and increasing steps; a resume
+or a rollback starts a new one. So the lines that a later attempt replaced are known without reading them.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Rollup:
     first_time: Finite
     last_time: Finite
     seconds: Finite
-    fastest_s: Finite  # the shortest and the longest step, without what was done beside training
+    fastest_s: Finite  # the shortest and the longest step, training only
     slowest_s: Finite
     tokens: Count
     padded_tokens: Count
@@ -58,7 +58,7 @@ class Rollup:
 
     @property
     def whole(self) -> bool:
-        """Whether its numbers can be of the same steps."""
+        """Whether its numbers are consistent."""
         losses = (self.loss_low, self.loss, self.loss_high)
         return (
             0 < self.num_steps <= min(STEPS_PER_ROLLUP, self.last_step - self.first_step + 1)
@@ -77,7 +77,7 @@ class _Step:
 
 
 class Blocks:
-    """Groups steps into roll-ups as they come; the recorder and the rebuilding reader share it."""
+    """Groups steps into roll-ups as they arrive; used by the recorder and by readers that rebuild them."""
 
     def __init__(self) -> None:
         self._steps: list[_Step] = []
@@ -95,13 +95,13 @@ class Blocks:
         return done
 
     def close(self) -> list[Rollup]:
-        """What is left, as a shorter roll-up."""
+        """The remaining steps, as a shorter roll-up."""
         steps, self._steps = self._steps, []
         return [_summary(steps)] if steps else []
 
 
 def saved(path: Path, *, steps_path: Path) -> list[Rollup]:
-    """The roll-ups on file, as far as they agree with the steps; none at all where their end does not."""
+    """The saved roll-ups that agree with the steps; an empty list if the last one does not."""
     found: list[Rollup] = []
     try:
         for line in read_lines(path):
@@ -111,7 +111,7 @@ def saved(path: Path, *, steps_path: Path) -> list[Rollup]:
             found.append(rollup)
         return found if not found or _agrees(found[-1], steps_path) else []
     except UsageError:
-        return []  # damaged or of another version: rebuilt from the steps, which are the truth
+        return []  # damaged or from another version: rebuilt from the steps
 
 
 def following(rollups: Sequence[Rollup], *, steps_path: Path) -> tuple[list[Rollup], list[Rollup]]:
@@ -126,8 +126,8 @@ def save(path: Path, rollups: Iterable[Rollup]) -> None:
     write_atomic(path, b"".join(encode(asdict(rollup)) for rollup in rollups))
 
 
-def standing(rollups: Sequence[Rollup]) -> Iterator[tuple[Rollup, int | None]]:
-    """Each roll-up that still counts, with the step at which a later one overtook it (None: it did not)."""
+def still_valid(rollups: Sequence[Rollup]) -> Iterator[tuple[Rollup, int | None]]:
+    """Each roll-up that still counts, with the step from which a later one replaces it (None: not at all)."""
     kept: list[tuple[Rollup, int | None]] = []
     overtaken_at: int | None = None
     for rollup in reversed(rollups):
@@ -146,14 +146,14 @@ def steps_of(rollup: Rollup, *, steps_path: Path, before_step: int | None = None
 
 
 def shortened(rollup: Rollup, *, steps_path: Path, before_step: int) -> Rollup:
-    """The same without its overtaken steps."""
+    """The same roll-up without its replaced steps."""
     lines = read_lines(steps_path, start_byte=rollup.start_byte, end_byte=rollup.end_byte)
     steps = [_Step(step_of(line), line.start_byte, line.end_byte) for line in lines]
     return _summary([step for step in steps if step.record.step < before_step])
 
 
 def single(record: StepRecord) -> Rollup:
-    """One step as a roll-up of its own."""
+    """One step as a roll-up."""
     return _summary([_Step(record, 0, 0)])
 
 

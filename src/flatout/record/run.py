@@ -1,4 +1,4 @@
-"""`Run` makes, locks and reads one run folder; `Recorder` is how a training process writes into it."""
+"""`Run` creates, locks and reads one run folder; a training process writes into it with a `Recorder`."""
 
 from __future__ import annotations
 
@@ -48,14 +48,14 @@ _CONFIG_TEXT, _CONFIG, _PLAN, _HARDWARE, _ENVIRONMENT = (
 )
 _FINDINGS, _LOCK, _REPORT = "findings.json", ".lock", "report.html"
 _FOLDERS = ("checkpoints", "tokenizer", "samples", "profile", "trackers")
-# Below so many roll-ups' worth of steps, a history reads every step.
+# With fewer steps than this many roll-ups, a history reads every step.
 _FEW_ROLLUPS = 16
-# In the order they are written: the last one makes the folder a run. Nobody is meant to edit the sealed ones.
+# In the order in which they are written; the last one makes the folder a run. The sealed ones must not be edited.
 _SEALED = (_PLAN, _HARDWARE, _ENVIRONMENT)
 _WRITTEN_ONCE = (*_SEALED, _CONFIG, _CONFIG_TEXT)
 _RECORDED = re.compile(r"(steps|events|monitor)(-rank(\d+))?(\.rollup)?\.jsonl")
 
-# A forked child (a loader worker) shares its parent's lock; unless it lets go, the lock outlives a killed parent.
+# A forked child (a loader worker) shares its parent's lock and must release it, or the lock outlives a killed parent.
 _held_locks: set[int] = set()
 
 
@@ -70,7 +70,7 @@ os.register_at_fork(after_in_child=_let_go_of_locks)
 
 @dataclass(frozen=True)
 class Run:
-    """One run folder. Reading never needs the run to be over, and never disturbs it."""
+    """One run folder. It can be read while the run is going, without disturbing it."""
 
     path: Path
 
@@ -85,7 +85,7 @@ class Run:
         hardware: Mapping[str, Any],
         environment: Mapping[str, Any],
     ) -> Run:
-        """Make the folder and write what is known before the first step, secrets masked."""
+        """Creates the folder and writes what is known before the first step, with secrets masked."""
         with cls.created(
             path, config_text=config_text, config=config, plan=plan, hardware=hardware, environment=environment
         ) as run:
@@ -103,7 +103,7 @@ class Run:
         hardware: Mapping[str, Any],
         environment: Mapping[str, Any],
     ) -> Iterator[Run]:
-        """A new run, locked from before its first file is written to the end of the block."""
+        """A new run, locked before its first file is written until the end of the block."""
         run = cls(Path(path))
         run._check_vacant()
         with _writing(run.path):
@@ -129,7 +129,7 @@ class Run:
             )
         if present and not self._half_made():
             raise UsageError(
-                f"{self.path} holds {', '.join(present)} but is no complete run, and nothing is overwritten. "
+                f"{self.path} holds {', '.join(present)} but is not a complete run, and nothing is overwritten. "
                 "Delete them, or choose another folder with --run FOLDER."
             )
 
@@ -137,7 +137,7 @@ class Run:
         return [name for name in _WRITTEN_ONCE if os.path.lexists(self.path / name)]
 
     def _half_made(self) -> bool:
-        """Whether the folder is what `created` leaves when it is killed: its first files, whole, and no record."""
+        """Whether `created` was killed here: its first files are whole, and there is no record."""
         present = self._present()
         return (
             len(present) < len(_WRITTEN_ONCE)
@@ -148,7 +148,7 @@ class Run:
 
     @classmethod
     def is_half_made(cls, path: Path | str) -> bool:
-        """Whether a run was killed while its folder was being made: it can be made again, and nothing is lost."""
+        """Whether a run was killed while its folder was being created, so that it can be created again without loss."""
         run = cls(Path(path))
         if not run.path.is_dir() or not run._half_made():
             return False
@@ -157,13 +157,13 @@ class Run:
         )
 
     def reconfigure(self, *, config_text: str, config: Mapping[str, Any]) -> None:
-        """What the run goes on with, where that differs from what it began with."""
+        """Saves the settings with which a resumed run continues."""
         with _writing(self.path):
             write_atomic(self._at(_CONFIG), encode(redacted(config), indent=2))
             write_atomic(self._at(_CONFIG_TEXT), redact(config_text).encode())
 
     def replan(self, plan: Mapping[str, Any]) -> None:
-        """The plan after what was tried on the device before the first step."""
+        """Saves the plan after the search on the device, before the first step."""
         with _writing(self.path):
             write_atomic(self._at(_PLAN), seal(redacted(plan), name=_PLAN))
 
@@ -178,8 +178,8 @@ class Run:
             raise UsageError(f"{run.path} cannot be read as a run folder: {error.strerror or error}") from None
         if half_made:
             raise UsageError(
-                f"{run.path} is not a run folder yet: whoever made it was stopped before it was whole. "
-                "The same `flatout train` makes it again."
+                f"{run.path} is not a run folder yet: it was interrupted while being created. "
+                "Run the same `flatout train` again."
             )
         if missing:
             raise UsageError(f"{run.path} is not a run folder: {why}. `flatout train CONFIG --run FOLDER` makes one.")
@@ -187,12 +187,12 @@ class Run:
 
     @classmethod
     def is_at(cls, path: Path | str) -> bool:
-        """Whether a run lies there."""
+        """Whether there is a run at `path`."""
         return all((Path(path) / name).is_file() for name in _WRITTEN_ONCE)
 
     @contextmanager
     def lock(self) -> Iterator[None]:
-        """Keep others from training into this folder; the system lets go when the process dies, however it dies."""
+        """Keeps other processes from training into this folder; the system releases the lock when the process dies."""
         with _writing(self.path):
             fd = open_for_appending(self._at(_LOCK))
         try:
@@ -219,7 +219,7 @@ class Run:
                 os.close(fd)
 
     def recorder(self, *, rank: int = 0, attempt: int | None = None, sinks: Sequence[Sink] = ()) -> Recorder:
-        """Begin an attempt. Rank 0 takes the next number; the other ranks are given rank 0's."""
+        """Starts an attempt. Rank 0 takes the next number; the other ranks get rank 0's."""
         if attempt is None:
             if rank:
                 raise ValueError(f"rank {rank} needs the attempt of rank 0, or their lines could not be matched")
@@ -230,7 +230,7 @@ class Run:
             return Recorder(self, rank=rank, attempt=attempt, sinks=sinks)
 
     def note(self, event: Event) -> None:
-        """Add an event to a run that nobody is training: what was found out about it later is no new attempt."""
+        """Adds an event to a run that is not being trained, without starting a new attempt."""
         attempt = max(self._last_attempt("events"), self._last_attempt("steps"))
         with self.lock(), _writing(self.path):
             file = LineWriter(self.file("events", 0))
@@ -241,16 +241,16 @@ class Run:
                 file.close()
 
     def steps(self, *, rank: int = 0) -> Iterator[StepRecord]:
-        """Every line as written: steps that were repeated after a kill come twice."""
+        """Every line as written; steps that were repeated after a kill appear twice."""
         return (rollup.step_of(line) for line in read_lines(self.file("steps", rank)))
 
     def latest_steps(self, *, rank: int = 0) -> Iterator[StepRecord]:
         """Each step once, in order: the history of the weights as they are now.
 
-        Where an attempt went back to an earlier step, what came after that step before is left out,
-        also where the new attempt has not got that far yet.
+        If an attempt went back to an earlier step, the older lines after that step are left out,
+        even if the new attempt has not reached them yet.
         """
-        for part, before_step in rollup.standing(self.rollups(rank=rank)):
+        for part, before_step in rollup.still_valid(self.rollups(rank=rank)):
             yield from rollup.steps_of(part, steps_path=self.file("steps", rank), before_step=before_step)
 
     def rollups(self, *, rank: int = 0) -> list[Rollup]:
@@ -263,7 +263,7 @@ class Run:
                 with self.lock(), _writing(self.path):
                     rollup.save(path, known + complete)
             except FlatoutError as error:
-                # A live run keeps its own roll-ups, and a read-only folder is read all the same.
+                # A live run writes its own roll-ups, and a read-only folder can still be read.
                 log.debug("roll-ups not saved: %s", error)
         return known + complete + growing
 
@@ -274,13 +274,13 @@ class Run:
             part
             if before_step is None or part.last_step < before_step
             else rollup.shortened(part, steps_path=steps_path, before_step=before_step)
-            for part, before_step in rollup.standing(self.rollups(rank=rank))
+            for part, before_step in rollup.still_valid(self.rollups(rank=rank))
         ]
 
     def history(self, *, at_most: int, rank: int = 0, latest: Sequence[Rollup] | None = None) -> list[Rollup]:
-        """`latest_steps` in at most so many parts of like length, for charts: a short run step by step.
+        """`latest_steps` in at most `at_most` parts of similar length, for charts; a short run step by step.
 
-        Whoever has the `latest_rollups` already gives them as `latest`.
+        Pass the `latest_rollups` as `latest` if they are already read.
         """
         parts = self.latest_rollups(rank=rank) if latest is None else latest
         if sum(part.num_steps for part in parts) <= rollup.STEPS_PER_ROLLUP * _FEW_ROLLUPS:
@@ -305,7 +305,7 @@ class Run:
         return found[-count:]
 
     def samples(self, *, rank: int = 0, at_most: int | None = None) -> Iterator[Mapping[str, Any]]:
-        """What the monitor saw on this rank's machine; `at_most` so many, evenly spread over the run."""
+        """The monitor's samples on this rank's machine, at most `at_most`, evenly spread over the run."""
         path = self.file("monitor", rank)
         lines = read_lines(path) if at_most is None else spread_lines(path, count=at_most)
         return (_sample_of(line) for line in lines)
@@ -321,7 +321,7 @@ class Run:
 
     @property
     def id(self) -> str | None:
-        """What tells this run from every other; None in folders of versions that gave none."""
+        """The unique id of this run; None in folders of versions that wrote none."""
         found = self.environment.get("run_id")
         return None if found is None else str(found)
 
@@ -335,7 +335,7 @@ class Run:
 
     @property
     def plan(self) -> Mapping[str, Any]:
-        """The plan as it was made; a file that was changed by others is refused."""
+        """The plan as it was written; an edited file is refused."""
         plan = self._unsealed(_PLAN, way_out="; to change a decision, set plan.KEY in the configuration")
         return dict(typed(PlanView, plan, source=self.path / _PLAN))
 
@@ -349,7 +349,7 @@ class Run:
 
     @property
     def diagnosis(self) -> Diagnosis | None:
-        """What the doctor last said of this run; None if it was never asked."""
+        """The doctor's latest diagnosis of this run; None if there is no diagnosis."""
         if not self._at(_FINDINGS).is_file():
             return None
         try:
@@ -357,7 +357,7 @@ class Run:
             typed(LimitView, found.limit, source=self.path / _FINDINGS)
             return found
         except BadFile as error:
-            raise BadFile(error.path, f"{error.why}. Ask the doctor again, or delete it.") from None
+            raise BadFile(error.path, f"{error.why}. Run the doctor again, or delete the file.") from None
 
     def write_diagnosis(self, diagnosis: Diagnosis) -> None:
         with _writing(self.path):
@@ -376,7 +376,7 @@ class Run:
         return self._at("samples")
 
     def stage_dir(self, name: str) -> Path:
-        """A run of its own that this one needed on its way."""
+        """The folder of a stage of this run, which is a run itself."""
         return self._at(name)
 
     @property
@@ -392,12 +392,12 @@ class Run:
         return self._at(_REPORT)
 
     def file(self, what: Literal["steps", "events", "monitor", "rollups"], rank: int) -> Path:
-        """Where a rank's steps, events, monitor samples or rollups lie."""
+        """The file of a rank's steps, events, monitor samples or roll-ups."""
         stem, suffix = ("steps", ".rollup.jsonl") if what == "rollups" else (what, ".jsonl")
         return self._at(f"{stem}-rank{rank:05d}{suffix}" if rank else f"{stem}{suffix}")
 
     def _at(self, name: str) -> Path:
-        """Where a file or folder of the run lies: every access comes by here, and none follows a link out of it."""
+        """The path of a file or folder of the run. Every access uses it, so none follows a link out of the folder."""
         return inside(self.path / name, self.path)
 
     def _read(self, name: str, kind: type[Any] = dict) -> dict[str, Any]:
@@ -408,7 +408,7 @@ class Run:
         way_out = f"restore it, or start again in another folder with --run FOLDER{way_out}"
         environment = unseal(self._at(_ENVIRONMENT), root=self.path, required=False, way_out=way_out)
         typed(EnvironmentView, environment, source=self.path / _ENVIRONMENT)
-        # Whoever gave the run its id has sealed these files.
+        # Versions that write a run id also seal these files.
         return unseal(self._at(name), root=self.path, required="run_id" in environment, way_out=way_out)
 
     def _last_attempt(self, what: Literal["steps", "events"]) -> int:
@@ -420,10 +420,10 @@ class Run:
 
 
 class Recorder:
-    """Writes one attempt of one rank, and tells the sinks.
+    """Writes one attempt of one rank, and forwards its records to the sinks.
 
-    Once open it never stops training: a line that finds no room is dropped and counted (`num_dropped`, and
-    an event as soon as one fits), and a sink that raises is closed out with an event.
+    Once open it never stops training: a line that cannot be written is dropped and counted (`num_dropped`, and
+    an event as soon as one can be written), and a sink that raises is removed with an event.
     """
 
     def __init__(self, run: Run, *, rank: int, attempt: int, sinks: Sequence[Sink]) -> None:
@@ -437,7 +437,7 @@ class Recorder:
         self._steps = LineWriter(steps_path)
         self._events = LineWriter(run.file("events", rank))
         self._monitor = LineWriter(run.file("monitor", rank))
-        # The last attempt's unfinished roll-up ends here, so that this one's follow without a gap.
+        # The last attempt's unfinished roll-up ends here, so that the new ones follow without a gap.
         known = rollup.saved(rollups_path, steps_path=steps_path)
         complete, growing = rollup.following(known, steps_path=steps_path)
         rollup.save(rollups_path, known + complete + growing)
@@ -456,14 +456,14 @@ class Recorder:
     def event(self, event: Event | str, *, step: int | None = None, **data: Any) -> None:
         """An event, or its kind, step and data."""
         if isinstance(event, str):
-            event = event_of(event, data, step=step, source="what was to be recorded:")
+            event = event_of(event, data, step=step, source="the new event:")
         event = _stamped(event, attempt=self.attempt)
         self._put(self._events, event.to_json())
         for sink in tuple(self._sinks):
             self._tell(sink, event)
 
     def sample(self, values: Mapping[str, Any]) -> None:
-        """Keep what the monitor saw; may be called from its thread."""
+        """Records a sample of the monitor; may be called from its thread."""
         self._put(self._monitor, {"attempt": self.attempt, **values})
 
     def close(self) -> None:
@@ -488,7 +488,7 @@ class Recorder:
         if not written:
             self.num_dropped += 1
             if self.num_dropped == 1:
-                log.warning("the run folder takes no more lines (disk full?): training goes on, lines are dropped")
+                log.warning("the run folder cannot be written (disk full?): training continues, lines are dropped")
         if self.num_dropped and not self._drop_told:
             self._drop_told = self._put_drop_event()
         return written
@@ -499,7 +499,7 @@ class Recorder:
 
     def _put_rollup(self, done: Rollup) -> None:
         if self._rollups is not None and not self._put(self._rollups, asdict(done)):
-            # A gap would make the later ones useless: the next reader rolls up the rest.
+            # A gap would make the later ones useless; the next reader rebuilds the rest.
             self._rollups.close()
             self._rollups = None
 
@@ -514,12 +514,12 @@ class Recorder:
                     sink.close()
         except (Exception, SystemExit) as error:  # rich leaves the program when its reader is gone
             self._sinks.remove(sink)
-            log.warning("%s failed and is off from here on: %s", type(sink).__name__, redact(str(error)))
+            log.warning("%s failed and is switched off: %s", type(sink).__name__, redact(str(error)))
             self.event(SinkFailed(sink=type(sink).__name__, error=f"{type(error).__name__}: {error}"))
 
 
 def _stamped(event: Event, *, attempt: int) -> Event:
-    """As it is recorded: with its attempt and time, secrets masked."""
+    """The event as it is recorded: with its attempt and time, and with secrets masked."""
     stamped: Event = redacted(replace(event, attempt=attempt, time=time.time()))
     return stamped
 
@@ -536,5 +536,5 @@ def _writing(path: Path) -> Iterator[None]:
     except OSError as error:
         raise EnvironmentLacks(
             f"cannot write the run folder {path}: {error.strerror or error}. "
-            "Choose a folder you may write to, on a disk with room, with --run FOLDER."
+            "Choose a folder you may write to, on a disk with free space, with --run FOLDER."
         ) from error

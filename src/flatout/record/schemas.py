@@ -1,7 +1,7 @@
-"""What readers rely on in data that is written elsewhere: of plan.json and config.json, of the monitor.
+"""The fields that readers use of plan.json, config.json and the monitor's samples, and their types.
 
-Only what somebody reads is named; other fields are left alone. A folder whose data is of other types is refused by
-the name of its file, so that no reader meets a text where it computes with a number.
+Other fields are ignored. A file whose data has other types is refused by name,
+so that no reader gets text where it expects a number.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Annotated, Any, NotRequired, TypedDict
 
 from flatout.files import Count, Finite
 
-# What stands in a cell of a table. Any: whoever takes it for a number looks first.
+# The value of a table cell. Any: code that uses it as a number checks first.
 Scalar = Annotated[
     Any,
     lambda value: (

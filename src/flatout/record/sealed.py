@@ -1,6 +1,6 @@
-"""JSON files that flatout writes for itself: each holds a checksum of its name and content.
+"""JSON files that flatout writes for itself: each contains a checksum of its name and data.
 
-So an edit is noticed, and so is one file in the place of another.
+It detects edits, and files that were swapped.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ _SEAL = "checksum"
 
 
 def seal(value: Mapping[str, Any], *, name: str) -> bytes:
-    """What the file of this name is to hold."""
+    """The bytes to write into the file of this name."""
     content = json.loads(encode(value))
     return encode({**content, _SEAL: _checksum(content, name=name)}, indent=2)
 
 
 def is_sealed(path: Path) -> bool:
-    """Whether a whole file of ours lies there."""
+    """Whether there is a whole sealed file at `path`."""
     try:
         return _SEAL in _read(path, root=path.parent, way_out="")
     except (FileNotFoundError, BadFile):
@@ -32,7 +32,7 @@ def is_sealed(path: Path) -> bool:
 
 
 def unseal(path: Path, *, root: Path, required: bool, way_out: str) -> dict[str, Any]:
-    """The content of a file as it was written. One without a checksum is read, unless that is `required`."""
+    """The data of a file as it was written. A file without a checksum is accepted unless one is `required`."""
     value = _read(path, root=root, way_out=way_out)
     if value.pop(_SEAL, None) is None and required:
         raise BadFile(path, f"has lost the checksum that flatout wrote into it: {way_out}")

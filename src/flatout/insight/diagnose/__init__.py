@@ -1,6 +1,6 @@
-"""From what was seen to ranked causes: `flatout doctor`.
+"""Ranks the causes of slow training: `flatout doctor`.
 
-Each rule looks at one cause and says nothing below the share that is worth a change. Shares and gains are fractions of
+Each rule checks one cause and reports nothing below a minimum share. Shares and gains are fractions of
 step time; a gain is what the fix alone would save, so gains of several fixes do not add up.
 """
 
@@ -61,15 +61,15 @@ def diagnose(seen: Observed) -> Diagnosis:
 
 
 def ranked(findings: Iterable[Finding]) -> tuple[Finding, ...]:
-    """The most time to win first; what has no number comes last."""
+    """The findings with the largest gain first; those without a number come last."""
     return tuple(sorted(findings, key=lambda f: (f.gain is None, -(f.gain or 0.0), -(f.share or 0.0))))
 
 
 def verdict_of(findings: tuple[Finding, ...], limit: Mapping[str, Any]) -> str:
     share = limit.get("share")
-    near = "the limit is not known" if share is None else f"{share:.1%} of the limit"
+    near = "the limit is unknown" if share is None else f"{share:.1%} of the limit"
     if not findings:
-        return f"nothing is wrong, {near}"
+        return f"no problem found, {near}"
     first = findings[0]
     saves = "" if first.gain is None else f", about {first.gain:.0%} of step time"
-    return f"{len(findings)} cause{'s' * (len(findings) > 1)} found, first {first.cause}{saves}; {near}"
+    return f"{len(findings)} cause{'s' * (len(findings) > 1)} found, the largest is {first.cause}{saves}; {near}"

@@ -27,7 +27,7 @@ def wrong_dtype(seen: Observed) -> Finding | None:
         gain = seen.replay_gain("single")
         return _finding(
             "wrong-dtype",
-            "The model computes in float64: slower than the device can be, and no training needs it.",
+            "The model computes in float64, which is slow and not needed for training.",
             seen.compute_share,
             gain,
             [f"parameters {dict(dtypes)}, largest product {computed}", *_replayed(seen, "single", "in float32")],
@@ -40,14 +40,14 @@ def wrong_dtype(seen: Observed) -> Finding | None:
             f"bfloat16 is emulated on this GPU (compute capability {sm[0]}.{sm[1]}).",
             seen.compute_share,
             None,
-            [f"largest product {computed}", "units for bfloat16 came with compute capability 8.0"],
+            [f"largest product {computed}", "bfloat16 units need compute capability 8.0 or later"],
             'float16 instead: torch.autocast("cuda", dtype=torch.float16) with torch.amp.GradScaler()',
         )
     return None
 
 
 def fp32_matmul(seen: Observed) -> Finding | None:
-    """Products in full float32 on a GPU with tensor cores; by mistake where half precision was meant to be on."""
+    """Matmuls in full float32 on a GPU with tensor cores, or mixed precision that does not take effect."""
     if not seen.on_gpu or _computed(seen) != "float32":
         return None
     bf16, tf32 = seen.replay_gain("bf16"), seen.replay_gain("tf32")
@@ -64,18 +64,18 @@ def fp32_matmul(seen: Observed) -> Finding | None:
     if meant:
         return _finding(
             "precision-inactive",
-            "Mixed precision is set up, but the model's products still run in float32.",
+            "Mixed precision is set up, but the model's matmuls still run in float32.",
             seen.compute_share,
             gain,
             [
                 f"autocast entered {meant.get('autocast', 0)} times, losses scaled {meant.get('scaled', 0)} times",
                 *evidence,
             ],
-            f"{fix}; the forward pass itself must be inside",
+            f"{fix}; the forward pass must run inside it",
         )
     return _finding(
         "fp32-matmul",
-        "Matrix products run in full float32 and leave the tensor cores idle.",
+        "Matmuls run in full float32 and leave the tensor cores idle.",
         seen.compute_share,
         gain,
         evidence,
@@ -84,7 +84,7 @@ def fp32_matmul(seen: Observed) -> Finding | None:
 
 
 def _computed(seen: Observed) -> str | None:
-    """The type of the largest product; what is compiled cannot be looked into, and a framework may cast inside it."""
+    """The dtype of the largest matmul; None for compiled code, whose inside no hook sees and which may cast."""
     known: str | None = seen.facts.get("compute_dtype")
     if known is not None or not seen.model.get("compiled"):
         return known or "float32"
@@ -111,7 +111,7 @@ def math_attention(seen: Observed) -> Finding | None:
         return None
     return _finding(
         "math-attention",
-        "Attention is computed by separate products and a softmax that write the whole score matrix to memory.",
+        "Attention is computed with separate matmuls and a softmax that write the whole score matrix to memory.",
         gain,
         gain,
         evidence,
@@ -122,7 +122,7 @@ def math_attention(seen: Observed) -> Finding | None:
 
 
 def small_batch(seen: Observed) -> Finding | None:
-    """Too little work at a time: the same model does more tokens a second with more rows in the batch."""
+    """Too little work per pass: the same model processes more tokens per second with more rows in the batch."""
     replays = seen.facts.get("replays") or {}
     twice, found = seen.replay("batch-2"), seen.replay("batch-4")
     if twice is None or seen.rows is None:
@@ -131,8 +131,8 @@ def small_batch(seen: Observed) -> Finding | None:
     checked, unchecked = seen.replay("anomaly") or (now, now)  # batches are replayed without anomaly detection
     gain = (1 - then / now) * seen.replayed_share(now) * min(1.0, unchecked / checked)
     tokens = None if seen.length is None else seen.length * seen.rows
-    # One odd replay is no evidence: twice the batch must already show it. Where no accumulation can be traded for it,
-    # a larger batch changes what is learnt, so it must be worth more.
+    # One odd replay is not evidence: twice the batch must already show it. Without accumulation to reduce,
+    # a larger batch changes the training itself, so the gain must be larger.
     least = 0.15 if seen.accumulation > 1 else 0.25
     least = max(least, 0.4) if seen.is_disturbed else least
     if gain < least or 1 - twice[1] / twice[0] < 0.07:
@@ -151,7 +151,7 @@ def small_batch(seen: Observed) -> Finding | None:
     if short_rows:
         return _finding(
             "short-sequences",
-            f"Rows of {seen.length:.0f} tokens are too little work for the device.",
+            f"Rows of {seen.length:.0f} tokens are too short to keep the device busy.",
             gain,
             gain,
             evidence,
@@ -160,7 +160,7 @@ def small_batch(seen: Observed) -> Finding | None:
         )
     return _finding(
         "small-batch",
-        f"A micro-batch of {seen.rows:.0f} rows is too little work: fixed costs dominate.",
+        f"A micro-batch of {seen.rows:.0f} rows is too small: fixed costs dominate.",
         gain,
         gain,
         evidence,
@@ -177,7 +177,7 @@ def padding(seen: Observed) -> Finding | None:
         return None
     return _finding(
         "padding",
-        f"{padded:.0%} of the tokens the model computes are padding.",
+        f"{padded:.0%} of the computed tokens are padding.",
         gain,
         gain,
         [f"{seen.real_tokens:,.0f} of {seen.tokens:,} tokens are real, rows of {seen.length or 0:.0f} (masks and ids)"],
@@ -192,7 +192,7 @@ def slow_optimizer(seen: Observed) -> Finding | None:
     taken = []
     if seen.is_disturbed and seen.optimizer.get("tensors", 0) > 100 and (gain or 0.0) < 0.6 * share:
         gain = 0.6 * share
-        taken = [f"{_taken(seen)}: taken as three fifths of the optimizer's time, as for so many tensors elsewhere"]
+        taken = [f"{_taken(seen)}: estimated as three fifths of the optimizer's time, as measured elsewhere"]
     if share < 0.08 or (gain is not None and gain < 0.04) or (gain is None and share < 0.3):
         return None
     facts = seen.optimizer
@@ -200,7 +200,7 @@ def slow_optimizer(seen: Observed) -> Finding | None:
         return None
     return _finding(
         "slow-optimizer",
-        f"The optimizer steps its {facts['tensors']} tensors in many small operations.",
+        f"The optimizer updates its {facts['tensors']} tensors in many small operations.",
         share,
         gain,
         [
@@ -217,10 +217,10 @@ def needless_recompute(seen: Observed) -> Finding | None:
     if gain is None or gain < WORTH:
         return None
     gpu = seen.facts.get("gpu")
-    memory = f"{gpu['peak_gib']:.1f} of {gpu['memory_gib']:.0f} GiB used at the peak" if gpu else "memory is not short"
+    memory = f"{gpu['peak_gib']:.1f} of {gpu['memory_gib']:.0f} GiB used at the peak" if gpu else "memory is sufficient"
     return _finding(
         "needless-recompute",
-        "Gradient checkpointing computes the forward pass twice, though the activations would fit.",
+        "Activation checkpointing runs the forward pass twice, although the activations would fit in memory.",
         gain,
         gain,
         [f"{memory}; {seen.counts('recompute')} checkpointed calls", *_replayed(seen, "recompute", "without it")],
@@ -236,7 +236,7 @@ def missing_no_sync(seen: Observed) -> Finding | None:
     gain = max(0.0, found[0] - found[1]) * (synced - 1) / seen.step_s
     return _finding(
         "missing-no-sync",
-        f"Gradients are summed over the ranks {synced:.0f} times a step, though once is enough.",
+        f"Gradients are all-reduced {synced:.0f} times per step, although once is enough.",
         gain,
         gain,
         [f"accumulation {seen.accumulation:.0f}, {seen.world} ranks", *_replayed(seen, "no-sync", "inside no_sync()")],
@@ -250,7 +250,7 @@ def anomaly_mode(seen: Observed) -> Finding | None:
     gain = seen.replay_gain("anomaly")
     return _finding(
         "anomaly-mode",
-        "Autograd's anomaly detection is on: every operation keeps its stack and is checked for NaN.",
+        "Autograd's anomaly detection is on: every operation records its stack and is checked for NaN.",
         gain,
         gain,
         [f"on in {seen.counts('anomaly')} forwards", *_replayed(seen, "anomaly", "without it")],
@@ -294,7 +294,7 @@ def debug_flags(seen: Observed) -> Finding | None:
         return None
     return _finding(
         "debug-flags",
-        "Settings for debugging are on.",
+        "Debug settings are on.",
         gain,
         gain,
         [*left_on, *_replayed(seen, "deterministic", "without deterministic algorithms")],
@@ -310,7 +310,7 @@ def recompiles(seen: Observed) -> Finding | None:
     reasons = list((seen.facts.get("recompiles") or {}).get("reasons", {}))[:2]
     return _finding(
         "recompiles",
-        f"torch.compile compiled again in {times} of {len(seen.steps)} steps.",
+        f"torch.compile recompiled in {times} of {len(seen.steps)} steps.",
         share,
         share,
         [f"{share:.0%} of step time in compilation (dynamo's own times)", *(f"reason: {r}" for r in reasons)],
@@ -322,11 +322,11 @@ def recompiles(seen: Observed) -> Finding | None:
 
 
 def idle_gpu(seen: Observed) -> Finding | None:
-    """The GPU waits inside the step: for a value somebody reads, or for a host that is slower than it."""
+    """The GPU waits inside the step: for a value that the host reads, or for a host that launches too slowly."""
     idle = seen.idle_share
     if idle is None:
         return None
-    # What it waited for in a phase with a name of its own is another cause's.
+    # Waits in a named phase belong to another cause.
     own = ("forward", "backward", "other") if slow_optimizer(seen) else ("forward", "backward", "optimizer", "other")
     named = seen.share(*(p for p in seen.phases if p not in own))
     sync, launch = waits(seen, "sync"), waits(seen, "launch")
@@ -336,13 +336,13 @@ def idle_gpu(seen: Observed) -> Finding | None:
     if seen.facts["variables"].get("CUDA_LAUNCH_BLOCKING") == "1":
         return _finding(
             "launch-blocking",
-            "CUDA_LAUNCH_BLOCKING=1 makes the host wait for every single kernel.",
+            "CUDA_LAUNCH_BLOCKING=1 makes the host wait for every kernel.",
             idle,
             idle * 0.9,
             base,
-            "unset CUDA_LAUNCH_BLOCKING: it is for finding the kernel that crashed",
+            "unset CUDA_LAUNCH_BLOCKING: it is meant for finding a kernel that crashed",
         )
-    if seen.counts("anomaly"):  # which reads a value after every operation
+    if seen.counts("anomaly"):  # it reads a value after every operation
         return None
     if sync > launch and seen.facts.get("syncs"):
         share = inside * sync / (sync + launch)
@@ -359,11 +359,11 @@ def idle_gpu(seen: Observed) -> Finding | None:
                 share,
                 share,
                 [*base, *sites],
-                "keep values as tensors and read them once in many steps: loss.detach(), torch.where for `if`",
+                "keep values as tensors and read them only every few steps: loss.detach(), torch.where for `if`",
             )
         )
     share = max(0.0, inside - seen.share("other"))
-    if share < 0.1 or small_batch(seen) is not None:  # a larger batch is the simpler cure of the same illness
+    if share < 0.1 or small_batch(seen) is not None:  # a larger batch is the simpler fix for the same cause
         return None
     return _finding(
         "launch-bound",
@@ -380,7 +380,7 @@ def idle_gpu(seen: Observed) -> Finding | None:
 
 
 def _taken(seen: Observed) -> str:
-    return f"other processes held {seen.others_cores or 0:.1f} cores, so a replay with more threads says nothing"
+    return f"other processes used {seen.others_cores or 0:.1f} cores, so a replay with more threads is not reliable"
 
 
 def _replayed(seen: Observed, name: str, how: str) -> list[str]:

@@ -1,7 +1,7 @@
-"""The exact change for each cause, in the words of the framework that runs the loop.
+"""The exact change for each cause, for the framework that runs the loop.
 
-Hugging Face argument names differ between versions: the agent brings the names that the installed one knows, and a
-name it does not know is never given as advice.
+Hugging Face argument names differ between versions. The agent reports the names that the installed version knows, and
+only those are suggested.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ _TRAINERS = ("trainer", "trl")
 
 
 def trainer(seen: Observed, *wanted: str) -> str | None:
-    """`TrainingArguments(...)` with the first of `name=value` alternatives that each argument's version knows."""
+    """`TrainingArguments(...)` with, for each argument, the first `name=value` alternative that the version knows."""
     if seen.framework not in _TRAINERS:
         return None
     known = seen.facts.get("trainer_arguments")
@@ -30,7 +30,7 @@ def trainer(seen: Observed, *wanted: str) -> str | None:
 def by_framework(
     seen: Observed, *, torch: str, arguments: Sequence[str] = (), lightning: str = "", accelerate: str = ""
 ) -> str:
-    """The line for whoever runs the loop; plain torch where they have none of their own."""
+    """The change for the framework that runs the loop; plain torch if it has no specific one."""
     own = {"lightning": lightning, "accelerate": accelerate}.get(seen.framework)
     return (trainer(seen, *arguments) if arguments else None) or own or torch
 
@@ -76,7 +76,7 @@ def fused_optimizer(seen: Observed) -> str:
 
 
 def rarer(seen: Observed, what: str, *, times: int = 5) -> str:
-    """Evaluating, saving or logging less often."""
+    """The change that makes evaluating, saving or logging less frequent."""
     arguments = {
         "evaluation": (f"eval_steps={times}x what it is now",),
         "checkpointing": (f"save_steps={times}x what it is now", "save_only_model=True"),
@@ -109,9 +109,9 @@ def padding(seen: Observed) -> str:
 
 def larger_batch(seen: Observed, *, rows: int, accumulation: int) -> str:
     kept = (
-        f"and {accumulation} accumulation steps, so the effective batch stays"
+        f"and {accumulation} accumulation steps, so the effective batch stays the same"
         if accumulation >= 1 and seen.accumulation > 1
-        else "with the learning rate checked again: the effective batch grows"
+        else "and tune the learning rate again, because the effective batch grows"
     )
     torch = f"batch_size={rows} {kept}"
     accumulated = (f"gradient_accumulation_steps={accumulation}",) if seen.accumulation > 1 else ()
@@ -138,14 +138,12 @@ def no_sync(seen: Observed) -> str:
 def attention(seen: Observed) -> str:
     if seen.model.get("attention") == "eager":
         return 'from_pretrained(..., attn_implementation="sdpa")'
-    return (
-        "torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True) instead of the written-out softmax"
-    )
+    return "torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True) instead of the explicit softmax"
 
 
 def anomaly(seen: Observed) -> str:
     return by_framework(
         seen,
-        torch="remove torch.autograd.set_detect_anomaly(True) / detect_anomaly(); switch it on only to hunt a NaN",
+        torch="remove torch.autograd.set_detect_anomaly(True) / detect_anomaly(); enable it only to find a NaN",
         lightning="Trainer(detect_anomaly=False)",
     )

@@ -1,4 +1,4 @@
-"""Causes that waste a whole run rather than a share of each step: the loss, memory at its edge, clocks held down."""
+"""Causes that waste a whole run rather than a share of each step: the loss, nearly full memory, throttling."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from flatout.insight.diagnose.observed import Observed
 from flatout.insight.diagnose.ranks import slower, uneven
 from flatout.record import Finding
 
-# A power cap alone is how a busy GPU runs; these mean that something is wrong with it.
+# A busy GPU normally runs at its power cap; these throttle reasons mean a problem.
 _SLOWED = ("hw_slowdown", "hw_thermal", "hw_power_brake", "sw_thermal")
-# The low end of what models are trained from scratch with.
+# The lowest usual learning rates for training from scratch.
 _USUAL_ADAM_RATE, _USUAL_SGD_RATE = 1e-4, 1e-2
-# After so many steps a loss that has not moved says something at any rate.
+# After this many steps, a loss that has not changed is a problem at any learning rate.
 _MANY_STEPS = 200
 
 
@@ -27,24 +27,24 @@ def unstable_loss(seen: Observed) -> Finding | None:
 
 
 def loss_finding(losses: Sequence[float], *, clipped: bool | None, lr: float | None) -> Finding | None:
-    """A loss that is no number, or that rises far above what it had reached; every step since is wasted."""
+    """A loss that is not finite, or that rises far above its minimum; every step since is wasted."""
     if len(losses) < 6:
         return None
     bad = next((i for i, loss in enumerate(losses) if not math.isfinite(loss)), None)
     if bad is not None:
         wasted = 1 - bad / len(losses)
-        sentence = f"The loss is {losses[bad]} from step {bad} of the watched ones on: nothing is learnt any more."
+        sentence = f"The loss is {losses[bad]} from watched step {bad} on: the model no longer learns."
     else:
         lowest = min(range(len(losses)), key=lambda i: losses[i])
         last = fmean(losses[-3:])
         if losses[lowest] <= 0 or last < 2 * max(losses[lowest], fmean(losses[:3])):
             return None
         wasted = 1 - (lowest + 1) / len(losses)
-        sentence = f"The loss has left {losses[lowest]:.3g} and stands at {last:.3g}: training diverges."
-    advice = ["a tenth of the learning rate", "a warm-up of some hundred steps"]
+        sentence = f"The loss has risen from {losses[lowest]:.3g} to {last:.3g}: training diverges."
+    advice = ["a tenth of the learning rate", "a warm-up of a few hundred steps"]
     if clipped is False:
         advice.insert(0, "torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0) before optimizer.step()")
-    known = [f"learning rate {lr:.3g}" if lr is not None else "learning rate not known"]
+    known = [f"learning rate {lr:.3g}" if lr is not None else "learning rate unknown"]
     known += {True: ["gradients are clipped"], False: ["gradients are not clipped"], None: []}[clipped]
     return _finding(
         "unstable-loss", sentence, wasted, wasted, [*known, f"{len(losses)} losses"], "as advice: " + ", ".join(advice)
@@ -52,7 +52,7 @@ def loss_finding(losses: Sequence[float], *, clipped: bool | None, lr: float | N
 
 
 def slow_convergence(seen: Observed) -> Finding | None:
-    """Still as wise as a coin, and nothing to hope for: a uniform guess, not falling, at a rate far below the usual."""
+    """The loss equals a uniform guess and does not fall, at a learning rate far below the usual."""
     losses, rates, vocab = seen.losses, seen.rates, seen.model.get("vocabulary")
     if len(losses) < 6 or not rates or not vocab or not all(math.isfinite(x) for x in losses):
         return None
@@ -60,19 +60,19 @@ def slow_convergence(seen: Observed) -> Finding | None:
     first, last = fmean(losses[:third]), fmean(losses[-third:])
     if last < 0.97 * math.log(vocab) or first - last > 0.002 * abs(first):
         return None
-    # A rate that still rises is a warm-up, and at a usual rate so few steps say nothing.
+    # A rising learning rate is a warm-up, and at a usual rate this few steps are not enough to judge.
     usual = _USUAL_SGD_RATE if "SGD" in str(seen.optimizer.get("class")) else _USUAL_ADAM_RATE
     if rates[-1] > rates[0] or (rates[-1] > usual / 100 and len(losses) < _MANY_STEPS):
         return None
     batch = (seen.rows or 0) * seen.accumulation * seen.world
     return _finding(
         "slow-convergence",
-        f"The loss stands at {last:.4g}, which is a uniform guess over {vocab} ids, and does not fall.",
+        f"The loss is {last:.4g}, which is a uniform guess over {vocab} ids, and does not fall.",
         None,
         None,
         [
             f"{first:.4g} in the first third of {len(losses)} steps, {last:.4g} in the last",
-            f"learning rate {rates[-1]:.3g} with {seen.optimizer.get('class')}, from scratch mostly {usual:g} or more",
+            f"learning rate {rates[-1]:.3g} with {seen.optimizer.get('class')}, usually {usual:g} or more from scratch",
             f"effective batch {batch:.0f} rows",
         ],
         f"as advice: a learning rate of {usual:g} to {10 * usual:g} after a short warm-up, or a smaller batch",
@@ -88,12 +88,12 @@ def oom_risk(seen: Observed) -> Finding | None:
         return None
     return _finding(
         "oom-risk",
-        f"GPU memory is {used:.0%} used at the peak: a longer batch ends the run.",
+        f"GPU memory is {used:.0%} used at the peak: a longer batch may run out of memory.",
         None,
         None,
         [
             f"{gpu['peak_reserved_gib']:.1f} of {gpu['memory_gib']:.1f} GiB reserved",
-            f"{gpu['alloc_retries']} retries of the allocator",
+            f"{gpu['alloc_retries']} allocator retries",
         ],
         "a smaller micro-batch with more accumulation, or PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True",
     )
@@ -107,14 +107,14 @@ def offload(seen: Observed) -> Finding | None:
     gpu = seen.facts.get("gpu") or {}
     return _finding(
         "offload",
-        "Parameters or optimizer states live in CPU memory, and every step crosses the bus.",
+        "Parameters or optimizer states are in CPU memory, and every step copies them over the bus.",
         share,
         None,
         [
             f"parameters by device {devices}; optimizer {share:.0%} of step time",
             f"GPU peak {gpu.get('peak_gib', 0):.1f} GiB",
         ],
-        "keep them on the GPU where they fit; otherwise shard over GPUs (FSDP2) before offloading",
+        "keep them on the GPU if they fit; otherwise shard them over GPUs (FSDP2) before offloading",
     )
 
 
@@ -123,7 +123,7 @@ def throttled(seen: Observed) -> Finding | None:
 
 
 def _slower_device(seen: Observed) -> Finding | None:
-    """One GPU of several that takes longer for the same work; CPU ranks share their cores, so nothing follows there."""
+    """One GPU of several that is slower for the same work. CPU ranks share cores, so they are not compared."""
     found, work = slower(seen.ranks), uneven(seen.ranks)
     if not seen.on_gpu or found is None or work is None or work.wasted > 0.02 or found[1] < 1.2:
         return None
@@ -135,7 +135,7 @@ def _slower_device(seen: Observed) -> Finding | None:
         waited,
         waited,
         [f"forward passes of rank {rank} against the others' (CUDA events)", work.sentence],
-        "look at that GPU's clocks, temperature and other processes (nvidia-smi), or leave it out",
+        "check that GPU's clocks, temperature and other processes (nvidia-smi), or do not use it",
     )
 
 
@@ -152,7 +152,7 @@ def throttle_finding(samples: Sequence[Mapping[str, Any]]) -> Finding | None:
         None,
         None,
         [f"{slowed / len(seen):.0%} of {len(seen)} samples: {dict(reasons)}", f"hottest {hottest} degrees C (NVML)"],
-        "better cooling, or a GPU that is not shared with a hot neighbour",
+        "improve the cooling, or use another GPU",
     )
 
 

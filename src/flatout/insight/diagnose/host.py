@@ -10,35 +10,35 @@ from flatout.insight.diagnose.observed import Observed, short
 from flatout.insight.diagnose.ranks import uneven
 from flatout.record import Finding
 
-# Below these shares of step time a cause is not worth a change.
+# Below these shares of step time a cause is not reported.
 WORTH = 0.05
-# How often something that is done too often should be done instead.
+# By which factor something that is done too often should be done less often.
 RARER = 5
 
 
 def data_starvation(seen: Observed) -> Finding | None:
-    """Time in which training waits for its next batch, and why; or for the rank whose batch is larger."""
-    # On a GPU, what looks like work between the steps may be the wait after somebody read a value.
+    """Training waits for its next batch, or for the rank with the larger batch."""
+    # On a GPU, apparent work between the steps may be the wait for a value that the host reads.
     between = max(0.0, seen.activities.get("", 0.0) - (waits(seen, "sync") if seen.on_gpu else 0.0))
     share = seen.activities.get("data", 0.0) + between
-    if seen.idle_share is not None:  # a loss computed outside the model is work between the steps, too
+    if seen.idle_share is not None:  # a loss computed outside the model is also work between the steps
         share = min(share, seen.idle_share)
     if share < 0.08:
         return _uneven_data(seen)
     cores = max(1, seen.cores // max(1, seen.world))
     workers = min(8, max(2, cores))
-    # With workers the batch is made while the step runs: the longer of the two is what remains.
+    # With workers the batch is made while the step runs, so only the longer of the two times counts.
     gain = 1 - max(1 - share, share / workers)
     loader = next((found for found in seen.facts["loaders"] if not found["evaluating"]), None)
     where = seen.sites("data", "data", most=1) or seen.sites("", most=1)
     at = f" at {where[0]}" if where else ""
     evidence = [f"{share:.0%} of step time waiting for data (phases of {len(seen.steps)} steps, stack samples{at})"]
     if loader is None:
-        sentence = f"The script makes its batches itself between two steps{at}, and the model waits meanwhile."
-        fix = "move that code into a Dataset and read it by " + fixes.loader(seen, workers=workers)
+        sentence = f"The script makes its batches between two steps{at}, and the model waits."
+        fix = "move that code into a Dataset and read it with " + fixes.loader(seen, workers=workers)
         evidence.append("no DataLoader was used for training")
     elif not loader["num_workers"]:
-        sentence = f"Batches are made in the training process itself{at}: no loader workers, so every step waits."
+        sentence = f"Batches are made in the training process{at}: there are no loader workers, so every step waits."
         fix = fixes.loader(seen, workers=workers)
         evidence.append(f"DataLoader(num_workers=0, batch_size={loader['batch_size']}) over {loader['dataset']}")
     else:
@@ -58,11 +58,11 @@ def _uneven_data(seen: Observed) -> Finding | None:
         return None
     return _finding(
         "data-starvation",
-        "A step's tokens are shared out unevenly, and every rank waits for the one that has most.",
+        "A step's tokens are distributed unevenly, and every rank waits for the one with the most.",
         gain,
         gain,
         [found.sentence, f"forward and backward are {seen.compute_share:.0%} of step time"],
-        "give every rank as many tokens a step: pack rows, or draw batches of like length for all ranks together",
+        "give every rank the same number of tokens per step: pack rows, or batch rows of similar length across ranks",
     )
 
 
@@ -73,7 +73,7 @@ def logging(seen: Observed) -> Finding | None:
     sites = seen.sites("log")
     return _finding(
         "logging",
-        f"Writing logs holds up every step{_at(sites)}.",
+        f"Logging slows down every step{_at(sites)}.",
         share,
         share * 0.9,
         [f"{share:.0%} of step time in logging code (stack samples)", *sites],
@@ -87,11 +87,11 @@ def evaluation(seen: Observed) -> Finding | None:
         return None
     return _finding(
         "evaluation",
-        f"Evaluation runs {times} times in {len(seen.steps)} steps and takes more than its worth.",
+        f"Evaluation runs {times} times in {len(seen.steps)} steps and takes a large share of the time.",
         share,
         share * (1 - 1 / RARER),
         [
-            f"{share:.0%} of step time in forwards without gradients and what surrounds them",
+            f"{share:.0%} of step time in forward passes without gradients and the code around them",
             *seen.sites("eval", "eval"),
         ],
         fixes.rarer(seen, "evaluation", times=RARER),
@@ -104,7 +104,7 @@ def checkpointing(seen: Observed) -> Finding | None:
         return None
     return _finding(
         "checkpointing",
-        f"The model is saved in {times} of {len(seen.steps)} steps, and training stands still each time.",
+        f"The model is saved in {times} of {len(seen.steps)} steps, and training stops each time.",
         share,
         share * (1 - 1 / RARER),
         [f"{share:.0%} of step time in saving (torch.save, safetensors)", *seen.sites("save", "save")],
@@ -115,13 +115,13 @@ def checkpointing(seen: Observed) -> Finding | None:
 def empty_cache(seen: Observed) -> Finding | None:
     calls = sum(step["counts"].get("empty-cache", 0) for step in seen.steps)
     share = seen.share("empty-cache")
-    if seen.on_gpu and calls:  # the memory given away is asked for again, in the middle of the step
+    if seen.on_gpu and calls:  # the released memory is allocated again in the middle of the step
         share += waits(seen, "malloc")
     if not calls or share < 0.02:
         return None
     return _finding(
         "empty-cache",
-        "torch.cuda.empty_cache() or gc.collect() in the loop throws away what the next step needs again.",
+        "torch.cuda.empty_cache() or gc.collect() in the loop frees memory that the next step allocates again.",
         share,
         share,
         [f"{calls / len(seen.steps):.1f} calls a step, {share:.0%} of step time", *seen.sites("", "empty-cache")],
@@ -140,12 +140,12 @@ def reward_bound(seen: Observed) -> Finding | None:
         share,
         share * 0.8,
         [f"{share:.0%} of step time in reward code (stack samples)", *sites],
-        "score completions in concurrent.futures.ProcessPoolExecutor, while the next are generated",
+        "score completions in a concurrent.futures.ProcessPoolExecutor while the next ones are generated",
     )
 
 
 def no_kv_cache(seen: Observed) -> Finding | None:
-    """Generation that reads the whole text again for every token."""
+    """Generation that processes the whole text again for every token."""
     share = seen.activities.get("generate", 0.0)
     uncached = [g for g in seen.facts["generations"] if g["cache"] is False]
     if uncached:
@@ -154,20 +154,20 @@ def no_kv_cache(seen: Observed) -> Finding | None:
     elif grown := _grows(seen):
         prompt, new = grown
         share = max(share, seen.activities.get("eval", 0.0) + share)
-        evidence = f"forwards without gradients whose length grows by one, {new:.0f} times from {prompt:.0f}"
+        evidence = f"forward passes without gradients whose length grows by one, {new:.0f} times from {prompt:.0f}"
     else:
         return None
     if share < WORTH or new < 4:
         return None
     read_again = new * (prompt + new / 2)
-    left = max(0.3, (prompt + new) / read_again)  # one token at a time is bound by launches, not by operations
+    left = max(0.3, (prompt + new) / read_again)  # one token at a time is limited by kernel launches, not by FLOPs
     return _finding(
         "no-kv-cache",
-        "Generation runs without a key/value cache: every new token computes the whole text again.",
+        "Generation runs without a key/value cache: every new token processes the whole text again.",
         share,
         share * (1 - left),
         [f"{share:.0%} of step time in generation", evidence],
-        "model.generate(..., use_cache=True); in a loop of your own pass past_key_values on",
+        "model.generate(..., use_cache=True); in your own loop pass past_key_values",
     )
 
 
@@ -182,7 +182,7 @@ def generation_batch(seen: Observed) -> Finding | None:
         return None
     return _finding(
         "generation-batch",
-        f"Prompts are completed in {each:.0f} calls a step of {rows:.0f} rows each, though one call takes them all.",
+        f"Prompts are completed in {each:.0f} calls per step of {rows:.0f} rows each, although one could do it all.",
         share,
         share * (1 - 1 / each) * 0.9,
         [f"{share:.0%} of step time in generate(), called {each:.1f} times a step at {short(calls[0]['site'])}"],
@@ -191,7 +191,7 @@ def generation_batch(seen: Observed) -> Finding | None:
 
 
 def _grows(seen: Observed) -> tuple[float, float] | None:
-    """First length and number of forwards without gradients that grow by one: a loop that generates."""
+    """First length and number of gradient-free forward passes that grow by one token: a generation loop."""
     by_rows: dict[int, set[int]] = {}
     for phase, rows, length, _ in seen.facts["forwards"]:
         if phase in ("eval", "reference") and length:
@@ -203,7 +203,7 @@ def _grows(seen: Observed) -> tuple[float, float] | None:
 
 
 def waits(seen: Observed, kind: str) -> float:
-    """Share of step time in which the GPU was idle for this reason, as the profiler saw it."""
+    """Share of step time in which the GPU was idle for this reason, by the profiler."""
     found = seen.profile.get("waits") or {}
     return float(found.get(kind, 0.0)) / seen.step_s
 

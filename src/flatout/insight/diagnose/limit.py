@@ -1,4 +1,4 @@
-"""The speed of light: how many tokens a second this model could ever do on this device, and who claims more."""
+"""The theoretical limit: how many tokens per second this model can reach on this device, and impossible claims."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from flatout.insight.diagnose.observed import Observed
 
 
 def limit_of(seen: Observed) -> dict[str, Any]:
-    """Tokens a second as measured, at the ceiling, and their ratio; None where something is not known."""
+    """Measured tokens per second, the ceiling, and their ratio; None for values that are unknown."""
     peak, source = _peak(seen)
     flops, how = _flops(seen)
     measured = seen.tokens_per_s
     ceiling = None if peak is None or flops is None else peak * seen.world / flops.done
     if ceiling is not None and measured is not None and measured > ceiling:
-        # Not every weight multiplies every token (experts, shared products): then the count says nothing.
-        ceiling, flops, how = None, None, "its weights do not all multiply every token, so operations are not known"
+        # Not every weight multiplies every token (experts, shared weights), so the FLOPs cannot be counted.
+        ceiling, flops, how = None, None, "not every weight multiplies every token, so the FLOPs per token are unknown"
     return {
         "tokens_per_s": measured,
         "ceiling_tokens_per_s": ceiling,
@@ -50,30 +50,30 @@ def _peak(seen: Observed) -> tuple[float | None, str]:
     measured = (seen.facts.get("replays") or {}).get("matmul_flops")
     if measured:
         return float(measured), f"a float32 product of 1024 x 1024 measured here, {seen.facts['threads']} threads"
-    return None, "no datasheet for this CPU, and nothing was measured with --then continue"
+    return None, "there is no datasheet for this CPU, and --then continue measures nothing"
 
 
 def _flops(seen: Observed) -> tuple[Flops | None, str]:
-    """Operations a token, from the model's configuration where it is a decoder we know, else from its weights."""
+    """FLOPs per token, from the model's configuration if it is a known decoder, else from its weights."""
     model, length = seen.model, seen.length
     weights = model.get("matmul_weights")
     if not weights or length is None:
-        return None, "no token ids or no linear layers were seen, so operations a token are not known"
+        return None, "no token ids or no linear layers were observed, so the FLOPs per token are unknown"
     frozen = model["trainable"] < 0.5 * model["parameters"]
     try:
         shape = ModelShape.from_hf(model.get("config") or {})
     except UsageError:
         per_weight = 4 if frozen else 6
         flops = Flops(forward=2 * weights, backward=(per_weight - 2) * weights, recomputed=0.0, common=6.0 * weights)
-        return flops, f"{weights:,} weights that multiply, attention left out: the ceiling is a little too high"
+        return flops, f"{weights:,} matmul weights, without attention: the ceiling is slightly too high"
     flops = flops_per_token(shape, sequence_length=round(length))
     if frozen:
         flops = replace(flops, backward=flops.backward - 2 * shape.matmul_weights)
-    return flops, "its config.json, attention counted causal"
+    return flops, "its config.json, with causal attention"
 
 
 def too_good(claimed_tokens_per_s: float, *, parameters: float, hardware: Hardware) -> str | None:
-    """A sentence on a claim that no hardware of this kind can meet; None where it is possible or not known."""
+    """The error message for a claim that this hardware cannot reach; None if it is possible or unknown."""
     peak = hardware.peak_flops.get("bf16") or hardware.peak_flops.get("fp16")
     if peak is None:
         return None
@@ -81,7 +81,7 @@ def too_good(claimed_tokens_per_s: float, *, parameters: float, hardware: Hardwa
     if share <= 1:
         return None
     return (
-        f"{claimed_tokens_per_s:,.0f} tokens/s of a model of {parameters:,.0f} weights would be {share:.0%} of the "
+        f"{claimed_tokens_per_s:,.0f} tokens/s with a model of {parameters:,.0f} weights would be {share:.0%} of the "
         f"peak of {max(1, hardware.num_gpus)} x {hardware.name}: that number is wrong"
     )
 

@@ -1,4 +1,4 @@
-"""What was seen of a job, as the rules ask for it: shares of step time, by phase and by what the host was at."""
+"""The observations of a job that the rules use: shares of step time by phase and by host activity."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from typing import Any
 from flatout.hardware import Hardware
 from flatout.insight.diagnose.ranks import Straggler
 
-# In these phases the training thread's stack says what it was at; the other phases speak for themselves.
+# In these phases the training thread's stack shows the activity; the other phases name it themselves.
 _OPEN = ("other", "eval", "reference")
-# Fewer looks at the stack than these say nothing.
+# Fewer stack samples than this are ignored.
 _FEWEST_SAMPLES = 5
 
 
@@ -27,9 +27,9 @@ class Observed:
     facts: Mapping[str, Any]
     hardware: Hardware
     samples: Sequence[Mapping[str, Any]] = field(default=())  # of the machine
-    all_steps: Sequence[Mapping[str, Any]] = field(default=())  # those that are not timed, too
-    ranks: Mapping[int, Sequence[Mapping[str, Any]]] = field(default_factory=dict)  # this one among them
-    straggler: Straggler | None = None  # this rank, where the others wait for it
+    all_steps: Sequence[Mapping[str, Any]] = field(default=())  # including those that are not timed
+    ranks: Mapping[int, Sequence[Mapping[str, Any]]] = field(default_factory=dict)  # including this one
+    straggler: Straggler | None = None  # set if this rank is the straggler
 
     # -- time
 
@@ -47,7 +47,7 @@ class Observed:
 
     @cached_property
     def phases(self) -> dict[str, float]:
-        """Seconds by phase: the device's where there is one, so that a wait it never noticed costs nothing."""
+        """Seconds by phase, on the device's clock if there is one, so that hidden waits cost nothing."""
         total: Counter[str] = Counter()
         for step in self.steps:
             total.update(step["device"] or step["host"])
@@ -65,7 +65,7 @@ class Observed:
 
     @property
     def others_cores(self) -> float | None:
-        """Of the cores this job may use, those that other processes kept busy; None where nobody looked."""
+        """How many of this job's cores other processes kept busy; None if it was not measured."""
         busy = [float(sample["cpu"]) for sample in self.samples if "cpu" in sample]
         if not busy:
             return None
@@ -76,14 +76,14 @@ class Observed:
 
     @property
     def is_disturbed(self) -> bool:
-        """Whether replays on more threads say nothing here, because the cores for them are taken."""
+        """Whether other processes use the cores that replays with more threads would need."""
         return not self.on_gpu and (self.others_cores or 0.0) > 0.25 * self.cores
 
-    # -- where the host was
+    # -- host activity
 
     @cached_property
     def activities(self) -> dict[str, float]:
-        """Share of step time by what the host was at outside the phases that speak for themselves."""
+        """Share of step time by host activity, outside the phases that name it themselves."""
         shares: defaultdict[str, float] = defaultdict(float)
         for phase in _OPEN:
             counts = self._counts(phase)
@@ -100,7 +100,7 @@ class Observed:
         return dict(shares)
 
     def sites(self, kind: str, *phases: str, most: int = 2) -> list[str]:
-        """The user's lines the host was at, the commonest first."""
+        """The user's lines where the host was, most common first."""
         found: Counter[str] = Counter()
         for phase, sampled_kind, site, count in self.facts["samples"]:
             if site and (phase in phases or (phase in _OPEN and sampled_kind == kind)):
@@ -126,7 +126,7 @@ class Observed:
 
     @property
     def tokens(self) -> int | None:
-        """Of one rank, padding included; None where no token ids were seen."""
+        """Tokens of one rank, padding included; None if no token ids were observed."""
         counted = [m["tokens"] for m in self.micro if m["tokens"] is not None]
         return sum(counted) if counted else None
 
@@ -136,7 +136,7 @@ class Observed:
 
     @property
     def tokens_per_s(self) -> float | None:
-        """Of all ranks; those that were not seen are taken to have had as many tokens as the others."""
+        """Tokens per second of all ranks; unobserved ranks are assumed to have the mean number of tokens."""
         ranks = list(self.ranks.values()) or [self.steps]
         a_step = sum(_real_tokens(steps) / len(steps) for steps in ranks) * self.world / len(ranks)
         return a_step / self.step_s if a_step and self.seconds else None
@@ -159,7 +159,7 @@ class Observed:
 
     @property
     def cores(self) -> int:
-        """Those the job may use."""
+        """The number of cores that the job may use."""
         return int(self.facts["cores"])
 
     @property
@@ -172,7 +172,7 @@ class Observed:
 
     @property
     def optimizer(self) -> Mapping[str, Any]:
-        """The one whose steps are the beat."""
+        """The optimizer whose steps are counted."""
         return next(iter(self.facts["optimizers"].values()), {})
 
     @property
@@ -181,7 +181,7 @@ class Observed:
 
     @property
     def idle_share(self) -> float | None:
-        """Share of step time without work for the GPU; its kernels are as long under the profiler as without."""
+        """Share of step time in which the GPU is idle; kernel times are the same with and without the profiler."""
         busy = self.profile.get("busy_s")
         if not self.on_gpu or not busy:
             return None
@@ -189,16 +189,16 @@ class Observed:
 
     @cached_property
     def losses(self) -> list[float]:
-        """One for every step that was watched; the mean of its micro-batches."""
+        """The loss of every watched step: the mean of its micro-batches."""
         return [step["loss"] for step in self.all_steps or self.steps if step["loss"] is not None]
 
     @cached_property
     def rates(self) -> list[float]:
-        """The learning rates of those steps, where they are known."""
+        """The known learning rates of those steps."""
         return [step["lr"] for step in self.all_steps or self.steps if step.get("lr") is not None]
 
     def replay(self, name: str) -> tuple[float, float] | None:
-        """Seconds of the last batch as it was, and with one thing changed."""
+        """Seconds of the last batch unchanged, and with one change."""
         found = (self.facts.get("replays") or {}).get(name)
         return (float(found[0]), float(found[1])) if isinstance(found, list) else None
 
@@ -210,7 +210,7 @@ class Observed:
         return (1 - found[1] / found[0]) * self.replayed_share(found[0])
 
     def replayed_share(self, seconds: float) -> float:
-        """Share of step time that replays stand for; with several ranks, without the sums of their gradients."""
+        """Share of step time that replays cover; with several ranks, without the gradient all-reduce."""
         if self.world == 1:
             return self.compute_share
         return min(self.compute_share, seconds * self.accumulation / self.step_s)
@@ -220,7 +220,7 @@ class Observed:
 
 
 def seconds_of(step: Mapping[str, Any]) -> float:
-    """By the device's clock where there is one: the host's runs ahead of it, and further as steps go by."""
+    """Seconds of a step on the device's clock if there is one, because the host runs ahead of the device."""
     return float(sum((step["device"] or {}).values()) or step["seconds"] or 0.0)
 
 

@@ -1,4 +1,4 @@
-"""Several ranks side by side: the one the others wait for, and steps whose tokens are shared out unevenly."""
+"""Compares ranks: finds stragglers, and steps whose tokens are distributed unevenly."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any
 
 Steps = Sequence[Mapping[str, Any]]
 
-# Phases in which ranks wait for each other: gradients are summed there, and sharded weights gathered.
+# Phases in which ranks wait for each other, because gradients are reduced or sharded weights gathered.
 _TOGETHER = ("forward", "backward", "optimizer")
-# Behind by less than this share of a step, a rank is as fast as the others.
+# A rank that is slower by less than this share of a step is not a straggler.
 _BEHIND = 0.08
 
 
@@ -20,20 +20,20 @@ class Straggler:
     """The rank that the others wait for."""
 
     rank: int
-    alone_s: float  # a step, in what it does on its own
-    others_s: float  # the same of the others
+    alone_s: float  # per step, in its own work
+    others_s: float  # the same for the other ranks
     step_s: float
 
     @property
     def sentence(self) -> str:
         return (
-            f"seen on rank {self.rank}, which the other ranks wait for: {self.alone_s * 1e3:.0f} ms a step on its own, "
-            f"{self.others_s * 1e3:.0f} ms on theirs, of {self.step_s * 1e3:.0f} ms (phases of every rank)"
+            f"rank {self.rank} is the straggler: {self.alone_s * 1e3:.0f} ms per step of its own work, "
+            f"{self.others_s * 1e3:.0f} ms on the other ranks, of {self.step_s * 1e3:.0f} ms (phases of every rank)"
         )
 
 
 def straggler(ranks: Mapping[int, Steps]) -> Straggler | None:
-    """None where no rank is behind, or where the others do not wait for it."""
+    """The straggler; None if no rank is slower, or if the others do not wait for it."""
     if len(ranks) < 2:
         return None
     alone = {rank: fmean(_alone_s(step) for step in steps) for rank, steps in ranks.items()}
@@ -50,14 +50,14 @@ def straggler(ranks: Mapping[int, Steps]) -> Straggler | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Uneven:
-    """Tokens of a step shared out unevenly: every rank waits for the one that has most."""
+    """The tokens of a step are distributed unevenly, so every rank waits for the one with the most."""
 
     wasted: float  # share of computing that the ranks wait, on average
     sentence: str
 
 
 def uneven(ranks: Mapping[int, Steps]) -> Uneven | None:
-    """None where ranks have equal work, or no token ids were seen."""
+    """None if the ranks have equal work, or if no token ids were observed."""
     by_rank = {rank: {step["step"]: _tokens(step) for step in steps} for rank, steps in ranks.items()}
     common = set.intersection(*(set(found) for found in by_rank.values())) if len(by_rank) > 1 else set()
     rows = [{rank: found[step] for rank, found in by_rank.items()} for step in sorted(common)]
@@ -67,13 +67,13 @@ def uneven(ranks: Mapping[int, Steps]) -> Uneven | None:
     most, mean = sum(max(row.values()) for row in rows), sum(fmean(row.values()) for row in rows)
     leaders = [max(row, key=lambda rank: row[rank]) for row in rows]
     rank = max(set(leaders), key=leaders.count)
-    told = f"{most / len(rows):,.0f} tokens a step on the fullest rank, {mean / len(rows):,.0f} on average"
-    told += f"; rank {rank} has most in {leaders.count(rank)} of {len(rows)} steps"
+    told = f"{most / len(rows):,.0f} tokens per step on the rank with the most, {mean / len(rows):,.0f} on average"
+    told += f"; rank {rank} has the most in {leaders.count(rank)} of {len(rows)} steps"
     return Uneven(wasted=1 - mean / most, sentence=told)
 
 
 def slower(ranks: Mapping[int, Steps]) -> tuple[int, float] | None:
-    """The rank that takes longest for the same work, and how many times as long as the others."""
+    """The rank that is slowest for the same work, and the ratio to the others."""
     if len(ranks) < 2:
         return None
     spent = {rank: fmean(_phases(step).get("forward", 0.0) for step in steps) for rank, steps in ranks.items()}

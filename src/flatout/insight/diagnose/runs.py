@@ -1,6 +1,6 @@
-"""What a run folder tells by itself: one set of rules and thresholds for `flatout doctor RUN`, the report and watch.
+"""Diagnoses a run folder alone: one set of rules and thresholds for `flatout doctor RUN`, the report and watch.
 
-Each rule is a plain reading of recorded numbers, so each finding is called estimated.
+Each rule only reads recorded numbers, so each finding is marked as estimated.
 """
 
 from __future__ import annotations
@@ -17,32 +17,34 @@ from flatout.insight.story import RECENT_STEPS, Story, tell
 from flatout.record import Diagnosis, Finding, Run, events
 from flatout.words import duration, number, percent
 
-# Shares from which on something is worth a change, where `WORTH` would be too little.
+# Minimum shares for causes where `WORTH` would be too low.
 MUCH_EVALUATION, MUCH_UNATTRIBUTED, MUCH_PADDING = 0.1, 0.1, 0.15
 LITTLE_MEMORY, MUCH_MEMORY = 0.5, 0.95
-# A run that has not finished a step in the time of this many usual ones stands still.
+# A run that has not finished a step in the time of this many usual ones has stalled.
 STALL_STEPS, STALL_S = 20, 10.0
-# The first evaluation compiles graphs of its own, as many as a decoder has kinds of parts.
+# The first evaluation compiles its own graphs, one for each kind of module in a decoder.
 GRAPHS_OF_EVALUATION = 3
-# Fewer steps than these say nothing.
+# Runs with fewer steps than this are not diagnosed.
 FEWEST_STEPS = 4
 
 
 def diagnose(run: Run) -> Diagnosis:
-    """Our own runs are looked at; a watched script keeps what was said when it was watched."""
+    """Diagnoses a run of flatout; for a watched script, returns the diagnosis that was made then."""
     if run.plan.get("foreign"):
         if (said := run.diagnosis) is not None:
             return said
-        raise UsageError(f"{run.path} is of a script that was watched, but not to its end: watch it again")
+        raise UsageError(
+            f"{run.path} belongs to a script whose watch did not finish: run the doctor on the script again"
+        )
     story = tell(run, doctor=False)
     if sum(part.num_steps for part in story.parts) < FEWEST_STEPS:
-        raise UsageError(f"{run.path} has too few steps to say anything: let it train longer")
+        raise UsageError(f"{run.path} has too few steps for a diagnosis: let it train longer")
     findings, limit = ranked(rules(story)), _limit(story)
     return Diagnosis(verdict=verdict_of(findings, limit), limit=limit, findings=findings)
 
 
 def findings_of(story: Story) -> Sequence[Finding]:
-    """The doctor's, where it was asked; otherwise what the record says by itself, the costliest first."""
+    """The doctor's findings if there are any; otherwise those from the record alone, costliest first."""
     return story.findings if story.verdict is not None else ranked(rules(story))
 
 
@@ -54,7 +56,7 @@ def rules(story: Story) -> Iterator[Finding]:
 
 def _limit(story: Story) -> dict[str, Any]:
     if story.rates is None:
-        raise UsageError(f"{story.path}/plan.json holds no rates to judge the speed by: it is no plan of flatout's")
+        raise UsageError(f"{story.path}/plan.json has no rates to judge the speed by: it is not a plan of flatout")
     rates, speed = story.rates, story.speed
     peak = rates.peak_flops
     return {
@@ -63,7 +65,9 @@ def _limit(story: Story) -> dict[str, Any]:
         "share": speed.mfu,
         "peak_flops": peak,
         "flops_per_token": rates.flops.done,
-        "source": f"MFU {percent(speed.mfu)} of {story.peak}" if peak else "the device has no peak in the table",
+        "source": f"MFU {percent(speed.mfu)} of {story.peak}"
+        if peak
+        else "the device is not in the table of known peaks",
         "model": "the plan's shape",
     }
 
@@ -75,11 +79,11 @@ def _data(story: Story) -> Iterator[Finding]:
     workers = _decided(story, "workers")
     yield _finding(
         "data-starvation",
-        f"The device waited for data in {percent(share)} of the training time.",
+        f"The device waited for data {percent(share)} of the training time.",
         share,
         share,
-        [f"steps.jsonl, phase data, {story.speed.steps:,} steps", f"{number(workers)} loader workers planned"],
-        f"plan.workers={2 * (workers or 1)}, or `flatout data prepare` once, so that shards only have to be read",
+        [f"steps.jsonl, phase data, {story.speed.steps:,} steps", f"{number(workers)} data loader workers planned"],
+        f"plan.workers={2 * (workers or 1)}, or run `flatout data prepare` once, so that training only reads shards",
     )
 
 
@@ -114,7 +118,7 @@ def _padding(story: Story) -> Iterator[Finding]:
             share,
             share,
             [f"steps.jsonl: {story.tokens:,} of {story.padded_tokens:,} tokens are real"],
-            "a data.sequence_length that more examples fill, or that several fit into",
+            "choose a data.sequence_length that most examples fill, or one that fits several",
         )
 
 
@@ -123,11 +127,11 @@ def _unattributed(story: Story) -> Iterator[Finding]:
     if share is not None and share >= MUCH_UNATTRIBUTED:
         yield _finding(
             "host-sync",
-            f"{percent(share)} of the time belongs to no phase: the host did something between two steps.",
+            f"{percent(share)} of the time is in no phase: the host was busy between steps.",
             share,
             None,
             ["steps.jsonl: the seconds of the steps against the sum of their phases"],
-            "profile.steps=[10, 12] writes a trace that shows what it was",
+            "profile.steps=[10, 12] writes a trace that shows the cause",
         )
 
 
@@ -136,7 +140,7 @@ def _memory(story: Story) -> Iterator[Finding]:
         often = "once" if len(ran_out) == 1 else f"{len(ran_out)} times"
         yield _finding(
             "oom-risk",
-            f"Memory ran out {often} and the micro-batch was halved.",
+            f"The run was out of memory {often}, and the micro-batch was halved.",
             None,
             None,
             [f"step {event.step}: {event.micro_batch} to {event.now}" for event in ran_out[:3]],
@@ -150,18 +154,18 @@ def _memory(story: Story) -> Iterator[Finding]:
     if share > MUCH_MEMORY:
         yield _finding(
             "oom-risk",
-            f"The peak took {percent(share)} of the memory: a longer batch may not fit.",
+            f"Peak memory is {percent(share)} of the device: a longer batch may not fit.",
             None,
             None,
             [evidence],
             "plan.preset=safe, or a smaller plan.micro_batch",
         )
     elif not story.hardware.get("gpu") or share >= LITTLE_MEMORY:
-        return  # the memory of a CPU is not there to be filled
+        return  # the memory of a CPU need not be filled
     elif recompute not in (None, "none"):
         yield _finding(
             "needless-recompute",
-            f"Activations are recomputed though {percent(free)} of the device's memory stays free.",
+            f"Activations are recomputed although {percent(free)} of the device's memory is free.",
             None,
             None,
             [f"{evidence}; plan.json, recompute: {recompute}"],
@@ -170,16 +174,16 @@ def _memory(story: Story) -> Iterator[Finding]:
     elif (accumulation or 1) > 1 and _pinned_batch(story):
         yield _finding(
             "small-batch",
-            f"{percent(free)} of the device's memory stays free while {accumulation} micro-batches make a step.",
+            f"{percent(free)} of the device's memory is free while a step takes {accumulation} micro-batches.",
             None,
             None,
             [f"{evidence}; plan.json, micro_batch: {_decided(story, 'micro_batch')}, set in the configuration"],
-            "plan.micro_batch=auto and plan.accumulation=auto let the plan find the size; the effective batch stays",
+            "plan.micro_batch=auto and plan.accumulation=auto let the plan choose; the effective batch stays the same",
         )
 
 
 def _pinned_batch(story: Story) -> bool:
-    """Whether the configuration chose the micro-batch. Where the plan did, it took the fastest or all that fits."""
+    """Whether the configuration pins the micro-batch. The plan itself takes the fastest or the largest that fits."""
     pins = story.config.get("plan") or {}
     searched = any(isinstance(event, events.MicroBatchSearched) for event in story.events)
     return not searched and any(pins.get(name) for name in ("micro_batch", "accumulation"))
@@ -195,7 +199,7 @@ def _losses(story: Story) -> Iterator[Finding]:
             bad / story.num_steps,
             bad / story.num_steps,
             ["steps.jsonl, loss"],
-            f"as advice: {lower}, a longer train.warmup_steps, train.clip=1.0; look at the data of those steps",
+            f"as advice: {lower}, a longer train.warmup_steps, train.clip=1.0; check the data of those steps",
         )
     else:
         losses = [part.loss for part in story.parts if part.loss is not None]
@@ -203,7 +207,7 @@ def _losses(story: Story) -> Iterator[Finding]:
 
 
 def _late(story: Story) -> Iterator[Finding]:
-    """The target is out of reach even if the loss went on falling as it lately did, which losses do not."""
+    """The target is out of reach even if the loss keeps falling at its recent rate, which losses do not."""
     target, total = (story.config.get("target") or {}).get("val_loss"), story.total_steps
     seen = {one.step: one.val_loss for one in story.evaluations if one.step and math.isfinite(one.val_loss)}
     steps = sorted(seen)
@@ -215,7 +219,7 @@ def _late(story: Story) -> Iterator[Finding]:
     if needed <= total - now:
         return
     train = story.config.get("train") or {}
-    speed = "it does not fall any more" if fall <= 0 else f"at the speed since step {then} it needs {needed:,.0f} more"
+    speed = "it no longer falls" if fall <= 0 else f"at the rate since step {then} it needs {needed:,.0f} more steps"
     yield _finding(
         "slow-convergence",
         f"The validation loss will not reach its target of {target:g} in this run.",
@@ -239,7 +243,7 @@ def _recompiled(story: Story) -> Iterator[Finding]:
     if story.recompiled > GRAPHS_OF_EVALUATION:
         yield _finding(
             "recompiles",
-            "Blocks were compiled again after the first steps: their shapes change.",
+            "Blocks were recompiled after the first steps, because their shapes change.",
             None,
             None,
             [f"steps.jsonl, extra.graphs: {story.recompiled} more graphs than after the warm-up"],
@@ -254,7 +258,7 @@ def _stalled(story: Story) -> Iterator[Finding]:
     if silent > max(STALL_S, STALL_STEPS * story.recent.step_s):
         yield _finding(
             "stalled",
-            f"No step has ended for {duration(silent)}; usual is {number(story.recent.step_s, unit=' s')}.",
+            f"No step has finished for {duration(silent)}; usual is {number(story.recent.step_s, unit=' s')} per step.",
             None,
             None,
             [f"steps.jsonl, time of the last step and mean of the last {RECENT_STEPS}"],
@@ -270,7 +274,7 @@ def _lost(story: Story) -> Iterator[Finding]:
             None,
             None,
             [f"events.jsonl, save-failed: {failed[-1].error}"],
-            "make room on that disk: the next save is tried as planned",
+            "free space on that disk; the next save is attempted as planned",
         )
     if dropped := [event.num_lines for event in story.events if isinstance(event, events.LinesDropped)]:
         yield _finding(
@@ -279,7 +283,7 @@ def _lost(story: Story) -> Iterator[Finding]:
             None,
             None,
             ["events.jsonl, lines_dropped"],
-            "make room on the disk of the run folder; the charts have holes there",
+            "free space on the disk of the run folder; the charts have gaps there",
         )
 
 

@@ -119,7 +119,7 @@ def _mfu(story: Story, *, id: str) -> Chart:
         show=share,
         lines=lines,
         levels=levels,
-        missing="the peak of this device, or the operations of this model, are not known",
+        missing="the peak of this device or the FLOPs of this model are unknown",
     )
 
 

@@ -1,4 +1,4 @@
-"""The pieces of a report, one function a section; the page on paper and the live page are made of the same ones."""
+"""The sections of a report, one function each; the report and the live page share them."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from flatout.words import duration, interval_text, number, percent, score_text
 T = TypeVar("T")
 
 GRADES = {"good": "Good", "bad": "Not good", "open": "Open"}
-# The numbers that stand at the top, beside the time spent or left; the last section has all, with their sources.
+# The numbers at the top, next to the time spent or left; the last section has all of them, with their sources.
 HEADLINE = ("tokens_per_s", "mfu", "step_s", "peak_gib", "data_share", "loss", "val_loss")
-# Rows of the table beside a chart, and of the list of events.
+# Rows of the table next to a chart, and of the list of events.
 NUM_ROWS, NUM_EVENTS = 9, 60
 GAUGES = {
     "busy": ("some kernel running", percent),
@@ -120,7 +120,7 @@ def findings(story: Story, *, id: str, level: int) -> Html:
     found = findings_of(story)
     asked = story.verdict is not None
     who = (
-        "By the doctor, the costliest first."
+        "By the doctor, costliest first."
         if asked
         else "From the record alone; flatout doctor RUN also compares the speed with the limit of the device."
     )
@@ -131,7 +131,7 @@ def findings(story: Story, *, id: str, level: int) -> Html:
 
 
 def nothing_found(story: Story) -> str:
-    return f"{'No cause was found' if story.grade == 'bad' else 'Nothing is wrong'}, as far as was looked."
+    return f"{'No cause was found' if story.grade == 'bad' else 'No problem was found'} by these checks."
 
 
 def _finding(finding: Finding, *, level: int) -> Html:
@@ -174,7 +174,7 @@ def figure(chart: Chart | Bands, *, level: int) -> Html:
 
 
 def _numbers(chart: Chart | Bands) -> Html | None:
-    """A chart's numbers as a short table, for those who cannot or would not read curves."""
+    """A chart's numbers as a short table, as an alternative to the curves."""
     if isinstance(chart, Bands):
         heads = [band.name for band in chart.bands]
         rows = [
@@ -244,7 +244,7 @@ def tasks(story: Story, *, id: str, level: int) -> Html:
     ]
     return _section(
         "Tasks",
-        tag("p", "Asked during the run or by flatout eval; source: events.jsonl, tasks.", class_="note"),
+        tag("p", "Measured during the run or by flatout eval; source: events.jsonl, tasks.", class_="note"),
         table(["task", "step", "metric", "value", "95 % interval", "n"], rows, caption="Scores by task and step"),
         id=f"{id}tasks",
         level=level,
@@ -265,14 +265,14 @@ def _bar(value: float, colour: str) -> Html:
 
 def plan(story: Story, *, id: str, level: int) -> Html:
     if not story.choices and not story.forecasts:
-        return _section("Plan", _none("this run had no plan of flatout's"), id=f"{id}plan", level=level)
+        return _section("Plan", _none("this run has no plan"), id=f"{id}plan", level=level)
     return _section(
         "Plan against measurement",
         tag("p", "Predicted before the first step (plan.json), measured over the steps (steps.jsonl).", class_="note"),
         table(
             ["what", "predicted", "measured", "measured / predicted"],
             [_forecast(row) for row in story.forecasts],
-            caption="Predictions and what came of them",
+            caption="Predictions and measurements",
             numeric=True,
         ),
         tag(
@@ -285,7 +285,7 @@ def plan(story: Story, *, id: str, level: int) -> Html:
         if story.memory_parts
         else None,
         table(
-            ["decision", "value", "reason", "as found on the device"],
+            ["decision", "value", "reason", "on the device"],
             [_choice(choice) for choice in story.choices],
             caption="Decisions with their reasons",
         ),
@@ -316,7 +316,7 @@ def criteria(story: Story, *, id: str, level: int) -> Html:
         ]
         for verdict in story.criteria
     ]
-    ended = "as judged at the end (events.jsonl, end)" if story.state.over else "as they stand so far"
+    ended = "as judged at the end (events.jsonl, end)" if story.state.over else "so far"
     body = table(["criterion", "wanted", "got", "verdict"], rows, caption=f"Criteria, {ended}") if rows else None
     none = _none("the configuration has no criteria: section")
     return _section("Criteria", body or none, id=f"{id}criteria", level=level)
@@ -331,7 +331,7 @@ def machine(story: Story, *, id: str, level: int) -> Html:
     return _section(
         "Machine",
         tag("p", note, class_="note"),
-        _gpus(story.gpus) if story.gpus else _none("no GPU was seen by the monitor"),
+        _gpus(story.gpus) if story.gpus else _none("the monitor saw no GPU"),
         table(["rank", "steps", "s a step", "waiting for data", "peak GiB"], ranks, caption="Ranks", numeric=True)
         if ranks
         else None,
@@ -343,7 +343,7 @@ def machine(story: Story, *, id: str, level: int) -> Html:
 def _gpus(gpus: Sequence[Gpu]) -> Html:
     shown = [key for key in GAUGES if any(key in gpu.gauges for gpu in gpus)]
     rows: list[list[Child]] = [[GAUGES[key][0], *(_gauge(gpu, key) for gpu in gpus)] for key in shown]
-    rows.append(["held back", *(_held(gpu) for gpu in gpus)])
+    rows.append(["throttled", *(_held(gpu) for gpu in gpus)])
     return table(["", *(f"GPU {gpu.index}" for gpu in gpus)], rows, caption="Mean, and highest seen", numeric=True)
 
 
@@ -369,7 +369,7 @@ def now(machine: Machine, *, level: int = 2) -> Html:
         ]
         for gpu in machine.gpus
     ]
-    heads = ["", "memory", *(GAUGES[key][0] for key in shown if key != "memory_gib"), "held back"]
+    heads = ["", "memory", *(GAUGES[key][0] for key in shown if key != "memory_gib"), "throttled"]
     host = [tag("div", tag("dt", name), tag("dd", value)) for name, value in machine.host().items()]
     return _section(
         "This machine, now",
@@ -479,7 +479,7 @@ def side_by_side(stories: Sequence[Story]) -> list[Html]:
 
 
 def differences(configs: Sequence[Mapping[str, Any]]) -> list[tuple[str, list[Any]]]:
-    """Settings that are not the same in all; one that is missing counts as unset."""
+    """The settings that differ between the runs; a missing one counts as unset."""
     flat = [dict(flatten(config)) for config in configs]
     keys = dict.fromkeys(key for config in flat for key in config)
     rows = [(key, [config.get(key) for config in flat]) for key in keys]
@@ -499,7 +499,7 @@ def flatten(facts: Mapping[str, Any], *, under: str = "") -> Iterable[tuple[str,
 
 
 def table(heads: Sequence[str], rows: Sequence[Sequence[Child]], *, caption: str, numeric: bool = False) -> Html:
-    """Rows named by their first cell; it scrolls by itself where the page is narrow, by keyboard too."""
+    """A table whose rows are named by their first cell; on a narrow page it scrolls, also by keyboard."""
     body = [tag("tr", tag("th", row[0], scope="row"), [tag("td", cell) for cell in row[1:]]) for row in rows]
     return tag(
         "div",

@@ -1,7 +1,7 @@
 """HTML by construction: text is escaped unless it was made here, and nothing that could run can be written.
 
-A run's name, a path, an error or a model's own words are data of strangers. `tag` escapes them, and refuses
-handlers, styles and links that leave the page, so that a fragment cannot forget to.
+A run's name, a path, an error or a model's output is untrusted. `tag` escapes it, and refuses
+event handlers, styles and links that leave the page, so that no fragment has to.
 """
 
 from __future__ import annotations

@@ -47,7 +47,9 @@ def body(stories: Sequence[Story], *, made: str, extra: Child = None) -> Html:
         tag("a", "Skip to the verdict", href="#content", class_="skip"),
         tag("header", tag("p", "flatout report", class_="brand"), tag("p", made, id="made")),
         tag("main", content(stories, extra=extra), id="content", tabindex="-1"),
-        tag("footer", f"Written by flatout {__version__} from run folders alone. Unknown is n/a, never a guess."),
+        tag(
+            "footer", f"Written by flatout {__version__} from run folders alone. Unknown values are n/a, never a guess."
+        ),
     )
 
 

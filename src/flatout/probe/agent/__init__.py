@@ -12,7 +12,7 @@ package has a name of its own, `_flatout_agent`, and no folder of flatout is on 
     what if      only when the script is stopped anyway: its last batch is replayed with one thing changed
                  (precision, batch, no recomputation, ...), so that an estimate stands on this model and this device
 
-What was seen goes to two files in the folder named by FLATOUT_AGENT: steps as lines, all else as one JSON object.
+The observations go to two files in the folder named by FLATOUT_AGENT: steps as lines, the rest as one JSON object.
 """
 
 from __future__ import annotations

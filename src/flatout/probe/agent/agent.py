@@ -32,7 +32,7 @@ FEWEST_TIMED = 3  # however long they take
 
 
 class Agent:
-    """Everything that is seen of one process."""
+    """Everything that is observed in one process."""
 
     def __init__(self, settings: Settings, imports: ImportHook) -> None:
         self.settings, self.imports = settings, imports
@@ -77,7 +77,7 @@ class Agent:
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Count the time of a block, unless it is inside a phase that has it all: an evaluation reads data too."""
+        """Times a block, unless it is inside a phase that includes it: an evaluation reads data too."""
         if not self.is_training_thread() or self.timeline.phase in WHOLE:
             yield
             return
@@ -198,7 +198,7 @@ class Agent:
             self.stage = "done"
 
     def agreed(self, over: bool) -> bool:
-        """Ranks leave the window at the same step, or one would wait for ever: rank 0 says which, two steps ahead."""
+        """All ranks leave the window at the same step, so none waits forever; rank 0 announces it 2 steps ahead."""
         if int(os.environ.get("WORLD_SIZE", "1")) == 1:
             return over
         path = os.path.join(self.settings.out, "until")
@@ -232,7 +232,7 @@ class Agent:
     # -- the end
 
     def finish(self, optimizer: Any) -> None:
-        """The window is over: write down what was seen, then end the script or let it go on as if never watched."""
+        """Ends the window: writes the observations, then stops the script or lets it continue unwatched."""
         asked = self.settings
         self.sampler.stop()
         self.facts["anomaly"], self.facts["recomputing"] = self.totals["anomaly"] > 0, self.totals["recompute"] > 0
@@ -279,7 +279,7 @@ def finish_process() -> None:
 
 
 def write_stack_on_signal(settings: Settings) -> None:
-    """On a signal the main thread's stack goes to a file, whatever it is at: no thread of ours has to run for that."""
+    """On a signal, writes the main thread's stack to a file; this works without any thread of the agent."""
     if settings.stack_signal is not None:
         path = os.path.join(settings.out, f"stack-{os.environ.get('RANK', '')}-{os.getpid()}.txt")
         # Kept open for the life of the process, as the handler needs it.

@@ -120,7 +120,7 @@ class Forwards:
         phase = "forward" if training else "reference" if module.training or not model.trained else "eval"
         self.counts[(phase, batch.rows or 0, batch.length or 0)] += 1
         if self.agent.timeline.phase not in WHOLE:
-            # An evaluation lasts until training goes on: its data and its metrics are part of it.
+            # An evaluation lasts until training continues: its data and its metrics are part of it.
             before = self.agent.timeline.enter(phase)
             self._outside = None if phase == "eval" else before
 

@@ -16,7 +16,7 @@ ERRORS: list[str] = []
 
 
 def quietly(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Our own mistakes are kept for the report and never reach the script."""
+    """Keeps the agent's own errors for the report; they never reach the script."""
 
     @functools.wraps(function)
     def wrapped(*args: Any, **kwargs: Any) -> Any:

@@ -144,7 +144,7 @@ def waits_of(busy: list[tuple[float, float]], calls: list[tuple[float, float, st
             rest = start - reach - memory
             found["memory"] += memory
             found["malloc"] += sum(us for us, name in asked if "Malloc" in name)
-            # After a synchronisation the host begins to launch anew: the queue was empty because of it.
+            # After a synchronisation the host starts launching again: the queue was empty because of it.
             found["sync" if any("Malloc" not in c[2] and "Free" not in c[2] for c in inside) else "launch"] += rest
         reach = end if reach is None else max(reach, end)
     return dict(found)

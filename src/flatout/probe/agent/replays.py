@@ -41,7 +41,7 @@ class Replays:
         quietly(self.optimizers)()
         quietly(self.attention)()
         if agent.forwards.last is None or agent.facts["model"]["compiled"]:
-            return  # compiled code would be compiled anew for every change
+            return  # compiled code would be recompiled for every change
         module, args, kwargs = agent.forwards.last
         self.mixed = agent.forwards.mixed
         if self.is_sharded(module):

@@ -1,4 +1,4 @@
-"""What the doctor asked the agent for."""
+"""The settings that the doctor passes to the agent."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ WARM_STEPS = 3
 
 
 class Settings:
-    """What the doctor asked for, from the environment variable FLATOUT_AGENT."""
+    """The settings from the environment variable FLATOUT_AGENT."""
 
     def __init__(self, text: str) -> None:
         asked = json.loads(text)
@@ -18,7 +18,7 @@ class Settings:
         self.steps: int = asked["steps"]
         self.seconds: float = asked["seconds"]
         self.stop: bool = asked["stop"]
-        self.look: bool = asked.get("look", True)  # profile and ask what if; a proof only times
+        self.look: bool = asked.get("look", True)  # profile and replay; --prove only measures time
         self.switch: dict[str, Any] = asked.get("switch", {})
         self.ends_at: float = asked.get("ends_at", float("inf"))  # of the whole watch, on the monotonic clock
         self.stack_signal: int | None = asked.get("stack_signal")

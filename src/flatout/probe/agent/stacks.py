@@ -52,7 +52,7 @@ _NOT_USERS = (
 
 
 class Sampler:
-    """Looks at the training thread's stack a hundred times a second and counts where it was, by phase."""
+    """Samples the training thread's stack a hundred times per second and counts the locations by phase."""
 
     def __init__(self, agent: Agent) -> None:
         self.agent = agent

@@ -1,4 +1,4 @@
-"""Switches: fixes put into the script's process from outside, to be measured (`flatout doctor --prove`)."""
+"""Switches: fixes that the agent applies in the script's process, to measure them (`flatout doctor --prove`)."""
 
 from __future__ import annotations
 
