@@ -13,7 +13,7 @@ demo: $(VENV)/.train
 test: $(VENV)/.dev
 	$(BIN)/python -m pytest -n 2 $(PYTEST_ARGS)
 
-# What measures, on a machine with nothing else to do: the doctor on every script as it runs, and speeds compared.
+# These measure, so they need a machine with nothing else to do: the doctor on every script live, and speed comparisons.
 test-doctor: $(VENV)/.dev
 	$(BIN)/python -m pytest -m live tests/doctor $(PYTEST_ARGS)
 
@@ -28,7 +28,7 @@ test-faults: $(VENV)/.dev
 test-busy: $(VENV)/.dev
 	$(BIN)/python tests/busy.py $(MAKE) test
 
-# What the agent sees of the doctor's scripts, recorded anew: tests/doctor/record.py.
+# Records again what the agent sees of the doctor's scripts: tests/doctor/record.py.
 record-doctor: $(VENV)/.dev
 	PYTHONPATH=$(CURDIR) $(BIN)/python tests/doctor/record.py $(SCRIPTS)
 
