@@ -1,0 +1,148 @@
+"""The arithmetic of policy gradients: advantages, ratios and clipping, KL estimators, aggregation, GAE. Pure functions.
+
+Rewards and values are NumPy arrays on the host, where rollouts are graded; what a training step differentiates is in
+torch. Every aggregation of token losses is a weight for each token, computed with the batch. The step divides the
+weighted sum by all target tokens, which gives the aggregated loss for any micro-batch and any number of ranks.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+Estimator = Literal["group", "group_mean", "leave_one_out"]
+Aggregation = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"]
+KlEstimator = Literal["k1", "k2", "k3"]
+
+# Below this the spread of a group's rewards is rounding, and above it division by it is stable.
+STD_EPS = 1e-6
+# Log-ratios beyond this are clamped: their exponential would overflow.
+LOG_RATIO_LIMIT = 20.0
+
+
+def group_advantages(rewards_PS: NDArray[np.float64], *, estimator: Estimator) -> NDArray[np.float64]:
+    """Advantage of each sample over the other samples of its prompt; P prompts, S samples.
+
+    `group` divides by the standard deviation with Bessel's correction (GRPO), `group_mean` does not (Dr. GRPO),
+    `leave_one_out` compares with the mean of the others (RLOO). Groups whose rewards are all equal get exactly zero.
+    """
+    samples = rewards_PS.shape[1]
+    if samples < 2:
+        raise ValueError(f"{samples} sample per prompt has nothing to be compared with: at least 2 are needed")
+    same = (rewards_PS == rewards_PS[:, :1]).all(axis=1, keepdims=True)
+    centred = np.where(same, 0.0, rewards_PS - rewards_PS.mean(axis=1, keepdims=True))
+    if estimator == "leave_one_out":
+        return centred * samples / (samples - 1)
+    if estimator == "group_mean":
+        return centred
+    return centred / (rewards_PS.std(axis=1, ddof=1, keepdims=True) + STD_EPS)
+
+
+def has_signal(rewards_PS: NDArray[np.float64]) -> NDArray[np.bool_]:
+    """The prompts whose samples did not all get the same reward; compared exactly, not by their deviation."""
+    found: NDArray[np.bool_] = (rewards_PS != rewards_PS[:, :1]).any(axis=1)
+    return found
+
+
+def overlong_penalty(length: int, *, limit: int, buffer: int) -> float:
+    """0 up to `limit - buffer` tokens, then down linearly to -1 at `limit`."""
+    return -min(1.0, max(0.0, (length - (limit - buffer)) / buffer)) if buffer > 0 else 0.0
+
+
+def token_weights(
+    lengths: NDArray[np.int64], *, aggregation: Aggregation, max_length: int | None = None
+) -> NDArray[np.float64]:
+    """Weight of the tokens of each sequence, all sequences of a step together.
+
+    The weighted sum over tokens, divided by the number of tokens, is the aggregated loss.
+    """
+    tokens, count = lengths.sum(), len(lengths)
+    if aggregation == "token-mean":
+        return np.ones(count)
+    if aggregation == "seq-mean-token-mean":
+        return tokens / (count * lengths)
+    if aggregation == "seq-mean-token-sum":
+        return np.full(count, tokens / count)
+    if max_length is None:
+        raise ValueError(f"{aggregation} divides by the length limit, which is not given")
+    return np.full(count, tokens / (count * max_length))
+
+
+def gae(
+    rewards_T: NDArray[np.float64], values_T: NDArray[np.float64], *, gamma: float, lam: float
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Advantages and returns of one sequence by generalised advantage estimation; nothing follows its last token."""
+    advantages = np.zeros_like(values_T)
+    following_value = following = 0.0
+    for t in range(len(values_T) - 1, -1, -1):
+        delta = rewards_T[t] + gamma * following_value - values_T[t]
+        following = delta + gamma * lam * following
+        advantages[t], following_value = following, values_T[t]
+    return advantages, advantages + values_T
+
+
+def whitened(values_N: NDArray[np.float64]) -> NDArray[np.float64]:
+    """With mean 0 and variance 1 over all tokens of a step."""
+    return (values_N - values_N.mean()) / (values_N.std() + 1e-8)
+
+
+def log_ratio(logp_N: Tensor, old_logp_N: Tensor) -> Tensor:
+    return (logp_N - old_logp_N).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+
+
+def sequence_log_ratio(log_ratio_N: Tensor, sequence_N: Tensor, *, trained_N: Tensor, num_sequences: int) -> Tensor:
+    """The mean log-ratio of each token's sequence (GSPO), with the gradient of that token's own ratio."""
+    trained = trained_N.to(log_ratio_N.dtype)
+    sums = log_ratio_N.new_zeros(num_sequences).index_add(0, sequence_N, log_ratio_N * trained)
+    counts = log_ratio_N.new_zeros(num_sequences).index_add(0, sequence_N, trained).clamp(min=1.0)
+    mean_N = (sums / counts).index_select(0, sequence_N)
+    return mean_N.detach() + log_ratio_N - log_ratio_N.detach()
+
+
+def policy_loss(
+    log_ratio_N: Tensor, advantage_N: Tensor, *, clip_low: float, clip_high: float, dual_clip: float | None = None
+) -> tuple[Tensor, Tensor]:
+    """The clipped surrogate loss of each token, and whether clipping changed it.
+
+    `dual_clip` bounds the loss where the advantage is negative and the ratio large, at -advantage * dual_clip.
+    """
+    ratio = log_ratio_N.exp()
+    plain = -advantage_N * ratio
+    loss = torch.maximum(plain, -advantage_N * ratio.clamp(1 - clip_low, 1 + clip_high))
+    clipped = loss > plain
+    if dual_clip is not None:
+        bounded = torch.where(advantage_N < 0, torch.minimum(loss, -advantage_N * dual_clip), loss)
+        clipped = clipped | (bounded < loss)
+        loss = bounded
+    return loss, clipped
+
+
+def value_loss(value_N: Tensor, old_value_N: Tensor, return_N: Tensor, *, clip: float | None) -> Tensor:
+    """Half the squared error of each token; with `clip`, at least that of the value clipped to the old one's range."""
+    loss = (value_N - return_N).square()
+    if clip is not None:
+        near = old_value_N + (value_N - old_value_N).clamp(-clip, clip)
+        loss = torch.maximum(loss, (near - return_N).square())
+    return 0.5 * loss
+
+
+def kl(logp_N: Tensor, reference_N: Tensor, *, estimator: KlEstimator) -> Tensor:
+    """An estimate of KL(policy || reference) at each token, from the token that the policy sampled."""
+    difference = log_ratio(reference_N, logp_N)
+    if estimator == "k1":
+        return -difference
+    if estimator == "k2":
+        return 0.5 * difference.square()
+    return difference.exp() - difference - 1
+
+
+def importance_weights(logp_N: Tensor, sampler_logp_N: Tensor, *, limit: float) -> Tensor:
+    """How much likelier the trainer holds each token than the sampler that drew it, truncated at `limit`.
+
+    Per token: a product over thousands of tokens is decided by rounding.
+    """
+    return log_ratio(logp_N.detach(), sampler_logp_N).exp().clamp(max=limit)
