@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import math
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from importlib import metadata
@@ -13,7 +14,7 @@ import pytest
 
 from flatout.errors import EnvironmentLacks
 from flatout.hardware import Hardware, detect, measure, named, with_cpu_facts
-from flatout.hardware.measure import _COPY_BYTES, _SMALLEST, CpuFacts, _burst_s, _dtypes, _side
+from flatout.hardware.measure import _COPY_BYTES, _SMALLEST, CpuFacts, _burst_s, _dtypes, _side, _thread_clock
 
 torch = pytest.importorskip("torch")
 
@@ -96,25 +97,27 @@ def found_cpu(**changes: Any) -> Hardware:
 def test_a_cpu_is_measured_once_and_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     measured = []
 
-    def facts(cpu: str | None, *, threads: int) -> CpuFacts:
-        measured.append(threads)
-        flops = {"fp32": 2e11, "bf16": 1e11}
-        return CpuFacts(cpu=cpu, threads=threads, torch=torch.__version__, flops=flops, process_gib=0.3)
+    def facts(cpu: str | None) -> CpuFacts:
+        measured.append(cpu)
+        return CpuFacts(cpu=cpu, torch=torch.__version__, flops={"fp32": 2e11, "bf16": 1e11}, process_gib=0.3)
 
     monkeypatch.setattr(sys.modules["flatout.hardware.measure"], "_cpu_facts", facts)
     known = with_cpu_facts(found_cpu(), cache=tmp_path)
     assert known == replace(with_cpu_facts(found_cpu(), cache=tmp_path), process_gib=known.process_gib)
-    assert measured == [2], "the second time it is read"
-    assert (known.peak_flops, known.peak_source) == ({"fp32": 2e11, "bf16": 1e11}, "measured")
+    assert (known.peak_flops, known.peak_source) == ({"fp32": 4e11, "bf16": 2e11}, "measured"), "two threads"
     assert known.process_gib is not None
     assert known.process_gib > 0.05, "what this process itself takes"
-    with_cpu_facts(found_cpu(), cache=tmp_path, num_ranks=2)
-    assert measured == [2, 1], "another number of threads is another peak"
-    (file,) = [path for path in (tmp_path / "cpu").iterdir() if '"threads": 2' in path.read_text()]
+    assert with_cpu_facts(found_cpu(), cache=tmp_path, num_ranks=2).peak_flops["fp32"] == 2e11, "one thread for each"
+    assert measured == ["a CPU"], "the next times it is read"
+    (file,) = (tmp_path / "cpu").iterdir()
     for damage in ("{", "{}", file.read_text().replace("2e+11", "-1").replace("200000000000.0", "-1")):
         file.write_text(damage)
-        assert with_cpu_facts(found_cpu(), cache=tmp_path).peak_flops["fp32"] == 2e11
-    assert measured == [2, 1, 2, 2, 2]
+        assert with_cpu_facts(found_cpu(), cache=tmp_path).peak_flops["fp32"] == 4e11
+    assert measured == ["a CPU"] * 4
+
+
+def test_time_spent_waiting_for_a_core_does_not_count() -> None:
+    assert _thread_clock(lambda: time.sleep(0.5)) < 0.25
 
 
 def test_nothing_is_measured_where_there_is_a_gpu_or_no_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,6 +31,7 @@ _SMALLEST, _LARGEST = 64, 8192  # matrix sides
 _LONGEST_CALL_S = 0.1  # a product is not made larger than this; bf16 on a CPU without units for it is 100 times slower
 _SHORTEST_BURST_S = 0.01  # calls timed together last at least this, so that starting the clock does not count
 _FEWEST_BURSTS = 3
+_CPU_SIDE = 512  # large enough for a core's best rate, and milliseconds even at a tenth of it
 _COPY_BYTES = 2**29  # far beyond any cache
 
 Call = Callable[[], object]
@@ -83,10 +84,9 @@ def measure(hardware: Hardware, *, seconds: float = 1.0) -> Measured:
 
 @dataclass(frozen=True, kw_only=True)
 class CpuFacts:
-    """The file of one CPU in the cache; the first three say of what it holds."""
+    """The file of one CPU in the cache: what one of its threads does."""
 
     cpu: str | None
-    threads: int
     torch: str
     flops: Mapping[str, float]
     process_gib: float
@@ -101,9 +101,9 @@ def with_cpu_facts(hardware: Hardware, *, cache: Path, num_ranks: int = 1) -> Ha
         return hardware
     threads = max(1, (hardware.num_cpus or 1) // num_ranks)
     try:
-        facts = _remembered(cache, cpu=hardware.cpu, threads=threads)
+        facts = _remembered(cache, cpu=hardware.cpu)
         if facts is None:
-            facts = _cpu_facts(hardware.cpu, threads=threads)
+            facts = _cpu_facts(hardware.cpu)
             _remember(cache, facts)
     except (ImportError, OSError):  # torch is not installed, or cannot be loaded: the plan says that nothing is known
         return hardware
@@ -111,27 +111,40 @@ def with_cpu_facts(hardware: Hardware, *, cache: Path, num_ranks: int = 1) -> Ha
     process_gib = _process_gib() if "torch" in sys.modules else facts.process_gib
     return replace(
         hardware,
-        peak_flops=facts.flops,
-        source=f"measured with {threads} threads",
+        peak_flops={dtype: threads * flops for dtype, flops in facts.flops.items()},
+        source=f"measured on one thread, times {threads}",
         peak_source="measured",
         process_gib=process_gib,
     )
 
 
-def _cpu_facts(cpu: str | None, *, threads: int, seconds: float = 0.2) -> CpuFacts:
+def _cpu_facts(cpu: str | None, *, seconds: float = 0.5) -> CpuFacts:
+    """Measures one thread by its own CPU time, so that a busy machine gives the same answer as an idle one.
+
+    The data types take turns, and the best of each counts: other processes can only make it slower.
+    """
     import torch
 
-    before, flops = torch.get_num_threads(), {}
-    torch.set_num_threads(threads)
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
     try:
-        for dtype in ("fp32", "bf16"):
-            product_of = partial(_product, dtype, device=torch.device("cpu"))
-            side = _side(product_of, clock=_cpu_clock)
-            # The best of all: other processes only ever make it slower.
-            flops[dtype] = 2 * side**3 / _burst_s(product_of(side), clock=_cpu_clock, budget_s=seconds, of=min)
+        products = {dtype: _product(dtype, _CPU_SIDE, device=torch.device("cpu")) for dtype in ("fp32", "bf16")}
+        taken: dict[str, list[float]] = {dtype: [_thread_clock(call)] for dtype, call in products.items()}
+        deadline = time.perf_counter() + seconds
+        while len(taken["fp32"]) < _FEWEST_BURSTS or time.perf_counter() < deadline:
+            for dtype, call in products.items():
+                taken[dtype].append(_thread_clock(call))
     finally:
         torch.set_num_threads(before)
-    return CpuFacts(cpu=cpu, threads=threads, torch=metadata.version("torch"), flops=flops, process_gib=_process_gib())
+    flops = {dtype: 2 * _CPU_SIDE**3 / min(times) for dtype, times in taken.items()}
+    return CpuFacts(cpu=cpu, torch=metadata.version("torch"), flops=flops, process_gib=_process_gib())
+
+
+def _thread_clock(call: Call) -> float:
+    """Seconds that this thread was running during the call; waiting for a core does not count."""
+    start = time.thread_time()
+    call()
+    return max(time.thread_time() - start, 1e-6)
 
 
 def _process_gib() -> float:
@@ -140,20 +153,20 @@ def _process_gib() -> float:
     return float(psutil.Process().memory_info().rss) / 2**30
 
 
-def _remembered(cache: Path, *, cpu: str | None, threads: int) -> CpuFacts | None:
+def _remembered(cache: Path, *, cpu: str | None) -> CpuFacts | None:
     """The cached measurement; None if there is no valid one."""
-    path = _cached(cache, cpu=cpu, threads=threads)
+    path = _cached(cache, cpu=cpu)
     try:
         found = typed(CpuFacts, read_json(path, limit=1 << 16), source=path)
     except (OSError, BadFile):
         return None
-    same = (found.cpu, found.threads, found.torch) == (cpu, threads, metadata.version("torch"))
+    same = (found.cpu, found.torch) == (cpu, metadata.version("torch"))
     possible = {"fp32", "bf16"} == set(found.flops) and all(0 < one < 1e18 for one in found.flops.values())
     return found if same and possible and 0 < found.process_gib < 1e6 else None
 
 
 def _remember(cache: Path, facts: CpuFacts) -> None:
-    path = _cached(cache, cpu=facts.cpu, threads=facts.threads)
+    path = _cached(cache, cpu=facts.cpu)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         sweep(path.parent)
@@ -162,8 +175,8 @@ def _remember(cache: Path, facts: CpuFacts) -> None:
         return  # a cache that cannot be written is measured again
 
 
-def _cached(cache: Path, *, cpu: str | None, threads: int) -> Path:
-    name = f"{cpu} {threads} {metadata.version('torch')}"
+def _cached(cache: Path, *, cpu: str | None) -> Path:
+    name = f"one thread of {cpu}, torch {metadata.version('torch')}"
     return cache / "cpu" / f"{hashlib.sha256(name.encode()).hexdigest()[:32]}.json"
 
 
@@ -220,17 +233,15 @@ def _side(product_of: Callable[[int], Call], *, clock: Clock) -> int:
     return side
 
 
-def _burst_s(
-    call: Call, *, clock: Clock, budget_s: float, of: Callable[[list[float]], float] = statistics.median
-) -> float:
-    """Seconds of one call, by the median of several bursts, or what else is taken `of` them."""
+def _burst_s(call: Call, *, clock: Clock, budget_s: float) -> float:
+    """Seconds of one call, by the median of several bursts."""
     call()
     burst = max(1, round(_SHORTEST_BURST_S / max(clock(call, 1), 1e-6)))
     bursts_s: list[float] = []
     deadline = time.perf_counter() + budget_s
     while len(bursts_s) < _FEWEST_BURSTS or time.perf_counter() < deadline:
         bursts_s.append(clock(call, burst))
-    return of(bursts_s) / burst
+    return statistics.median(bursts_s) / burst
 
 
 def _cpu_clock(call: Call, num_calls: int) -> float:
