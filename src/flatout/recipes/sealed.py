@@ -78,7 +78,7 @@ class Seals:
 
         Existing rows are replaced if they differ, and refused if they were changed since they were sealed.
         """
-        beside, content = path.with_suffix(".seal.json"), text.encode()
+        seal, content = path.with_suffix(".seal.json"), text.encode()
         wanted = Rows(sha256=hashlib.sha256(content).hexdigest())
         try:
             found = Rows(sha256=self._hash(path))
@@ -86,14 +86,14 @@ class Seals:
             found = None
         if found is not None:
             try:
-                if self.read(beside, Rows) != found:
+                if self.read(seal, Rows) != found:
                     raise BadFile(path, f"{_changed(path).why}: {AGAIN}")
             except FileNotFoundError:
                 self._accept_without_seal(path, advice=f": {AGAIN}")
-            if found == wanted and beside.exists():
+            if found == wanted and seal.exists():
                 return
             path.unlink()  # a kill between the next two writes leaves a seal and no rows
-        self.write(beside, {"sha256": wanted.sha256})
+        self.write(seal, {"sha256": wanted.sha256})
         write_whole(path, text)
 
     @contextmanager
