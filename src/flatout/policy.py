@@ -17,6 +17,7 @@ from torch import Tensor
 Estimator = Literal["group", "group_mean", "leave_one_out"]
 Aggregation = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"]
 KlEstimator = Literal["k1", "k2", "k3"]
+Floats = NDArray[np.float64]
 
 # Below this the spread of a group's rewards is rounding, and above it division by it is stable.
 STD_EPS = 1e-6
@@ -24,7 +25,7 @@ STD_EPS = 1e-6
 LOG_RATIO_LIMIT = 20.0
 
 
-def group_advantages(rewards_PS: NDArray[np.float64], *, estimator: Estimator) -> NDArray[np.float64]:
+def group_advantages(rewards_PS: Floats, *, estimator: Estimator) -> Floats:
     """Advantage of each sample over the other samples of its prompt; P prompts, S samples.
 
     `group` divides by the standard deviation with Bessel's correction (GRPO), `group_mean` does not (Dr. GRPO),
@@ -35,14 +36,16 @@ def group_advantages(rewards_PS: NDArray[np.float64], *, estimator: Estimator) -
         raise ValueError(f"{samples} sample per prompt has nothing to be compared with: at least 2 are needed")
     same = (rewards_PS == rewards_PS[:, :1]).all(axis=1, keepdims=True)
     centred = np.where(same, 0.0, rewards_PS - rewards_PS.mean(axis=1, keepdims=True))
+    scale: Floats | float = 1.0
     if estimator == "leave_one_out":
-        return centred * samples / (samples - 1)
-    if estimator == "group_mean":
-        return centred
-    return centred / (rewards_PS.std(axis=1, ddof=1, keepdims=True) + STD_EPS)
+        scale = samples / (samples - 1)
+    elif estimator == "group":
+        scale = 1 / (rewards_PS.std(axis=1, ddof=1, keepdims=True) + STD_EPS)
+    advantages: Floats = centred * scale
+    return advantages
 
 
-def has_signal(rewards_PS: NDArray[np.float64]) -> NDArray[np.bool_]:
+def has_signal(rewards_PS: Floats) -> NDArray[np.bool_]:
     """The prompts whose samples did not all get the same reward; compared exactly, not by their deviation."""
     found: NDArray[np.bool_] = (rewards_PS != rewards_PS[:, :1]).any(axis=1)
     return found
@@ -53,9 +56,7 @@ def overlong_penalty(length: int, *, limit: int, buffer: int) -> float:
     return -min(1.0, max(0.0, (length - (limit - buffer)) / buffer)) if buffer > 0 else 0.0
 
 
-def token_weights(
-    lengths: NDArray[np.int64], *, aggregation: Aggregation, max_length: int | None = None
-) -> NDArray[np.float64]:
+def token_weights(lengths: NDArray[np.int64], *, aggregation: Aggregation, max_length: int | None = None) -> Floats:
     """Weight of the tokens of each sequence, all sequences of a step together.
 
     The weighted sum over tokens, divided by the number of tokens, is the aggregated loss.
@@ -63,18 +64,17 @@ def token_weights(
     tokens, count = lengths.sum(), len(lengths)
     if aggregation == "token-mean":
         return np.ones(count)
+    per_sequence: Floats = np.full(count, tokens / count)
     if aggregation == "seq-mean-token-mean":
-        return tokens / (count * lengths)
-    if aggregation == "seq-mean-token-sum":
-        return np.full(count, tokens / count)
-    if max_length is None:
-        raise ValueError(f"{aggregation} divides by the length limit, which is not given")
-    return np.full(count, tokens / (count * max_length))
+        per_sequence = per_sequence / lengths
+    elif aggregation == "seq-mean-token-sum-norm":
+        if max_length is None:
+            raise ValueError(f"{aggregation} divides by the length limit, which is not given")
+        per_sequence = per_sequence / max_length
+    return per_sequence
 
 
-def gae(
-    rewards_T: NDArray[np.float64], values_T: NDArray[np.float64], *, gamma: float, lam: float
-) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+def gae(rewards_T: Floats, values_T: Floats, *, gamma: float, lam: float) -> tuple[Floats, Floats]:
     """Advantages and returns of one sequence by generalised advantage estimation; nothing follows its last token."""
     advantages = np.zeros_like(values_T)
     following_value = following = 0.0
@@ -85,9 +85,10 @@ def gae(
     return advantages, advantages + values_T
 
 
-def whitened(values_N: NDArray[np.float64]) -> NDArray[np.float64]:
+def whitened(values_N: Floats) -> Floats:
     """With mean 0 and variance 1 over all tokens of a step."""
-    return (values_N - values_N.mean()) / (values_N.std() + 1e-8)
+    found: Floats = (values_N - values_N.mean()) / (values_N.std() + 1e-8)
+    return found
 
 
 def log_ratio(logp_N: Tensor, old_logp_N: Tensor) -> Tensor:
