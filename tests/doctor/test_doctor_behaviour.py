@@ -171,7 +171,7 @@ def test_secrets_reach_no_record_and_no_output(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("--then", "pause", "--", "python"), "neither stop nor continue"),
+        (("--then", "pause", "--", "python"), "must be stop or continue"),
         (("--steps", "2", "--", "python"), "too few"),
         ((), "needs something to diagnose"),
         (("--", "no-such-program"), "cannot be run"),

@@ -69,7 +69,7 @@ def test_a_hostile_line_costs_little_and_hides_no_other(tmp_path: Path, line: st
 def test_a_table_with_an_endless_cell_is_told(tmp_path: Path) -> None:
     path = tmp_path / "train.csv"
     path.write_text(f"step,loss\n1,{'9' * 200_000}\n")
-    with pytest.raises(UsageError, match="no training log"):
+    with pytest.raises(UsageError, match="is not a known training log"):
         logs.diagnose(path)
 
 

@@ -104,7 +104,7 @@ def test_all_who_show_a_run_show_the_same_speed(resumed: tuple[Run, str, dict[st
         "the terminal's last lines": re.findall(r"speed +([\d,]+) tokens/s", last_lines),
         "watch": re.findall(r"speed +([\d,]+) tok/s", watched),
         "watch in a pipe": re.findall(r"([\d,]+) tok/s", line(story)),
-        "the doctor": re.findall(r"([\d,]+) tokens/s of at most", diagnosed),
+        "the doctor": re.findall(r"([\d,]+) tokens/s of a ceiling of", diagnosed),
         "the report": re.findall(r"<dt>tokens/s</dt><dd>([\d,]+)</dd>", render([run], format="html")),
         "the report as text": re.findall(r"\| tokens/s \| ([\d,]+) \|", render([run], format="md"))[:1],
         "the report for programs": [number(document["figures"]["tokens_per_s"]["value"])],

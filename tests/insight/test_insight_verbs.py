@@ -51,7 +51,7 @@ def test_the_name_of_the_file_says_the_format(flatout: Flatout, h200: Run, name:
         (("-o", "x.pdf"), "'pdf' must be one of html, md, json"),
         (("-o", "nowhere/x.html"), "there is no folder nowhere"),
         (("no-such-run",), "no-such-run is not a run folder"),
-        (("h200",), "say where the report goes with -o FILE"),
+        (("h200",), "choose one with -o FILE"),
     ],
 )
 def test_mistakes(flatout: Flatout, h200: Run, arguments: tuple[str, ...], says: str):

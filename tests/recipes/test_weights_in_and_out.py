@@ -140,7 +140,7 @@ def test_names_of_the_hub(flatout: Call, config: Path, tmp_path: Path) -> None:
     unpinned = flatout("train", config, *NAMED, "model.name=owner/model", "--trust-remote-code", "main")
     refused(unpinned, code=2, words=["--trust-remote-code", "40 hexadecimal digits"])
     without = flatout("train", config, "model.revision=main")
-    refused(without, code=2, words=["model.revision: main without model.name"])
+    refused(without, code=2, words=["model.revision: main works only with model.name"])
 
 
 @pytest.mark.parametrize("folder", ["llama"], indirect=True)
