@@ -2,7 +2,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from flatout.losses import linear_cross_entropy, row_loss
+from flatout.losses import linear_cross_entropy, linear_log_probs, row_loss
 
 
 @pytest.mark.parametrize("chunk", [7, 16, 50, 64])
@@ -53,3 +53,27 @@ def test_large_logits_stay_finite() -> None:
     loss.backward()
     assert torch.isfinite(loss)
     assert torch.isfinite(hidden.grad).all()
+
+
+@pytest.mark.parametrize("chunk", [3, 8, 64])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_log_probs_by_chunks_equal_plain_ones_with_their_gradients(chunk: int, temperature: float) -> None:
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight, factor = (torch.randn(*size, generator=generator) for size in ((20, 6), (11, 6), (20,)))
+    targets = torch.randint(0, 11, (20,), generator=generator)
+    targets[::4] = -100
+    trained = targets != -100
+    found, expected = [], []
+    for results, by_chunks in ((found, True), (expected, False)):
+        h, w = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+        if by_chunks:
+            logp, entropy = linear_log_probs(h, w, targets, chunk=chunk, temperature=temperature)
+        else:
+            everything = (h @ w.t() / temperature).log_softmax(-1)
+            logp = everything.gather(-1, targets.clamp(min=0)[:, None])[:, 0] * trained
+            entropy = -(everything.exp() * everything).sum(-1) * trained
+        # A function of the log-probabilities that is not linear, as a policy's loss.
+        (logp.exp() * factor).sum().backward()
+        results += [logp, entropy.detach(), h.grad, w.grad]
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)

@@ -77,3 +77,65 @@ def linear_cross_entropy(
     """Cross-entropy of `hidden @ weight.T` against the targets, summed over the targets that are not -100."""
     total: Tensor = _LinearCrossEntropy.apply(hidden_NC, weight_VC, targets_N, chunk, rows)  # type: ignore[no-untyped-call]
     return total
+
+
+class _LinearLogProbs(torch.autograd.Function):
+    """The head's matmul and the log-probability of each target, one chunk of rows at a time.
+
+    The backward pass computes each chunk's logits again: what multiplies a log-probability is only known then.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden_NC: Tensor, weight_VC: Tensor, targets_N: Tensor, chunk: int, temperature: float
+    ) -> tuple[Tensor, Tensor]:
+        weight, rows = weight_VC.to(hidden_NC.dtype), hidden_NC.shape[0]
+        logp, log_norm, entropy = (torch.empty(rows, device=hidden_NC.device) for _ in range(3))
+        for start in range(0, rows, chunk):
+            part = slice(start, start + chunk)
+            x = (hidden_NC[part] @ weight.t()).float() / temperature
+            log_norm[part] = x.logsumexp(dim=-1)
+            logp[part] = x.gather(-1, targets_N[part].clamp(min=0)[:, None])[:, 0] - log_norm[part]
+            x -= log_norm[part, None]
+            entropy[part] = -(x.exp() * x).sum(dim=-1)
+            del x
+        trained = targets_N != IGNORED
+        ctx.save_for_backward(hidden_NC, weight_VC, targets_N, log_norm)
+        ctx.chunk, ctx.temperature = chunk, temperature
+        entropy = torch.where(trained, entropy, 0.0)
+        ctx.mark_non_differentiable(entropy)
+        return torch.where(trained, logp, 0.0), entropy
+
+    @staticmethod
+    def backward(ctx: Any, grad_N: Tensor, _entropy: Tensor) -> tuple[Tensor | None, ...]:
+        hidden_NC, weight_VC, targets_N, log_norm = ctx.saved_tensors
+        need_hidden, need_weight = ctx.needs_input_grad[:2]
+        weight = weight_VC.to(hidden_NC.dtype)
+        grad_hidden = torch.empty_like(hidden_NC) if need_hidden else None
+        grad_weight = torch.zeros_like(weight_VC) if need_weight else None
+        scale = torch.where(targets_N != IGNORED, grad_N, 0.0) / ctx.temperature
+        for start in range(0, hidden_NC.shape[0], ctx.chunk):
+            part = slice(start, start + ctx.chunk)
+            hidden = hidden_NC[part]
+            x = (hidden @ weight.t()).float() / ctx.temperature
+            gradient = (x - log_norm[part, None]).exp_().neg_()
+            index = targets_N[part].clamp(min=0)[:, None]
+            gradient.scatter_add_(-1, index, torch.ones_like(index, dtype=torch.float32))
+            d_logits = gradient.mul_(scale[part, None]).to(hidden.dtype)
+            if grad_hidden is not None:
+                torch.mm(d_logits, weight, out=grad_hidden[part])
+            if grad_weight is not None:
+                grad_weight += d_logits.t() @ hidden
+            del x, gradient, d_logits
+        return grad_hidden, grad_weight, None, None, None
+
+
+def linear_log_probs(
+    hidden_NC: Tensor, weight_VC: Tensor, targets_N: Tensor, *, chunk: int, temperature: float = 1.0
+) -> tuple[Tensor, Tensor]:
+    """The log-probability of each target under `softmax(hidden @ weight.T / temperature)`, and the entropy there.
+
+    Both are 0 where the target is -100. Only the log-probability has a gradient.
+    """
+    found: tuple[Tensor, Tensor] = _LinearLogProbs.apply(hidden_NC, weight_VC, targets_N, chunk, temperature)  # type: ignore[no-untyped-call]
+    return found
