@@ -14,8 +14,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from flatout.config.settings import Aggregation
+
 Estimator = Literal["group", "group_mean", "leave_one_out"]
-Aggregation = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"]
 KlEstimator = Literal["k1", "k2", "k3"]
 Floats = NDArray[np.float64]
 

@@ -6,14 +6,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-RecipeName = Literal["pretrain", "sft", "rft"]
+RecipeName = Literal["pretrain", "sft", "rft", "rl"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
     """`sections` are the configuration sections it uses in addition to those that all recipes use."""
 
-    learns_from: Literal["running text", "rows", "samples"]
+    learns_from: Literal["running text", "rows", "samples", "rollouts"]
     sections: tuple[str, ...] = ()
 
     @property
@@ -35,6 +35,7 @@ RECIPES: Mapping[RecipeName, Recipe] = {
     "pretrain": Recipe(learns_from="running text"),
     "sft": Recipe(learns_from="rows", sections=("lora",)),
     "rft": Recipe(learns_from="samples", sections=("lora", "rft", "sample")),
+    "rl": Recipe(learns_from="rollouts", sections=("lora", "rl", "sample")),
 }
 # Sections that some recipes use and others do not.
 OF_SOME = tuple(dict.fromkeys(section for recipe in RECIPES.values() for section in recipe.sections))

@@ -34,6 +34,7 @@ def breaches(settings: Settings) -> Iterator[Breach]:
     yield from _lora(settings.lora)
     yield from _conversations(settings)
     yield from _sampled(settings)
+    yield from _rolled_out(settings)
 
 
 def _length(settings: Settings) -> Iterator[Breach]:
@@ -252,6 +253,28 @@ def _sampled(settings: Settings) -> Iterator[Breach]:
             keys=("sample.temperature", "rft.oversample"),
             text=f"at 0 all {rft.oversample} samples of a question are identical; raise it, or set rft.oversample: 1",
         )
+
+
+def _rolled_out(settings: Settings) -> Iterator[Breach]:
+    """Yields the broken rules of the keys for recipes that learn from rollouts."""
+    rl, sample = settings.rl, settings.sample
+    if RECIPES[settings.recipe].learns_from != "rollouts":
+        return
+    if not rl.tasks:
+        yield Breach(keys=("rl.tasks", "recipe"), text="missing; name tasks, such as [units:train, sums:train]")
+    elif rl.prompts % (len(rl.tasks) * rl.updates):
+        text = f"{rl.prompts} must be a multiple of the {len(rl.tasks)} tasks times rl.updates ({rl.updates})"
+        yield Breach(keys=("rl.prompts", "rl.tasks", "rl.updates"), text=text)
+    if sample.temperature == 0:
+        text = f"at 0 all {rl.samples} completions of a prompt are identical; raise it"
+        yield Breach(keys=("sample.temperature", "rl.samples"), text=text)
+    if settings.train.steps is None:
+        yield Breach(keys=("train.steps", "recipe"), text="missing; rollouts never end, so give the number of steps")
+    elif settings.train.steps % rl.steps_in_phase:
+        text = f"{settings.train.steps} must be a multiple of the {rl.steps_in_phase} steps of a phase"
+        yield Breach(keys=("train.steps", "rl.updates", "rl.epochs"), text=text)
+    if rl.method != "mixed" and len(rl.tasks) < 2:
+        yield Breach(keys=("rl.method", "rl.tasks"), text=f"{rl.method} needs at least two tasks")
 
 
 def _multiples(value: int, *, of: int) -> str:

@@ -173,6 +173,32 @@ class RftSettings:
     teach_lr: float | None = setting(None, "peak learning rate of this first fine-tuning (default: train.lr)", gt=0)
 
 
+Aggregation = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RlSettings:
+    tasks: tuple[str, ...] = setting((), "tasks whose questions are the prompts, as in `flatout eval`")
+    prompts: int = setting(32, "prompts of a rollout phase, over all tasks and ranks", gt=0)
+    samples: int = setting(8, "completions of each prompt", gt=1)
+    updates: int = setting(1, "optimizer steps (mini-batches) per epoch of a phase", gt=0)
+    epochs: int = setting(1, "passes over the completions of a phase", gt=0)
+    algorithm: Literal["grpo", "dr_grpo", "dapo", "rloo"] = setting("grpo", "how a completion is compared with others")
+    clip_low: float = setting(0.2, "how far the ratio of new to old probability may fall below 1", gt=0, lt=1)
+    clip_high: float | None = setting(None, "how far that ratio may rise above 1 (default: as clip_low)", gt=0)
+    dual_clip: float | None = setting(None, "bound of the ratio where the advantage is negative", gt=1)
+    aggregation: Aggregation = setting("token-mean", "how the losses of tokens become one loss")
+    overlong_buffer: int = setting(0, "tokens before sample.max_tokens over which the reward falls by 1", ge=0)
+    mask_truncated: bool = setting(False, "leave completions that reach sample.max_tokens out of the loss")
+    method: Literal["mixed", "equal", "pcgrad"] = setting(
+        "mixed", "several tasks: one mixed batch, one batch for each task, or these with PCGrad"
+    )
+
+    @property
+    def steps_in_phase(self) -> int:
+        return self.updates * self.epochs
+
+
 @dataclass(frozen=True, kw_only=True)
 class PlanSettings:
     """The plan decisions that a user can pin; None leaves the decision to the plan."""
@@ -267,6 +293,7 @@ class Settings:
     train: TrainSettings = section(TrainSettings, "batch, length, learning rate and optimizer")
     lora: LoraSettings = section(LoraSettings, "train adapters instead of all weights")
     rft: RftSettings = section(RftSettings, "rejection-sampling fine-tuning: questions and kept samples")
+    rl: RlSettings = section(RlSettings, "reinforcement learning: prompts, completions and the policy's loss")
     sample: SampleSettings = section(SampleSettings, "how completions are sampled")
     plan: PlanSettings = section(PlanSettings, "decisions of the plan; any of them can be pinned")
     eval: EvalSettings = section(EvalSettings, "validation")

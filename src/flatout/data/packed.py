@@ -9,6 +9,7 @@ Shape legend: S sequences, T sequence_length, N = S * T tokens.
 from __future__ import annotations
 
 import bisect
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -80,6 +81,12 @@ class Packed:
         chosen = self.sequences(np.arange(first, first + share, dtype=np.int64)).tolist()
         return [self._batch(chosen[i : i + micro_batch]) for i in range(0, share, micro_batch)]
 
+    def batches(self, micro_batch: int, *, task: str | None = None) -> list[Batch]:
+        """All sequences once, in order, in micro-batches of one size: the last is filled up with empty sequences."""
+        starts = range(0, self.num_sequences, micro_batch)
+        found = [self._batch(list(range(at, min(at + micro_batch, self.num_sequences))), micro_batch) for at in starts]
+        return [replace(batch, task=task) for batch in found]
+
     def sequences(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
         """The sequence at each index of the endless sequence of epochs."""
         epochs, within = np.divmod(indices, self.num_sequences)
@@ -98,12 +105,13 @@ class Packed:
     def _range(self, sequence: int) -> slice:
         return slice(int(self._ends[sequence - 1]) if sequence else 0, int(self._ends[sequence]))
 
-    def _batch(self, sequences: list[int]) -> Batch:
-        count, length = len(sequences), self.sequence_length
+    def _batch(self, sequences: list[int], count: int | None = None) -> Batch:
+        """`count` sequences, of which those behind the given ones are empty."""
+        count, length = count or len(sequences), self.sequence_length
         ranges = [self._range(sequence) for sequence in sequences]
         chosen = np.concatenate([self._order[r] for r in ranges])
         places = self._places[chosen]
-        rows_of = np.repeat(np.arange(count), [r.stop - r.start for r in ranges])
+        rows_of = np.repeat(np.arange(len(sequences)), [r.stop - r.start for r in ranges])
         begins = rows_of * length + np.concatenate([self._offsets[r] for r in ranges])
         # For every used position: its index within its example, in the corpus, and in the batch.
         within = np.arange(int(places.sum())) - np.repeat(np.cumsum(places) - places, places)

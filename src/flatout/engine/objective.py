@@ -16,9 +16,12 @@ from torch import Tensor
 
 from flatout.data.stream import Batch
 from flatout.engine.ranks import Ranks
+from flatout.losses import linear_log_probs
 
 # The name of the minimised value.
 LOSS = "loss"
+# Rows of logits that exist at a time where log-probabilities are computed.
+LOG_PROB_ROWS = 2048
 # How a metric is reduced over micro-batches and ranks: the sum, the sum divided by all target tokens, or the maximum.
 Rule = Literal["sum", "mean", "max"]
 # (hidden_NC, head weight_VC, targets_N) -> summed cross-entropy
@@ -37,6 +40,13 @@ class Head:
         """Summed over the targets that are not ignored; `rows` selects some of the hidden states."""
         hidden = self.hidden_NC if rows is None else self.hidden_NC.index_select(0, rows)
         return self.loss(hidden, self.weight_VC, targets)
+
+    def log_probs(
+        self, targets: Tensor, *, rows: Tensor | None = None, temperature: float = 1.0
+    ) -> tuple[Tensor, Tensor]:
+        """The log-probability of each target, with its gradient, and the entropy there; 0 where a target is ignored."""
+        hidden = self.hidden_NC if rows is None else self.hidden_NC.index_select(0, rows)
+        return linear_log_probs(hidden, self.weight_VC, targets, chunk=LOG_PROB_ROWS, temperature=temperature)
 
 
 class Objective(Protocol):

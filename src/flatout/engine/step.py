@@ -266,6 +266,18 @@ class Engine:
         return found
 
     @torch.no_grad()
+    def log_probs(self, host_batch: Batch, *, temperature: float) -> Tensor:
+        """The log-probability of each target under the weights as they are now; 0 where there is no target."""
+        batch = host_batch.to(self.active.device)
+
+        def head(hidden_NC: Tensor, weight_VC: Tensor) -> Tensor:
+            rows = Head(hidden_NC=hidden_NC, weight_VC=weight_VC, loss=self.head_loss)
+            return rows.log_probs(batch.targets, temperature=temperature)[0]
+
+        found: Tensor = self.model(batch.tokens, batch.positions, attend_for(batch, active=self.active), head)
+        return found
+
+    @torch.no_grad()
     def evaluate(self, batches: list[Batch]) -> float:
         """Mean loss per target token over all ranks' batches. Waits for the device: call it rarely."""
         sums = torch.zeros(2, dtype=torch.float64, device=self.active.device)

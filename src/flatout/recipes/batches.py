@@ -14,6 +14,7 @@ from flatout.engine.ranks import Ranks
 from flatout.engine.step import Engine
 from flatout.errors import RunFailed
 from flatout.plan import Plan
+from flatout.recipes.session import Session
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,9 @@ class Streamed:
         return self.stream.micro_batches(0, rank=ranks.rank, world=ranks.world, micro_batch=micro_batch)[0]
 
     @contextmanager
-    def batches(self, engine: Engine, plan: Plan, ranks: Ranks, *, start: int, stop: int) -> Iterator[StreamBatches]:
+    def batches(
+        self, engine: Engine, plan: Plan, session: Session, ranks: Ranks, *, start: int, stop: int
+    ) -> Iterator[StreamBatches]:
         batches = StreamBatches(self.stream, plan, ranks, start=start, stop=stop)
         try:
             yield batches

@@ -15,6 +15,7 @@ from flatout.engine.objective import Combine, CrossEntropy, Objective
 from flatout.engine.ranks import Ranks
 from flatout.engine.step import Engine
 from flatout.plan import Plan
+from flatout.recipes.session import Session
 
 
 class Part(Protocol):
@@ -83,7 +84,7 @@ class Source(Protocol):
         ...
 
     def batches(
-        self, engine: Engine, plan: Plan, ranks: Ranks, *, start: int, stop: int
+        self, engine: Engine, plan: Plan, session: Session, ranks: Ranks, *, start: int, stop: int
     ) -> AbstractContextManager[Batches]: ...
 
 

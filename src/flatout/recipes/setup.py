@@ -128,7 +128,7 @@ def set_up(
             base=base_of(settings),
         )
         start = saving.begin(facts.tokenizer, resume=resume)
-        source = material.source.batches(engine, plan, ranks, start=start, stop=total_steps)
+        source = material.source.batches(engine, plan, session, ranks, start=start, stop=total_steps)
         batches = stack.enter_context(source)
         held_out = material.held_out(ranks, batches.micro_batch)
         questions = Questions.of(settings, engine, session, ranks, facts.tokenizer)

@@ -82,7 +82,7 @@ class Validation:
 
         `since` is the step of the last call, by default the step before.
         """
-        loss = self.loss_step != step and (last or every(self.every, step, since=since))
+        loss = bool(self.batches) and self.loss_step != step and (last or every(self.every, step, since=since))
         tasks = self.tasks_step != step and (last or every(self.tasks_every, step, since=since))
         return loss, tasks and self.questions is not None
 

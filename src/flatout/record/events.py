@@ -597,6 +597,40 @@ class StudentJudged(Event, kind="rft"):
         )
 
 
+# -- reinforcement learning
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskRollouts:
+    """The completions of one task in a phase."""
+
+    task: str
+    prompts: Count
+    reward: Finite | None
+    accuracy: Finite | None  # share of the completions with the full reward
+    answered: Finite | None
+    length: Finite | None  # tokens, on average
+    truncated: Finite | None
+    without_signal: Finite | None  # share of the prompts whose completions all got the same reward
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutsGraded(Event, kind="rollouts"):
+    """A phase of rollouts, before its steps."""
+
+    tasks: tuple[TaskRollouts, ...]
+    tokens: Count
+    seconds: Finite
+    rows: Count | None = None
+
+    def sentence(self) -> str:
+        parts = [
+            f"{one.task} reward {number(one.reward)}, {percent(one.accuracy)} correct, {number(one.length)} tokens"
+            for one in self.tasks
+        ]
+        return f"rollouts: {'; '.join(parts)}; {number(self.tokens / max(self.seconds, 1e-9))} tokens/s"
+
+
 # -- another script, watched by the doctor
 
 
