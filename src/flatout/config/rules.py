@@ -160,7 +160,8 @@ def _stops(settings: Settings) -> Iterator[Breach]:
 def _tasks(settings: Settings) -> Iterator[Breach]:
     evaluation, default = settings.eval, EvalSettings()
     named = {"rft.task": settings.rft.task, "rft.valid": settings.rft.valid, "rft.teach": settings.rft.teach}
-    for key, spec in [*named.items(), *(("eval.tasks", spec) for spec in evaluation.tasks)]:
+    several = {"eval.tasks": evaluation.tasks, "rl.tasks": settings.rl.tasks}
+    for key, spec in [*named.items(), *((key, spec) for key, specs in several.items() for spec in specs)]:
         if spec is not None and (problem := unknown_task(spec)):
             yield Breach(keys=(key,), text=problem)
     if not evaluation.tasks:

@@ -32,9 +32,10 @@ from flatout.plan import Plan
 from flatout.recipes.questions import Live
 from flatout.recipes.sampling import Fitting, Graders
 from flatout.recipes.session import Session
+from flatout.recipes.stages import questions_of
 from flatout.record.events import RolloutsGraded, TaskRollouts
 from flatout.sample import Completion, Sampler, Sampling, prompt_ids, sampler_of, stop_texts, text_of
-from flatout.tasks import Task, open_task
+from flatout.tasks import Task
 
 # Column names of a batch.
 ADVANTAGE, OLD_LOGP, WEIGHT = "advantage", "old_logp", "weight"
@@ -81,7 +82,7 @@ class Rollouts:
 
     def __init__(self, settings: Settings, tokenizer: Tokenizer) -> None:
         self.settings, self.tokenizer = settings, tokenizer
-        self.tasks = [open_task(spec) for spec in settings.rl.tasks]
+        self.tasks = [questions_of(spec) for spec in settings.rl.tasks]
 
     def trial_batch(self, ranks: Ranks, *, micro_batch: int) -> Batch:
         """A micro-batch full of text of one document per sequence."""
