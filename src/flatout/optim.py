@@ -27,8 +27,8 @@ class Optimizer(Protocol):
 class FusedAdamW:
     """AdamW by torch's fused kernel, which also unscales, clips and skips the update in the same pass.
 
-    `torch.optim.AdamW(fused=True)` calls the same kernel, but it imports torch's compiler first: 2.7 s of the 9 s
-    before the first step, where nothing is compiled.
+    `torch.optim.AdamW(fused=True)` calls the same kernel, but imports torch's compiler first, which takes seconds at
+    the start of every run, even if nothing is compiled.
     """
 
     def __init__(self, groups: list[dict[str, Any]], *, betas: tuple[float, float], eps: float) -> None:

@@ -5,50 +5,20 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import yaml
+from tests.command import Command, Done
 from tests.waiting import HANG_S
 
-from flatout import __version__, cli, gallery
+from flatout import __version__, gallery
 from flatout.cli import shared
 from flatout.config import keys
 from flatout.hardware import names
 
 EXAMPLE = str(gallery.find("pretrain-124m").path)
 DEMO = str(gallery.find("pretrain-demo").path)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Done:
-    code: int
-    out: str
-    err: str
-
-
-Flatout = Callable[..., Done]
-
-
-@pytest.fixture
-def flatout(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Flatout:
-    """The command in this process, in an empty folder, with a wide page so that tables do not wrap."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("COLUMNS", "240")
-
-    def run(*arguments: str) -> Done:
-        monkeypatch.setattr(sys, "argv", ["flatout", *arguments])
-        code = 0
-        try:
-            cli.main()
-        except SystemExit as done:
-            code = int(done.code or 0)
-        out, err = capsys.readouterr()
-        return Done(code=code, out=out, err=err)
-
-    return run
 
 
 def process(*arguments: str, stdin: str | None = None) -> subprocess.CompletedProcess[str]:
@@ -105,11 +75,11 @@ main()
 # Words of its own
 
 
-def test_the_version(flatout: Flatout) -> None:
+def test_the_version(flatout: Command) -> None:
     assert flatout("--version") == Done(code=0, out=f"flatout {__version__}\n", err="")
 
 
-def test_help_names_every_verb(flatout: Flatout) -> None:
+def test_help_names_every_verb(flatout: Command) -> None:
     done = flatout("--help")
     assert done.code == 0
     for verb in ("demo", "examples", "hardware", "plan", "train", "export", "report", "watch", "data", "config"):
@@ -117,7 +87,7 @@ def test_help_names_every_verb(flatout: Flatout) -> None:
 
 
 @pytest.mark.parametrize("arguments", [["plan"], ["trian"], ["plan", EXAMPLE, "--onn", "T4"]])
-def test_bad_usage_is_exit_code_2(flatout: Flatout, arguments: list[str]) -> None:
+def test_bad_usage_is_exit_code_2(flatout: Command, arguments: list[str]) -> None:
     done = flatout(*arguments)
     assert done.code == 2
     assert "Traceback" not in done.err
@@ -127,7 +97,7 @@ def test_bad_usage_is_exit_code_2(flatout: Flatout, arguments: list[str]) -> Non
 # hardware, plan
 
 
-def test_hardware(flatout: Flatout) -> None:
+def test_hardware(flatout: Command) -> None:
     facts = json.loads(flatout("hardware", "--json").out)
     assert facts["num_cpus"] >= 1
     assert facts["ram_gib"] > 0
@@ -138,14 +108,14 @@ def test_hardware(flatout: Flatout) -> None:
 
 
 @pytest.mark.parametrize("name", names())
-def test_a_plan_for_each_machine(flatout: Flatout, name: str) -> None:
+def test_a_plan_for_each_machine(flatout: Command, name: str) -> None:
     plan = json.loads(flatout("plan", EXAMPLE, "--on", name, "--json").out)
     assert {"decisions", "reasons", "predicted"} <= set(plan)
     assert set(plan["decisions"]) == set(plan["reasons"])
     assert plan["job"]["hardware"] == name
 
 
-def test_a_plan_for_people(flatout: Flatout) -> None:
+def test_a_plan_for_people(flatout: Command) -> None:
     done = flatout("plan", EXAMPLE, "plan.micro_batch=32", "--on", "H200x8")
     assert done.code == 0
     assert f"{EXAMPLE} on 8 x H200" in done.out
@@ -154,13 +124,13 @@ def test_a_plan_for_people(flatout: Flatout) -> None:
     assert "precision bf16 SM 9.0 has bf16 tensor cores; no loss scaling needed" in lines
 
 
-def test_a_plan_for_this_machine(flatout: Flatout) -> None:
+def test_a_plan_for_this_machine(flatout: Command) -> None:
     done = flatout("plan", DEMO)
     assert done.code == 0
     assert "peak memory" in done.out
 
 
-def test_the_environment_overrides_the_file(flatout: Flatout, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_environment_overrides_the_file(flatout: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FLATOUT__TRAIN__BATCH_TOKENS", "65536")
     assert json.loads(flatout("plan", EXAMPLE, "--on", "T4", "--json").out)["job"]["batch_tokens"] == 65536
 
@@ -178,14 +148,14 @@ def test_the_environment_overrides_the_file(flatout: Flatout, monkeypatch: pytes
         (["--on", "T4", "data.tokenizer=./nowhere", "model.vocab=null"], "./nowhere"),
     ],
 )
-def test_a_plan_that_cannot_be_is_refused(flatout: Flatout, arguments: list[str], says: str) -> None:
+def test_a_plan_that_cannot_be_is_refused(flatout: Command, arguments: list[str], says: str) -> None:
     mistake(flatout("plan", EXAMPLE, *arguments), says)
 
 
 # config
 
 
-def test_config_show_says_where_each_value_is_from(flatout: Flatout, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_config_show_says_where_each_value_is_from(flatout: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FLATOUT__TRAIN__CLIP", "0.5")
     rows = json.loads(flatout("config", "show", EXAMPLE, "train.lr=1e-3", "--json").out)
     assert list(rows) == keys()
@@ -202,12 +172,12 @@ def test_config_show_says_where_each_value_is_from(flatout: Flatout, monkeypatch
 
 
 @pytest.mark.parametrize("name", [example.name for example in gallery.examples()])
-def test_every_shipped_example_is_good(flatout: Flatout, name: str) -> None:
+def test_every_shipped_example_is_good(flatout: Command, name: str) -> None:
     path = str(gallery.find(name).path)
     assert flatout("config", "validate", path) == Done(code=0, out=f"{path}: valid\n", err="")
 
 
-def test_all_mistakes_of_a_configuration_come_at_once(flatout: Flatout, tmp_path: Path) -> None:
+def test_all_mistakes_of_a_configuration_come_at_once(flatout: Command, tmp_path: Path) -> None:
     file = tmp_path / "run.yaml"
     file.write_text("model: {layers: 2, hidden: 64, haeds: 2}\ntrain: {steps: -1}\n")
     done = flatout("config", "validate", str(file))
@@ -215,7 +185,7 @@ def test_all_mistakes_of_a_configuration_come_at_once(flatout: Flatout, tmp_path
     assert "train.steps: -1 must be greater than 0" in done.err
 
 
-def test_the_schema_is_json_and_knows_every_section(flatout: Flatout) -> None:
+def test_the_schema_is_json_and_knows_every_section(flatout: Command) -> None:
     schema = json.loads(flatout("config", "schema").out)
     assert schema["type"] == "object"
     assert {key.split(".")[0] for key in keys()} == set(schema["properties"])
@@ -224,7 +194,7 @@ def test_the_schema_is_json_and_knows_every_section(flatout: Flatout) -> None:
 # examples
 
 
-def test_examples_are_listed_printed_and_copied(flatout: Flatout, tmp_path: Path) -> None:
+def test_examples_are_listed_printed_and_copied(flatout: Command, tmp_path: Path) -> None:
     listed = flatout("examples").out
     for example in gallery.examples():
         assert f"{example.name}  {example.title}" in listed
@@ -236,7 +206,7 @@ def test_examples_are_listed_printed_and_copied(flatout: Flatout, tmp_path: Path
     assert yaml.safe_load(copy.read_text()) == yaml.safe_load(Path(EXAMPLE).read_text())
 
 
-def test_an_example_overwrites_nothing(flatout: Flatout, tmp_path: Path) -> None:
+def test_an_example_overwrites_nothing(flatout: Command, tmp_path: Path) -> None:
     (tmp_path / "mine.yaml").write_text("precious")
     mistake(flatout("examples", "pretrain-124m", "--to", "mine.yaml"), "mine.yaml exists and is not overwritten")
     assert (tmp_path / "mine.yaml").read_text() == "precious"
@@ -247,7 +217,7 @@ def test_an_example_overwrites_nothing(flatout: Flatout, tmp_path: Path) -> None
 # data
 
 
-def test_data_is_prepared_and_counted(flatout: Flatout, tmp_path: Path) -> None:
+def test_data_is_prepared_and_counted(flatout: Command, tmp_path: Path) -> None:
     texts = [f"document {n} says hello" for n in range(50)]
     source = tmp_path / "corpus.jsonl"
     source.write_text("".join(json.dumps({"body": text}) + "\n" for text in texts))
@@ -273,7 +243,7 @@ def test_data_is_prepared_and_counted(flatout: Flatout, tmp_path: Path) -> None:
         (["embedded", "--valid-share", "2"], "--valid-share 2 must be above 0 and below 0.5"),
     ],
 )
-def test_data_that_cannot_be_prepared(flatout: Flatout, tmp_path: Path, arguments: list[str], says: str) -> None:
+def test_data_that_cannot_be_prepared(flatout: Command, tmp_path: Path, arguments: list[str], says: str) -> None:
     mistake(flatout("data", "prepare", *arguments, "--to", "shards"), says)
     assert not (tmp_path / "shards").exists()
 
@@ -281,7 +251,7 @@ def test_data_that_cannot_be_prepared(flatout: Flatout, tmp_path: Path, argument
 # train, export
 
 
-def test_a_dry_run_plans_and_leaves_nothing(flatout: Flatout, tmp_path: Path) -> None:
+def test_a_dry_run_plans_and_leaves_nothing(flatout: Command, tmp_path: Path) -> None:
     done = flatout("train", DEMO, "--dry-run", "--run", "here")
     assert done.code == 0
     assert "micro_batch" in done.out
@@ -300,7 +270,7 @@ def test_a_dry_run_plans_and_leaves_nothing(flatout: Flatout, tmp_path: Path) ->
         (["export", "nowhere", "--to", str(gallery.folder())], "is not an empty folder, and nothing is overwritten"),
     ],
 )
-def test_a_run_that_cannot_be_is_refused(flatout: Flatout, tmp_path: Path, arguments: list[str], says: str) -> None:
+def test_a_run_that_cannot_be_is_refused(flatout: Command, tmp_path: Path, arguments: list[str], says: str) -> None:
     mistake(flatout(*arguments), says)
     assert list(tmp_path.iterdir()) == []
 

@@ -9,8 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 from data_facts import FACTS
+from tests.command import flatout
 
 from flatout.data.shards import Shards, ShardWriter
+
+__all__ = ["flatout"]
 
 
 @pytest.fixture

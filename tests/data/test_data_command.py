@@ -8,48 +8,17 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import yaml
 from tests import warm
+from tests.command import Command
 
-from flatout import cli
 from flatout.config.settings import DataSettings
 from flatout.data.prepare import start_background
 
 TEXTS = [f"document number {i} says what it says" for i in range(200)]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Done:
-    code: int
-    out: str
-    err: str
-
-
-Command = Callable[..., Done]
-
-
-@pytest.fixture
-def flatout(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Command:
-    """The command in this process, in an empty folder."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("COLUMNS", "240")
-
-    def run(*arguments: str) -> Done:
-        monkeypatch.setattr(sys, "argv", ["flatout", *arguments])
-        code = 0
-        try:
-            cli.main()
-        except SystemExit as done:
-            code = int(done.code or 0)
-        out, err = capsys.readouterr()
-        return Done(code=code, out=out, err=err)
-
-    return run
 
 
 @pytest.fixture

@@ -1,0 +1,3 @@
+from tests.command import flatout
+
+__all__ = ["flatout"]
