@@ -7,6 +7,8 @@ weighted sum by all target tokens, which gives the aggregated loss for any micro
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
@@ -14,16 +16,38 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from flatout.config.settings import Aggregation
+from flatout.config.settings import Aggregation, Algorithm, KlEstimator
 
 Estimator = Literal["group", "group_mean", "leave_one_out"]
-KlEstimator = Literal["k1", "k2", "k3"]
 Floats = NDArray[np.float64]
 
 # Below this the spread of a group's rewards is rounding, and above it division by it is stable.
 STD_EPS = 1e-6
 # Log-ratios beyond this are clamped: their exponential would overflow.
 LOG_RATIO_LIMIT = 20.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Method:
+    """What an algorithm is made of, where the settings do not say otherwise."""
+
+    estimator: Estimator | None  # None: generalised advantage estimation with a critic
+    aggregation: Aggregation = "token-mean"
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+    by_sequence: bool = False  # one ratio for all tokens of a sequence
+
+
+ALGORITHMS: Mapping[Algorithm, Method] = {
+    "grpo": Method(estimator="group"),
+    "dr_grpo": Method(estimator="group_mean", aggregation="seq-mean-token-sum-norm"),
+    "dapo": Method(estimator="group", clip_high=0.28),
+    "gspo": Method(
+        estimator="group", aggregation="seq-mean-token-mean", clip_low=3e-4, clip_high=4e-4, by_sequence=True
+    ),
+    "rloo": Method(estimator="leave_one_out"),
+    "ppo": Method(estimator=None),
+}
 
 
 def group_advantages(rewards_PS: Floats, *, estimator: Estimator) -> Floats:
@@ -57,15 +81,24 @@ def overlong_penalty(length: int, *, limit: int, buffer: int) -> float:
     return -min(1.0, max(0.0, (length - (limit - buffer)) / buffer)) if buffer > 0 else 0.0
 
 
-def token_weights(lengths: NDArray[np.int64], *, aggregation: Aggregation, max_length: int | None = None) -> Floats:
+def token_weights(
+    lengths: NDArray[np.int64],
+    *,
+    aggregation: Aggregation,
+    max_length: int | None = None,
+    tokens: float | None = None,
+    sequences: float | None = None,
+) -> Floats:
     """Weight of the tokens of each sequence, all sequences of a step together.
 
-    The weighted sum over tokens, divided by the number of tokens, is the aggregated loss.
+    The weighted sum over tokens, divided by the number of tokens, is the aggregated loss. `tokens` and `sequences` are
+    those of the whole step, where the given sequences are only a part of it.
     """
-    tokens, count = lengths.sum(), len(lengths)
+    count = len(lengths)
+    tokens = float(lengths.sum()) if tokens is None else tokens
     if aggregation == "token-mean":
         return np.ones(count)
-    per_sequence: Floats = np.full(count, tokens / count)
+    per_sequence: Floats = np.full(count, tokens / (sequences or count))
     if aggregation == "seq-mean-token-mean":
         per_sequence = per_sequence / lengths
     elif aggregation == "seq-mean-token-sum-norm":

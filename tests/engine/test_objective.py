@@ -49,13 +49,14 @@ class Apart:
     """Keeps the gradients it is given, and applies their sum."""
 
     tasks = TASKS
+    metrics = ()
 
     def __init__(self) -> None:
         self.seen: list[dict[str, list[Tensor]]] = []
 
-    def __call__(self, gradients: Mapping[str, Sequence[Tensor]], *, step: int) -> list[Tensor]:
+    def __call__(self, gradients: Mapping[str, Sequence[Tensor]], *, step: int) -> tuple[list[Tensor], None]:
         self.seen.append({task: [g.clone() for g in of_task] for task, of_task in gradients.items()})
-        return [even + odd for even, odd in zip(gradients["even"], gradients["odd"], strict=True)]
+        return [even + odd for even, odd in zip(gradients["even"], gradients["odd"], strict=True)], None
 
 
 def weighted(step: int, size: int) -> list[Batch]:

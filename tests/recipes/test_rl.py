@@ -17,11 +17,11 @@ from flatout.record.events import RolloutsGraded
 
 CONFIG: dict[str, Any] = {
     "recipe": "rl",
-    "model": {"layers": 2, "hidden": 32, "heads": 2, "positions": 256},
-    "data": {"sequence_length": 256},
-    "rl": {"tasks": ["units:train", "sums:train"], "prompts": 4, "samples": 3, "updates": 2},
+    "model": {"layers": 2, "hidden": 32, "heads": 2, "positions": 512},
+    "data": {"sequence_length": 512},
+    "rl": {"tasks": ["sums:train", "sums:shown"], "prompts": 4, "samples": 3, "updates": 2},
     "sample": {"max_tokens": 8, "temperature": 1.0},
-    "train": {"batch_tokens": 1024, "steps": 6, "lr": 1e-3, "schedule": "constant"},
+    "train": {"steps": 6, "lr": 1e-3},
     "plan": {"precision": "fp32", "threads": 1, "micro_batch": 2},
     "save": {"every": 2},
 }
@@ -57,7 +57,7 @@ def test_killed_between_and_inside_phases_it_resumes_to_the_same_bits(
     method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     partly(monkeypatch)
-    chosen = settings(rl={"method": method})
+    chosen = settings(mtl={"method": method})
     run(chosen, folder=tmp_path / "whole")
     plain = RolloutBatches.next
 
@@ -96,7 +96,7 @@ def test_the_reward_rises_where_it_can(tmp_path: Path, monkeypatch: pytest.Monke
         ({"rl": {"samples": 1}}, "rl.samples"),
         ({"sample": {"temperature": 0}}, "identical"),
         ({"train": {"steps": 5}}, "5 must be a multiple"),
-        ({"rl": {"tasks": ["units:train"], "method": "pcgrad"}}, "at least two tasks"),
+        ({"rl": {"tasks": ["units:train"]}, "mtl": {"method": "pcgrad"}}, "at least two tasks"),
         ({"rl": {"tasks": ["unitz"]}}, "unitz"),
     ],
 )

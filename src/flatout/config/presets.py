@@ -7,6 +7,7 @@ maps every setting of it. `sample.preset` names the three generation modes of th
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -25,6 +26,8 @@ SFT: dict[str, dict[str, Any]] = {
 
 # Recipe rft trains adapters, as its guide does, unless `lora.rank: null` is set.
 RFT: dict[str, Any] = {"lora.rank": 16, "lora.alpha": 64.0}
+# Rollouts are drawn from the policy itself, and a step has one learning rate from the start.
+RL: dict[str, Any] = {"sample.temperature": 1.0, "train.schedule": "constant"}
 SAMPLE: dict[str, dict[str, Any]] = {
     "quality": {"rft.oversample": 50, "sample.temperature": 0.5},
     "balanced": {"rft.oversample": 30, "sample.temperature": 0.7},
@@ -43,8 +46,23 @@ def implied(given: Mapping[str, Any]) -> dict[str, Any]:
     if recipe.samples:
         values |= SAMPLE.get(given.get("sample.preset", ""), {})
         values |= {} if "lora.rank" in given else RFT
+    if recipe.rolls_out:
+        values |= RL | {"train.batch_tokens": _update_tokens(given)}
     values = {key: value for key, value in values.items() if key not in given}
     steps, warmup = given.get("train.steps"), values.get("train.warmup_steps")
     if warmup is not None and isinstance(steps, int) and steps <= warmup:
         del values["train.warmup_steps"]  # a run shorter than its warm-up would never reach the peak
     return values
+
+
+def _update_tokens(given: Mapping[str, Any]) -> int:
+    """The tokens of a step that learns from rollouts, for the plan: how long completions become is not known before."""
+
+    def value(key: str, default: int) -> int:
+        found = given.get(key, default)
+        return found if isinstance(found, int) and found > 0 else default  # a wrong one is refused elsewhere
+
+    rl, length = Settings().rl, value("data.sequence_length", Settings().data.sequence_length)
+    rows = value("rl.prompts", rl.prompts) * value("rl.samples", rl.samples) / value("rl.updates", rl.updates)
+    tokens = rows * min(length, 2 * value("sample.max_tokens", Settings().sample.max_tokens))
+    return length * max(8, 1 << max(0, math.ceil(math.log2(tokens / length))))

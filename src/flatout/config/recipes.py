@@ -27,6 +27,11 @@ class Recipe:
         return self.learns_from == "samples"
 
     @property
+    def rolls_out(self) -> bool:
+        """Whether the weights that are being trained generate what they learn from."""
+        return self.learns_from == "rollouts"
+
+    @property
     def takes_adapters(self) -> bool:
         return "lora" in self.sections
 
@@ -35,7 +40,7 @@ RECIPES: Mapping[RecipeName, Recipe] = {
     "pretrain": Recipe(learns_from="running text"),
     "sft": Recipe(learns_from="rows", sections=("lora",)),
     "rft": Recipe(learns_from="samples", sections=("lora", "rft", "sample")),
-    "rl": Recipe(learns_from="rollouts", sections=("lora", "rl", "sample")),
+    "rl": Recipe(learns_from="rollouts", sections=("lora", "rl", "mtl", "sample")),
 }
 # Sections that some recipes use and others do not.
 OF_SOME = tuple(dict.fromkeys(section for recipe in RECIPES.values() for section in recipe.sections))

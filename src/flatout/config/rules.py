@@ -258,24 +258,46 @@ def _sampled(settings: Settings) -> Iterator[Breach]:
 
 def _rolled_out(settings: Settings) -> Iterator[Breach]:
     """Yields the broken rules of the keys for recipes that learn from rollouts."""
-    rl, sample = settings.rl, settings.sample
-    if RECIPES[settings.recipe].learns_from != "rollouts":
+    rl, sample, method = settings.rl, settings.sample, settings.mtl.method
+    if not RECIPES[settings.recipe].rolls_out:
         return
     if not rl.tasks:
-        yield Breach(keys=("rl.tasks", "recipe"), text="missing; name tasks, such as [units:train, sums:train]")
+        yield Breach(keys=("rl.tasks", "recipe"), text="missing; name tasks, such as [math, logic]")
     elif rl.prompts % (len(rl.tasks) * rl.updates):
-        text = f"{rl.prompts} must be a multiple of the {len(rl.tasks)} tasks times rl.updates ({rl.updates})"
+        text = (
+            f"{rl.prompts} must be a multiple of the {len(rl.tasks)} tasks times rl.updates ({rl.updates}); "
+            f"use {_multiples(rl.prompts, of=len(rl.tasks) * rl.updates)}"
+        )
         yield Breach(keys=("rl.prompts", "rl.tasks", "rl.updates"), text=text)
+    if len(set(rl.tasks)) < len(rl.tasks):
+        yield Breach(keys=("rl.tasks",), text="names a task twice; to see a task more often, raise rl.prompts")
+    if method != "mixed" and len(rl.tasks) < 2:
+        yield Breach(keys=("mtl.method", "rl.tasks"), text=f"{method} needs at least two tasks")
+    if rl.samples < 2 and rl.algorithm != "ppo":
+        text = f"{rl.algorithm} compares the completions of a prompt, so it needs at least 2; ppo takes 1"
+        yield Breach(keys=("rl.samples", "rl.algorithm"), text=text)
     if sample.temperature == 0:
         text = f"at 0 all {rl.samples} completions of a prompt are identical; raise it"
         yield Breach(keys=("sample.temperature", "rl.samples"), text=text)
+    if rl.old_logprobs == "sampler" and (sample.temperature, sample.top_p, sample.top_k) != (1.0, 1.0, 0):
+        text = "the sampler reports log-probabilities at temperature 1, without top-p and top-k; use trainer"
+        yield Breach(keys=("rl.old_logprobs", "sample.temperature", "sample.top_p", "sample.top_k"), text=text)
+    if rl.overlong_buffer > sample.max_tokens:
+        text = f"{rl.overlong_buffer} must be at most sample.max_tokens ({sample.max_tokens})"
+        yield Breach(keys=("rl.overlong_buffer", "sample.max_tokens"), text=text)
+    if sample.max_tokens >= settings.data.sequence_length:
+        text = (
+            f"{sample.max_tokens} leaves no room for a prompt in data.sequence_length ({settings.data.sequence_length})"
+        )
+        yield Breach(keys=("sample.max_tokens", "data.sequence_length"), text=text)
     if settings.train.steps is None:
         yield Breach(keys=("train.steps", "recipe"), text="missing; rollouts never end, so give the number of steps")
     elif settings.train.steps % rl.steps_in_phase:
-        text = f"{settings.train.steps} must be a multiple of the {rl.steps_in_phase} steps of a phase"
+        text = (
+            f"{settings.train.steps} must be a multiple of the {rl.steps_in_phase} steps of a phase "
+            "(rl.updates x rl.epochs)"
+        )
         yield Breach(keys=("train.steps", "rl.updates", "rl.epochs"), text=text)
-    if rl.method != "mixed" and len(rl.tasks) < 2:
-        yield Breach(keys=("rl.method", "rl.tasks"), text=f"{rl.method} needs at least two tasks")
 
 
 def _multiples(value: int, *, of: int) -> str:

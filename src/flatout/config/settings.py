@@ -174,29 +174,61 @@ class RftSettings:
 
 
 Aggregation = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"]
+Algorithm = Literal["grpo", "dr_grpo", "dapo", "gspo", "rloo", "ppo"]
+KlEstimator = Literal["k1", "k2", "k3"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class RlSettings:
-    tasks: tuple[str, ...] = setting((), "tasks whose questions are the prompts, as in `flatout eval`")
+    """Values that are None follow from `algorithm`, see `policy.ALGORITHMS`."""
+
+    tasks: tuple[str, ...] = setting((), "tasks whose questions are the prompts, named as in `flatout eval`")
     prompts: int = setting(32, "prompts of a rollout phase, over all tasks and ranks", gt=0)
-    samples: int = setting(8, "completions of each prompt", gt=1)
+    samples: int = setting(8, "completions of each prompt", gt=0)
     updates: int = setting(1, "optimizer steps (mini-batches) per epoch of a phase", gt=0)
     epochs: int = setting(1, "passes over the completions of a phase", gt=0)
-    algorithm: Literal["grpo", "dr_grpo", "dapo", "rloo"] = setting("grpo", "how a completion is compared with others")
-    clip_low: float = setting(0.2, "how far the ratio of new to old probability may fall below 1", gt=0, lt=1)
-    clip_high: float | None = setting(None, "how far that ratio may rise above 1 (default: as clip_low)", gt=0)
+    algorithm: Algorithm = setting("grpo", "how completions are compared, and the loss")
+    clip_low: float | None = setting(
+        None, "how far the ratio of new to old probability may fall below 1 (default: by algorithm)", gt=0, lt=1
+    )
+    clip_high: float | None = setting(None, "how far that ratio may rise above 1 (default: by algorithm)", gt=0)
     dual_clip: float | None = setting(None, "bound of the ratio where the advantage is negative", gt=1)
-    aggregation: Aggregation = setting("token-mean", "how the losses of tokens become one loss")
+    aggregation: Aggregation | None = setting(None, "how token losses become one loss (default: by algorithm)")
+    kl: float = setting(0.0, "weight of the KL divergence from the initial model", ge=0)
+    kl_estimator: KlEstimator = setting("k3", "estimator of that divergence")
     overlong_buffer: int = setting(0, "tokens before sample.max_tokens over which the reward falls by 1", ge=0)
     mask_truncated: bool = setting(False, "leave completions that reach sample.max_tokens out of the loss")
-    method: Literal["mixed", "equal", "pcgrad"] = setting(
-        "mixed", "several tasks: one mixed batch, one batch for each task, or these with PCGrad"
+    dynamic_sampling: int = setting(
+        0, "rounds in which prompts whose completions all got the same reward are replaced by new ones", ge=0
     )
+    curriculum: bool = setting(False, "choose the level of each task by the accuracy of earlier phases")
+    old_logprobs: Literal["auto", "sampler", "trainer"] = setting(
+        "auto",
+        "which log-probabilities the ratio is taken against; auto: the sampler's if they agree with the trainer's",
+    )
+    correction: float | None = setting(2.0, "upper limit of the importance weight trainer / sampler; null: none", gt=0)
+    critic: Literal["shared", "own"] = setting(
+        "shared", "ppo: a value head on the policy's trunk, or a model of its own"
+    )
+    value_weight: float = setting(0.5, "ppo: weight of the value loss", gt=0)
+    value_clip: float | None = setting(
+        0.2, "ppo: how far a value may move from the one of the rollout; null: any", gt=0
+    )
+    gamma: float = setting(1.0, "ppo: discount per token", gt=0, le=1)
+    gae_lambda: float = setting(0.95, "ppo: decay of generalised advantage estimation", ge=0, le=1)
+    critic_warmup: int = setting(0, "ppo: first phases in which only the critic learns", ge=0)
+    teach: int = setting(0, "first phases that learn from worked solutions, for weights that solve nothing yet", ge=0)
 
     @property
     def steps_in_phase(self) -> int:
         return self.updates * self.epochs
+
+
+@dataclass(frozen=True, kw_only=True)
+class MtlSettings:
+    method: Literal["mixed", "equal", "pcgrad", "cagrad", "mgda"] = setting(
+        "mixed", "several tasks: shuffled together, as many prompts of each per step, or this with combined gradients"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -294,6 +326,7 @@ class Settings:
     lora: LoraSettings = section(LoraSettings, "train adapters instead of all weights")
     rft: RftSettings = section(RftSettings, "rejection-sampling fine-tuning: questions and kept samples")
     rl: RlSettings = section(RlSettings, "reinforcement learning: prompts, completions and the policy's loss")
+    mtl: MtlSettings = section(MtlSettings, "reinforcement learning on several tasks")
     sample: SampleSettings = section(SampleSettings, "how completions are sampled")
     plan: PlanSettings = section(PlanSettings, "decisions of the plan; any of them can be pinned")
     eval: EvalSettings = section(EvalSettings, "validation")

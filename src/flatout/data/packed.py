@@ -30,13 +30,21 @@ class Packed:
     """
 
     def __init__(
-        self, examples: Examples, *, sequence_length: int, batch_sequences: int, seed: int, shuffle: bool
+        self,
+        examples: Examples,
+        *,
+        sequence_length: int,
+        batch_sequences: int,
+        seed: int,
+        shuffle: bool,
+        multiple: int = 1,
     ) -> None:
+        """`multiple` rounds the length of the longest example up, for data whose shapes should stay the same."""
         self.examples, self.seed, self.shuffle = examples, seed, shuffle
         self.sequence_length, self.batch_sequences = sequence_length, batch_sequences
         # The last token of an example is only a target and takes no position.
         self._places = examples.lengths - 1
-        self.longest = int(self._places.max())
+        self.longest = min(sequence_length, -(-int(self._places.max()) // multiple) * multiple)
         bins = pack(self._places, capacity=sequence_length, seed=seed)
         # Examples in the order of their sequences, where each sequence ends among them, and where each example begins.
         self._order = np.concatenate([np.asarray(members, np.int64) for members in bins])
@@ -82,10 +90,13 @@ class Packed:
         return [self._batch(chosen[i : i + micro_batch]) for i in range(0, share, micro_batch)]
 
     def batches(self, micro_batch: int, *, task: str | None = None) -> list[Batch]:
-        """All sequences once, in order, in micro-batches of one size: the last is filled up with empty sequences."""
-        starts = range(0, self.num_sequences, micro_batch)
-        found = [self._batch(list(range(at, min(at + micro_batch, self.num_sequences))), micro_batch) for at in starts]
-        return [replace(batch, task=task) for batch in found]
+        """All sequences once, in order; the last micro-batch may be smaller, and is filled up with empty sequences."""
+        found = []
+        for at in range(0, self.num_sequences, micro_batch):
+            members = list(range(at, min(at + micro_batch, self.num_sequences)))
+            size = min(micro_batch, 1 << (len(members) - 1).bit_length())  # few sizes
+            found.append(replace(self._batch(members, size), task=task))
+        return found
 
     def sequences(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
         """The sequence at each index of the endless sequence of epochs."""

@@ -1,6 +1,6 @@
-"""One gradient from the gradients of several tasks where they conflict: PCGrad on the Gram matrix.
+"""One gradient from the gradients of several tasks where they conflict: PCGrad, CAGrad and MGDA on the Gram matrix.
 
-The result is a linear combination of the K task gradients, so it needs only their K x K dot products. They are taken
+Each result is a linear combination of the K task gradients, so it needs only their K x K dot products. They are taken
 in float64: in float32, gradients that are nearly parallel go wrong. The K x K arithmetic stays on the device, so a
 step waits for nothing.
 """
@@ -9,36 +9,65 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import combinations
+from typing import Literal, TypeGuard, get_args
 
 import numpy as np
 import torch
 from torch import Tensor
 
+Method = Literal["pcgrad", "cagrad", "mgda"]
+# Elements of each gradient that are in float64 at a time.
+CHUNK = 1 << 22
+# Iterations of the two small minimisations. Both have a few unknowns and converge in fewer.
+ITERATIONS = 100
+# How far from the mean gradient CAGrad searches, as a share of its norm; its authors' default.
+CAGRAD_C = 0.5
+
+
+def is_method(name: str) -> TypeGuard[Method]:
+    return name in get_args(Method)
+
 
 @dataclass(frozen=True, kw_only=True)
-class PCGrad:
-    """Projects each task's gradient onto the normal plane of every other task's gradient it conflicts with.
+class Combined:
+    """Combines the gradients of the tasks by one of the methods, and measures the cosine of every two of them.
 
-    The order of the projections is drawn from the seed and the step, the same on all ranks.
+    PCGrad projects each gradient onto the normal plane of every other one that it conflicts with, in an order that the
+    seed and the step give, the same on all ranks.
     """
 
     tasks: tuple[str, ...]
     seed: int
+    method: Method = "pcgrad"
 
-    def __call__(self, gradients: Mapping[str, Sequence[Tensor]], *, step: int) -> list[Tensor]:
+    @property
+    def metrics(self) -> tuple[str, ...]:
+        return ("conflicts", *(f"cosine/{a}/{b}" for a, b in combinations(self.tasks, 2)))
+
+    def __call__(self, gradients: Mapping[str, Sequence[Tensor]], *, step: int) -> tuple[list[Tensor], Tensor]:
         by_task = [gradients[task] for task in self.tasks]
-        generator = np.random.default_rng([self.seed, step])
-        order = [generator.permutation(len(by_task)).tolist() for _ in by_task]
-        return combined(by_task, pcgrad_weights(gram(by_task), order=order))
+        products_KK = gram(by_task)
+        if self.method == "pcgrad":
+            generator = np.random.default_rng([self.seed, step])
+            order = [generator.permutation(len(by_task)).tolist() for _ in by_task]
+            weights = pcgrad_weights(products_KK, order=order)
+        else:
+            weights = (cagrad_weights if self.method == "cagrad" else mgda_weights)(products_KK)
+        first, second = torch.triu_indices(len(by_task), len(by_task), 1, device=products_KK.device)
+        pairs = cosines(products_KK)[first, second]
+        return combined(by_task, weights), torch.cat([(pairs < 0).double().mean()[None], pairs])
 
 
 def gram(gradients: Sequence[Sequence[Tensor]]) -> Tensor:
     """The dot products of every two tasks' gradients, in float64."""
-    products = [
-        [torch.stack([(a.double() * b).sum() for a, b in zip(one, other, strict=True)]).sum() for other in gradients]
-        for one in gradients
-    ]
-    return torch.stack([torch.stack(row) for row in products])
+    total = torch.zeros((len(gradients), len(gradients)), dtype=torch.float64, device=gradients[0][0].device)
+    for of_parameter in zip(*gradients, strict=True):
+        flat = [part.reshape(-1) for part in of_parameter]
+        for pieces in zip(*(part.split(CHUNK) for part in flat), strict=True):
+            piece_KN = torch.stack(pieces).double()
+            total += piece_KN @ piece_KN.T
+    return total
 
 
 def pcgrad_weights(products_KK: Tensor, *, order: Sequence[Sequence[int]]) -> Tensor:
@@ -57,12 +86,56 @@ def pcgrad_weights(products_KK: Tensor, *, order: Sequence[Sequence[int]]) -> Te
     return coefficients.sum(dim=0)
 
 
+def mgda_weights(products_KK: Tensor) -> Tensor:
+    """The convex combination of least norm, times K: the sum of the gradients where all of them are equal.
+
+    Accelerated projected gradients on the simplex.
+    """
+    count = len(products_KK)
+    size = 1 / products_KK.diagonal().sum().clamp(min=1e-300)  # no less than the largest curvature
+    weights = ahead = torch.full_like(products_KK[0], 1 / count)
+    for i in range(ITERATIONS):
+        before, weights = weights, on_simplex(ahead - size * (products_KK @ ahead))
+        ahead = weights + i / (i + 3) * (weights - before)
+    return count * weights
+
+
+def on_simplex(point_K: Tensor) -> Tensor:
+    """The nearest point with coordinates that are not negative and sum to one."""
+    ordered = point_K.sort(descending=True).values
+    excess = (ordered.cumsum(0) - 1) / torch.arange(1, len(point_K) + 1, device=point_K.device)
+    kept = (ordered > excess).sum() - 1
+    return (point_K - excess.gather(0, kept[None])).clamp(min=0)
+
+
+def cagrad_weights(products_KK: Tensor, *, c: float = CAGRAD_C) -> Tensor:
+    """The update that helps the worst task most, within `c` times the norm of the mean gradient from the mean, times K.
+
+    Minimises g_w . g_0 + c |g_0| |g_w| over the simplex by exponentiated gradients.
+    """
+    count = len(products_KK)
+    mean = torch.full_like(products_KK[0], 1 / count)
+    radius = c * (mean @ products_KK @ mean).clamp(min=0).sqrt()
+    scale = products_KK.diagonal().max().clamp(min=1e-300)
+    logits = torch.zeros_like(mean)
+
+    def norm(weights: Tensor) -> Tensor:
+        return (weights @ products_KK @ weights).clamp(min=1e-300).sqrt()
+
+    for i in range(ITERATIONS):
+        weights = logits.softmax(0)
+        slopes = products_KK @ mean + radius * (products_KK @ weights) / norm(weights)
+        logits = logits - slopes / scale * (10 / (1 + i) ** 0.5)
+    weights = logits.softmax(0)
+    return count * (mean + radius / norm(weights) * weights)
+
+
 def combined(gradients: Sequence[Sequence[Tensor]], weights_K: Tensor) -> list[Tensor]:
     """The weighted sum, parameter by parameter."""
     weights = weights_K.to(gradients[0][0].dtype).unbind()
-    total = [part * weights[0] for part in gradients[0]]
+    total: list[Tensor] = list(torch._foreach_mul(list(gradients[0]), weights[0]))
     for of_task, weight in zip(gradients[1:], weights[1:], strict=True):
-        torch._foreach_addcmul_(total, list(of_task), [weight.expand_as(part) for part in of_task])
+        torch._foreach_add_(total, torch._foreach_mul(list(of_task), weight))
     return total
 
 

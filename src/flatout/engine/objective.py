@@ -35,6 +35,7 @@ class Head:
     hidden_NC: Tensor
     weight_VC: Tensor
     loss: HeadLoss
+    critic: Callable[[Tensor], Tensor] | None = None  # from the last hidden states to the value at each token
 
     def cross_entropy(self, targets: Tensor, *, rows: Tensor | None = None) -> Tensor:
         """Summed over the targets that are not ignored; `rows` selects some of the hidden states."""
@@ -47,6 +48,12 @@ class Head:
         """The log-probability of each target, with its gradient, and the entropy there; 0 where a target is ignored."""
         hidden = self.hidden_NC if rows is None else self.hidden_NC.index_select(0, rows)
         return linear_log_probs(hidden, self.weight_VC, targets, chunk=LOG_PROB_ROWS, temperature=temperature)
+
+    def values(self, *, rows: Tensor | None = None) -> Tensor:
+        """What the critic expects at each token."""
+        assert self.critic is not None, "the model has no critic"
+        found = self.critic(self.hidden_NC)
+        return found if rows is None else found.index_select(0, rows)
 
 
 class Objective(Protocol):
@@ -108,6 +115,16 @@ class Combine(Protocol):
         """Every task a batch may name, in the same order on all ranks. Each has its own buffer."""
         ...
 
-    def __call__(self, gradients: Mapping[str, Sequence[Tensor]], *, step: int) -> Sequence[Tensor]:
-        """`gradients` are those of each task, summed over ranks, in the order of the parameters."""
+    @property
+    def metrics(self) -> Sequence[str]:
+        """What it measures in every step."""
+        ...
+
+    def __call__(
+        self, gradients: Mapping[str, Sequence[Tensor]], *, step: int
+    ) -> tuple[Sequence[Tensor], Tensor | None]:
+        """The combined gradient and its measurements, one for each metric.
+
+        `gradients` are those of each task, summed over ranks, in the order of the parameters.
+        """
         ...

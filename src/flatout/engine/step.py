@@ -10,8 +10,10 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -31,6 +33,8 @@ from flatout.record import WARM_STEPS, Span
 # How many steps the host may run ahead of the numbers it reads.
 LAG = 2
 SCALE_START, SCALE_GROWTH_INTERVAL = 65536.0, 2000
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,6 +106,10 @@ class Engine:
         self._clock: float | None = None
         self._taken = 0
 
+    @property
+    def _metrics(self) -> list[str]:
+        return [*self.objective.metrics, *(self.combine.metrics if self.combine else ())]
+
     def begin_step(self, step: int) -> None:
         """Starts a step. The caller marks its phases before calling `step`: evaluating, saving, waiting for data."""
         if self._clock is None:
@@ -122,7 +130,7 @@ class Engine:
             sum(b.tokens.numel() for b in batches),
         ]
         totals = self.ranks.sum_(torch.tensor(counts, dtype=torch.float64).to(device, non_blocking=True))
-        shortage, denominator = "", totals[0].float()
+        shortage, denominator = "", totals[0].float().clamp(min=1.0)
         tally = Tally(self.objective.metrics, device)
         if self.eight is not None:
             self.eight.ready()
@@ -144,12 +152,13 @@ class Engine:
         metrics = tally.reduced(self.ranks, denominator=denominator)
         self.phases.mark("optimize")
         lr = self.schedule(step)
-        norm = self._update(self._combined(gradients, step=step), tally.loss, lr)
+        merged, measured = self._combined(gradients, step=step)
+        norm = self._update(merged, tally.loss, lr)
         if self.eight is not None:
             # One scale on all ranks: a resumed run then continues exactly, whichever rank saved.
             self.ranks.max_(self.eight.scales.amax)
             self.eight.updated()
-        numbers = torch.cat([torch.stack([tally.loss, norm, self.scale]).double(), totals, metrics.double()])
+        numbers = torch.cat([torch.stack([tally.loss, norm, self.scale]).double(), totals, metrics.double(), measured])
         if numbers.is_cuda:
             host = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
             numbers = host.copy_(numbers, non_blocking=True)
@@ -182,16 +191,18 @@ class Engine:
         parameter.grad.zero_()
         return taken
 
-    def _combined(self, gradients: Mapping[str, list[Tensor]], *, step: int) -> list[Tensor]:
-        """Stores the combined gradients for the optimizer and returns them."""
+    def _combined(self, gradients: Mapping[str, list[Tensor]], *, step: int) -> tuple[list[Tensor], Tensor]:
+        """Stores the combined gradients for the optimizer. Returns them, and what their combination measured."""
+        none = self.scale.new_empty(0, dtype=torch.float64)
         if self.combine is None:
-            return gradients[""]
-        for parameter, gradient in zip(self.parameters, self.combine(gradients, step=step), strict=True):
+            return gradients[""], none
+        merged, measured = self.combine(gradients, step=step)
+        for parameter, gradient in zip(self.parameters, merged, strict=True):
             if parameter.grad is None:
                 parameter.grad = gradient
             else:
                 parameter.grad.copy_(gradient)
-        return [p.grad for p in self.parameters if p.grad is not None]
+        return [p.grad for p in self.parameters if p.grad is not None], none if measured is None else measured.double()
 
     def _accumulate(self, host_batch: Batch, tally: Tally, *, denominator: Tensor) -> None:
         """Forward and backward of one micro-batch."""
@@ -257,24 +268,27 @@ class Engine:
 
     def sums(self, batch: Batch) -> Mapping[str, Tensor]:
         """The objective's results for a batch on the device: the loss, with its autograd graph, and its metrics."""
-        attend = attend_for(batch, active=self.active)
-
-        def head(hidden_NC: Tensor, weight_VC: Tensor) -> Mapping[str, Tensor]:
-            return self.objective(batch, Head(hidden_NC=hidden_NC, weight_VC=weight_VC, loss=self.head_loss))
-
-        found: Mapping[str, Tensor] = self.model(batch.tokens, batch.positions, attend, head)
+        found: Mapping[str, Tensor] = self._pass(batch, lambda head: self.objective(batch, head))
         return found
 
     @torch.no_grad()
-    def log_probs(self, host_batch: Batch, *, temperature: float) -> Tensor:
-        """The log-probability of each target under the weights as they are now; 0 where there is no target."""
+    def measure(self, host_batch: Batch, what: Callable[[Batch, Head], T], *, model: Model | None = None) -> T:
+        """What a function computes from the last hidden states of a batch, without gradients.
+
+        `model` is another one with the same head, such as the reference of a policy.
+        """
         batch = host_batch.to(self.active.device)
+        return self._pass(batch, lambda head: what(batch, head), model=model)
 
-        def head(hidden_NC: Tensor, weight_VC: Tensor) -> Tensor:
-            rows = Head(hidden_NC=hidden_NC, weight_VC=weight_VC, loss=self.head_loss)
-            return rows.log_probs(batch.targets, temperature=temperature)[0]
+    def _pass(self, batch: Batch, compute: Callable[[Head], T], *, model: Model | None = None) -> T:
+        attend, model = attend_for(batch, active=self.active), self.model if model is None else model
+        critic: Any = getattr(model, "critic", None)
 
-        found: Tensor = self.model(batch.tokens, batch.positions, attend_for(batch, active=self.active), head)
+        def head(hidden_NC: Tensor, weight_VC: Tensor) -> T:
+            values = None if critic is None else partial(critic, batch=batch, attend=attend)
+            return compute(Head(hidden_NC=hidden_NC, weight_VC=weight_VC, loss=self.head_loss, critic=values))
+
+        found: T = model(batch.tokens, batch.positions, attend, head)
         return found
 
     @torch.no_grad()
@@ -334,7 +348,7 @@ class Engine:
                     lr=pending.lr,
                     skipped=not math.isfinite(norm + loss),
                     loss_scale=scale if self.scale_moves else None,
-                    metrics=dict(zip(self.objective.metrics, metrics, strict=True)),
+                    metrics=dict(zip(self._metrics, metrics, strict=True)),
                 )
             )
         return due

@@ -1,6 +1,7 @@
 """The decoder and its weights, in and out of Hugging Face format; foreign models as transformers builds them."""
 
 from flatout.model.attention import Attend, Masked, Padded, Rectangular, Short, Varlen
+from flatout.model.critic import Critic
 from flatout.model.decoder import Block, Decoder
 from flatout.model.foreign import Foreign
 from flatout.model.loading import Model, load_adapted, load_model
@@ -8,6 +9,7 @@ from flatout.model.loading import Model, load_adapted, load_model
 __all__ = [
     "Attend",
     "Block",
+    "Critic",
     "Decoder",
     "Foreign",
     "Masked",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from flatout.config.settings import Settings
 from flatout.data.stream import Batch
@@ -96,6 +96,8 @@ class Material:
     # The objective, and how the gradients of several tasks are combined; None: they are added up.
     objective: Objective = field(default_factory=CrossEntropy)
     combine: Combine | None = None
+    # A critic beside the policy: a value head on its trunk, or a model of its own.
+    critic: Literal["shared", "own"] | None = None
     # Positions a token attends to on average, if known; None: half the sequence.
     mean_context: float | None = None
     # Tokens of the longest document, if documents are packed; None: unknown.

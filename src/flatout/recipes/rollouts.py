@@ -1,14 +1,15 @@
 """Rollouts: the weights that are being trained answer questions, the answers are graded, and steps learn from them.
 
 A phase generates and grades completions for `rl.prompts` prompts and then takes `rl.updates` optimizer steps per epoch
-on them. Everything in a phase follows from the seed, its number and the weights at its start, so a run that is resumed
-between two phases continues exactly.
+on them. Everything in a phase follows from the seed, its number, the weights at its start and the accuracy of earlier
+phases, which the run folder has. So a run that is resumed between two phases continues exactly.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 
@@ -16,63 +17,39 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from flatout import policy
-from flatout.config.settings import RlSettings, Settings
-from flatout.data.examples import Examples
-from flatout.data.packed import Packed
-from flatout.data.stream import NOT_TRAINED, Batch, permute
+from flatout.config.settings import Settings
+from flatout.data.stream import Batch, permute
 from flatout.data.tokenizer import Tokenizer
 from flatout.engine.faults import OutOfMemory, largest, smaller
 from flatout.engine.opening import stop_ids
 from flatout.engine.prepare import unprepared
 from flatout.engine.ranks import Ranks
 from flatout.engine.step import Engine
-from flatout.errors import RunFailed
+from flatout.errors import RunFailed, UsageError
 from flatout.plan import Plan
+from flatout.recipes.experience import Experience, Group, Prompt, Update, full_batch, packed
+from flatout.recipes.levels import Levels
 from flatout.recipes.questions import Live
 from flatout.recipes.sampling import Fitting, Graders
 from flatout.recipes.session import Session
-from flatout.recipes.stages import questions_of
-from flatout.record.events import RolloutsGraded, TaskRollouts
+from flatout.record.events import RolloutSample, RolloutsGraded, TaskRollouts
 from flatout.sample import Completion, Sampler, Sampling, prompt_ids, sampler_of, stop_texts, text_of
-from flatout.tasks import Task
+from flatout.tasks import Graded, Task, Worked
 
-# Column names of a batch.
-ADVANTAGE, OLD_LOGP, WEIGHT = "advantage", "old_logp", "weight"
-ESTIMATORS: dict[str, policy.Estimator] = {
-    "grpo": "group",
-    "dapo": "group",
-    "gspo": "group",
-    "dr_grpo": "group_mean",
-    "rloo": "leave_one_out",
-}
+# Concurrent sequences where the plan cannot predict how many fit.
+ROWS = 64
+# Questions whose prompts are measured before the run starts.
+CHECKED = 16
+# Completions of a phase that the record keeps, and the most characters of each.
+KEPT, KEPT_CHARACTERS = 4, 2000
 
 
 @dataclass(frozen=True, kw_only=True)
-class Prompt:
-    """One question of a task in a phase."""
+class Grade:
+    """A completion's text, and its grade when it is ready."""
 
-    task: int
-    question: int
-    ids: tuple[int, ...]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Group:
-    """The completions of one prompt, by sample number, with their rewards."""
-
-    prompt: Prompt
-    completions: tuple[Completion, ...]
-    rewards: tuple[float, ...]
-    answered: tuple[bool, ...]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Update:
-    """The examples of one optimizer step; of one task where gradients are kept apart."""
-
-    examples: Examples
-    task: str | None = None
+    text: str
+    future: Future[Graded]
 
 
 class Rollouts:
@@ -82,26 +59,33 @@ class Rollouts:
 
     def __init__(self, settings: Settings, tokenizer: Tokenizer) -> None:
         self.settings, self.tokenizer = settings, tokenizer
-        self.tasks = [questions_of(spec) for spec in settings.rl.tasks]
+        self.levels = Levels(settings.rl)
+        for spec in settings.rl.tasks:
+            self._check(spec, self.levels.task(spec, level=None))
+
+    def _check(self, spec: str, task: Task) -> None:
+        """Refuses a task whose prompts do not fit, or that has no solutions to learn from first."""
+        if self.settings.rl.teach and not isinstance(task, Worked):
+            raise UsageError(f"rl.teach: {spec} has no worked solutions; set rl.teach: 0, or use another task")
+        some = range(min(CHECKED, task.size or CHECKED))
+        shortest = min(len(prompt_ids(self.tokenizer, task.prompt(i))) for i in some)
+        length, room = self.settings.data.sequence_length, self.settings.sample.max_tokens
+        if shortest + room > length:
+            raise UsageError(
+                f"the prompts of {spec} have {shortest} tokens or more; with sample.max_tokens ({room}) they do not "
+                f"fit data.sequence_length ({length}): raise it, and model.positions too, or lower sample.max_tokens"
+            )
 
     def trial_batch(self, ranks: Ranks, *, micro_batch: int) -> Batch:
-        """A micro-batch full of text of one document per sequence."""
-        length = self.settings.data.sequence_length
-        tokens = np.zeros(micro_batch * (length + 1), np.int32)
-        examples = Examples(
-            tokens=tokens,
-            trained=np.ones(len(tokens), np.bool_),
-            ends=np.arange(1, micro_batch + 1) * (length + 1),
-            columns={name: np.zeros(len(tokens), np.float32) for name in columns_of(self.settings.rl)},
-        )
-        return packed(examples, self.settings).batches(micro_batch)[0]
+        return full_batch(self.settings, micro_batch)
 
     @contextmanager
     def batches(
         self, engine: Engine, plan: Plan, session: Session, ranks: Ranks, *, start: int, stop: int
     ) -> Iterator[RolloutBatches]:
+        self.levels.recall(session.run.events(), before=start)
         with ExitStack() as stack:
-            graders = [stack.enter_context(Graders(spec)) for spec in self.settings.rl.tasks]
+            graders = {spec: stack.enter_context(Graders(spec)) for spec in self.levels.specs}
             yield RolloutBatches(self, engine, plan, session, ranks, graders)
 
 
@@ -113,10 +97,10 @@ class RolloutBatches:
         plan: Plan,
         session: Session,
         ranks: Ranks,
-        graders: Sequence[Graders],
+        graders: dict[str, Graders],
     ) -> None:
         self.settings, self.rl = source.settings, source.settings.rl
-        self.tasks, self.tokenizer, self.graders = source.tasks, source.tokenizer, graders
+        self.levels, self.tokenizer, self.graders = source.levels, source.tokenizer, graders
         self.engine, self.plan, self.session, self.ranks = engine, plan, session, ranks
         self.micro_batch = plan.decisions.micro_batch
         sample = self.settings.sample
@@ -129,7 +113,8 @@ class RolloutBatches:
             stop_ids=stop_ids(self.settings.model, self.tokenizer),
             stop_texts=stop_texts(self.tokenizer),
         )
-        self.fitting = Fitting(self._sampler, rows=plan.rows or 64, tell=session.recorder.event)
+        self.fitting = Fitting(self._sampler, rows=plan.rows or ROWS, tell=session.recorder.event)
+        self.experience = Experience(self.settings, plan, engine, ranks)
         self._phase: int | None = None
         self._updates: list[list[Update]] = []  # by step in an epoch of the phase
 
@@ -138,7 +123,7 @@ class RolloutBatches:
     def next(self, step: int) -> list[Batch]:
         phase, at = divmod(step, self.rl.steps_in_phase)
         if phase != self._phase:
-            self._updates = self._roll_out(phase, step=step)
+            self._updates = self._taught(phase) if phase < self.rl.teach else self._rolled_out(phase, step=step)
             self._phase = phase
         batches: list[Batch] = []
         for update in self._updates[at % self.rl.updates]:
@@ -155,7 +140,7 @@ class RolloutBatches:
                 f"step {step} ran out of memory even with micro-batch 1 ({cause}). "
                 + largest(self.plan.predicted.memory_gib)
             )
-        self.micro_batch = smaller(before)
+        self.micro_batch = self.experience.micro_batch = smaller(before)
         return before, self.micro_batch
 
     def resumable(self, step: int) -> bool:
@@ -166,170 +151,184 @@ class RolloutBatches:
 
     # -- a phase
 
-    def _roll_out(self, phase: int, *, step: int) -> list[list[Update]]:
+    def _rolled_out(self, phase: int, *, step: int) -> list[list[Update]]:
         """Generate, grade, compare. Every rank does this for its share of the prompts."""
-        began = time.perf_counter()
-        self.engine.phases.mark("generate")
+        began, waited, groups = time.perf_counter(), 0.0, list[Group]()
         prompts = self._prompts(phase)
-        completions = self._generated(prompts, phase=phase)
-        self.engine.phases.mark("grade")
-        groups = self._graded(prompts, completions)
+        wanted = len(prompts)
+        for round_ in range(self.rl.dynamic_sampling + 1):
+            self.engine.phases.mark("generate", role="sampler")
+            completions, grades = self._generated(prompts, phase=phase)
+            self.engine.phases.mark("grade", role="grader")
+            ready = time.perf_counter()
+            groups += self._graded(prompts, completions, grades)
+            waited += time.perf_counter() - ready
+            missing = wanted - sum(group.has_signal for group in groups)
+            more = round_ < self.rl.dynamic_sampling and self.ranks.any(missing > 0)
+            if not more:
+                break
+            prompts = self._prompts(phase, round_=round_ + 1)[:missing]
+        for graders in self.graders.values():
+            graders.forget()
         self.engine.phases.mark("data")
-        self._report(groups, step=step, seconds=time.perf_counter() - began)
-        return self._compared(groups)
+        self._report(groups, step=step, seconds=time.perf_counter() - began, waited=waited)
+        if self.rl.dynamic_sampling:
+            groups = ([group for group in groups if group.has_signal] or groups)[:wanted]
+        return self.experience.updates(groups, phase=phase)
 
-    def _prompts(self, phase: int) -> list[Prompt]:
-        """This rank's prompts: the next questions of every task, in an order that the seed gives."""
+    def _taught(self, phase: int) -> list[list[Update]]:
+        """Worked solutions in the place of completions, each better than anything else."""
+        prompts, texts = self._prompts(phase), []
+        space = "" if self.tokenizer.has_template else " "  # as after the plain prompt
+        for prompt in prompts:
+            task = self.levels.task(prompt.task, level=prompt.level)
+            assert isinstance(task, Worked)
+            texts.append(space + task.solution(prompt.question))
+        ids = self.tokenizer.encode_batch(texts)
+        solutions = [(*own, self.tokenizer.eos_id)[: self.sampling.max_tokens] for own in ids]
+        return self.experience.solutions(prompts, solutions)
+
+    def _prompts(self, phase: int, *, round_: int = 0) -> list[Prompt]:
+        """This rank's prompts: the next questions of the tasks, in an order that the seed gives.
+
+        A round of dynamic sampling takes questions of its own, so that a phase does not depend on earlier ones.
+        """
+        rl, tasks = self.rl, self.rl.tasks
+        each, rounds = rl.prompts // len(tasks), rl.dynamic_sampling + 1
+        slots = np.arange(self.ranks.rank, rl.prompts, self.ranks.world, dtype=np.int64)
+        slots += phase * rl.prompts
+        if self.settings.mtl.method == "mixed" and len(tasks) > 1:
+            # The same questions as in equal batches, in another order over the whole run.
+            total = self.plan.job.steps or 0
+            count = total // rl.steps_in_phase * rl.prompts
+            slots = permute(slots, count, key=(self.settings.seed, 0, 2))
         found = []
-        each = self.rl.prompts // len(self.tasks)
-        for number, task in enumerate(self.tasks):
-            for at in range(self.ranks.rank, each, self.ranks.world):
-                question = question_of(task, phase * each + at, seed=self.settings.seed)
-                ids = tuple(prompt_ids(self.tokenizer, task.prompt(question)))
-                found.append(Prompt(task=number, question=question, ids=ids))
+        for slot in slots.tolist():
+            in_phase, at = divmod(slot, rl.prompts)
+            task, number = divmod(at, each)
+            spec, level = tasks[task], self.levels.level(tasks[task])
+            asked = self.levels.task(spec, level=level)
+            question = question_of(asked, (in_phase * rounds + round_) * each + number, seed=self.settings.seed)
+            ids = tuple(prompt_ids(self.tokenizer, asked.prompt(question)))
+            if len(ids) + self.sampling.max_tokens <= self.settings.data.sequence_length:
+                found.append(Prompt(task=spec, level=level, question=question, ids=ids))
         return found
 
-    def _generated(self, prompts: Sequence[Prompt], *, phase: int) -> list[list[Completion]]:
+    def _generated(self, prompts: Sequence[Prompt], *, phase: int) -> tuple[list[list[Completion]], list[list[Grade]]]:
+        """Completions by prompt and sample, and their grades, which are being computed meanwhile."""
         # Another seed in every phase: a question that comes again gets other random numbers.
         sampling = replace(self.sampling, seed=self.settings.seed * 1_000_003 + phase)
-        keys = [prompt.task * 1_000_003 + prompt.question for prompt in prompts]
+        keys = [self.rl.tasks.index(prompt.task) * 1_000_003 + prompt.question for prompt in prompts]
 
-        def generate(sampler: Sampler) -> list[list[Completion]]:
-            found: list[list[Completion]] = [[] for _ in prompts]
+        def generate(sampler: Sampler) -> tuple[list[list[Completion]], list[list[Grade]]]:
+            found: list[list[tuple[Completion, Grade]]] = [[] for _ in prompts]
             ids = [prompt.ids for prompt in prompts]
             for done in sampler.generate(ids, sampling=sampling, samples=self.rl.samples, keys=keys):
-                found[done.prompt].append(done)
-            return [sorted(many, key=lambda one: one.sample) for many in found]
+                prompt = prompts[done.prompt]
+                text = text_of(self.tokenizer, done.ids, self.sampling)
+                graders = self.graders[self.levels.spec(prompt.task, level=prompt.level)]
+                found[done.prompt].append((done, Grade(text=text, future=graders.grade(prompt.question, text))))
+            ordered = [sorted(many, key=lambda one: one[0].sample) for many in found]
+            return [[one for one, _ in many] for many in ordered], [[grade for _, grade in many] for many in ordered]
 
         with torch.no_grad():
-            return self.fitting.run(generate)
+            return self.fitting.run(generate) if prompts else ([], [])
 
     def _sampler(self, rows: int) -> Sampler:
         """On the weights that are being trained; it reads them again before every use."""
         return sampler_of(Live(model=unprepared(self.engine.model), tokenizer=self.tokenizer), rows=rows)
 
-    def _graded(self, prompts: Sequence[Prompt], completions: Sequence[Sequence[Completion]]) -> list[Group]:
-        waiting = [
-            [self.graders[p.task].grade(p.question, text_of(self.tokenizer, c.ids, self.sampling)) for c in many]
-            for p, many in zip(prompts, completions, strict=True)
-        ]
+    def _graded(
+        self, prompts: Sequence[Prompt], completions: Sequence[Sequence[Completion]], grades: Sequence[Sequence[Grade]]
+    ) -> list[Group]:
         groups = []
-        for prompt, many, futures in zip(prompts, completions, waiting, strict=True):
-            graded = [future.result() for future in futures]
-            penalties = [self._overlong(len(one.ids)) for one in many]
+        for prompt, many, waiting in zip(prompts, completions, grades, strict=True):
+            graded = [one.future.result() for one in waiting]
             groups.append(
                 Group(
                     prompt=prompt,
                     completions=tuple(many),
-                    rewards=tuple(g.reward + p for g, p in zip(graded, penalties, strict=True)),
-                    answered=tuple(g.answered for g in graded),
+                    texts=tuple(one.text for one in waiting),
+                    scores=tuple(one.reward for one in graded),
+                    penalties=tuple(self.experience.penalty(len(one.ids)) for one in many),
+                    answered=tuple(one.answered for one in graded),
+                    killed=sum(one.status == "killed" for one in graded),
                 )
             )
-        for grader in self.graders:
-            grader.forget()
         return groups
 
-    def _overlong(self, length: int) -> float:
-        return policy.overlong_penalty(length, limit=self.sampling.max_tokens, buffer=self.rl.overlong_buffer)
-
-    def _compared(self, groups: Sequence[Group]) -> list[list[Update]]:
-        """Advantages within each group, and the groups shared out over the updates of an epoch."""
-        rewards = np.array([group.rewards for group in groups])
-        advantages = policy.group_advantages(rewards, estimator=ESTIMATORS[self.rl.algorithm])
-        updates = []
-        for at in range(self.rl.updates):
-            chosen = range(at, len(groups), self.rl.updates)
-            if self.rl.method == "mixed":
-                updates.append([self._update([groups[i] for i in chosen], advantages[list(chosen)])])
-                continue
-            apart = []
-            for number, name in enumerate(self.settings.rl.tasks):
-                own = [i for i in chosen if groups[i].prompt.task == number]
-                apart.append(self._update([groups[i] for i in own], advantages[own], task=name))
-            updates.append(apart)
-        return updates
-
-    def _update(self, groups: Sequence[Group], advantages: policy.Floats, *, task: str | None = None) -> Update:
-        rows = [
-            (group.prompt.ids, one, float(advantage))
-            for group, own in zip(groups, advantages, strict=True)
-            for one, advantage in zip(group.completions, own, strict=True)
-            if one.ids and not (self.rl.mask_truncated and one.status == "length")
-        ]
-        lengths = np.array([len(one.ids) for _, one, _ in rows])
-        weights = self._weights(lengths)
-        tokens = [np.array([*prompt, *one.ids], np.int32) for prompt, one, _ in rows]
-        trained = [np.arange(len(ids)) >= len(ids) - n for ids, n in zip(tokens, lengths, strict=True)]
-        columns = {
-            ADVANTAGE: spread([advantage for *_, advantage in rows], tokens),
-            WEIGHT: spread(weights, tokens),
-        }
-        examples = replace(Examples.of(zip(tokens, trained, strict=True)), columns=columns)
-        if OLD_LOGP in columns_of(self.rl):
-            examples = replace(examples, columns=columns | {OLD_LOGP: self._log_probs(examples)})
-        return Update(examples=examples, task=task)
-
-    def _log_probs(self, examples: Examples) -> NDArray[np.float32]:
-        """Of every token under the weights at the start of the phase, as the steps of the phase compute them."""
-        numbered = replace(examples, columns={"number": np.arange(len(examples.tokens))})
-        found = np.zeros(len(examples.tokens), np.float32)
-        for batch in packed(numbered, self.settings).batches(self.micro_batch):
-            trained = batch.targets != NOT_TRAINED
-            logp = self.engine.log_probs(batch, temperature=self.sampling.temperature).cpu()
-            found[batch.columns["number"][trained].numpy()] = logp[trained].float().numpy()
-        return found
-
-    def _weights(self, lengths: NDArray[np.int64]) -> policy.Floats:
-        """By the sequences of all ranks."""
-        return policy.token_weights(lengths, aggregation=self.rl.aggregation, max_length=self.sampling.max_tokens)
-
-    def _report(self, groups: Sequence[Group], *, step: int, seconds: float) -> None:
-        by_task = [
-            summary([group for group in groups if group.prompt.task == number], task=spec)
-            for number, spec in enumerate(self.settings.rl.tasks)
-        ]
-        tokens = sum(len(one.ids) for group in groups for one in group.completions)
-        self.session.recorder.event(
-            RolloutsGraded(step=step, tasks=tuple(by_task), tokens=tokens, seconds=seconds, rows=self.fitting.rows)
+    def _report(self, groups: Sequence[Group], *, step: int, seconds: float, waited: float) -> None:
+        """Records the completions of all ranks by task."""
+        counts = np.stack([counted([g for g in groups if g.prompt.task == spec]) for spec in self.rl.tasks])
+        totals = self.ranks.sum_(torch.from_numpy(counts).to(self.engine.active.device)).cpu().numpy()
+        event = RolloutsGraded(
+            step=step,
+            tasks=tuple(
+                summary(row, task=spec, level=self.levels.level(spec))
+                for spec, row in zip(self.rl.tasks, totals, strict=True)
+            ),
+            tokens=int(totals[:, COUNTS.index("tokens")].sum()),
+            seconds=seconds,
+            grading_s=waited,
+            rows=self.fitting.rows,
+            samples=tuple(kept(groups)),
         )
+        self.session.recorder.event(event)
+        self.levels.see(event)
 
 
-def summary(groups: Sequence[Group], *, task: str) -> TaskRollouts:
-    every = [one for group in groups for one in zip(group.completions, group.rewards, group.answered, strict=True)]
+COUNTS = ("prompts", "completions", "reward", "correct", "answered", "tokens", "truncated", "no_signal", "killed")
 
-    def mean(values: Sequence[float]) -> float | None:
-        return float(np.mean(values)) if len(values) else None
+
+def counted(groups: Sequence[Group]) -> NDArray[np.float64]:
+    """Sums over the completions of one task, in the order of COUNTS."""
+    found = dict.fromkeys(COUNTS, 0.0)
+    for group in groups:
+        found["prompts"] += 1
+        found["completions"] += len(group.completions)
+        found["reward"] += sum(group.rewards)
+        found["correct"] += sum(score >= 1.0 for score in group.scores)
+        found["answered"] += sum(group.answered)
+        found["tokens"] += sum(len(one.ids) for one in group.completions)
+        found["truncated"] += sum(one.status == "length" for one in group.completions)
+        found["no_signal"] += not group.has_signal
+        found["killed"] += group.killed
+    return np.array([found[name] for name in COUNTS])
+
+
+def summary(counts: NDArray[np.float64], *, task: str, level: int | None) -> TaskRollouts:
+    found = dict(zip(COUNTS, counts.tolist(), strict=True))
+
+    def mean(name: str, *, of: str = "completions") -> float | None:
+        return found[name] / found[of] if found[of] else None
 
     return TaskRollouts(
         task=task,
-        prompts=len(groups),
-        reward=mean([reward for _, reward, _ in every]),
-        accuracy=mean([reward >= 1.0 for _, reward, _ in every]),
-        answered=mean([ok for *_, ok in every]),
-        length=mean([len(one.ids) for one, *_ in every]),
-        truncated=mean([one.status == "length" for one, *_ in every]),
-        without_signal=mean([len(set(group.rewards)) == 1 for group in groups]),
+        prompts=int(found["prompts"]),
+        reward=mean("reward"),
+        accuracy=mean("correct"),
+        answered=mean("answered"),
+        length=mean("tokens"),
+        truncated=mean("truncated"),
+        without_signal=mean("no_signal", of="prompts"),
+        killed=int(found["killed"]),
+        level=level,
     )
 
 
-def columns_of(rl: RlSettings) -> tuple[str, ...]:
-    """With one step per phase the policy that generated is the policy that learns, and needs no old log-probability."""
-    return (ADVANTAGE, WEIGHT) if rl.steps_in_phase == 1 else (ADVANTAGE, WEIGHT, OLD_LOGP)
+def kept(groups: Sequence[Group]) -> Iterator[RolloutSample]:
+    """The first completion of some prompts, evenly spaced, for the reader of the record."""
+    for group in groups[:: max(1, -(-len(groups) // KEPT))]:
+        if group.texts:
+            text = group.texts[0][:KEPT_CHARACTERS]
+            yield RolloutSample(
+                task=group.prompt.task, question=group.prompt.question, completion=text, reward=group.rewards[0]
+            )
 
 
 def question_of(task: Task, at: int, *, seed: int) -> int:
-    """The question at a place of the endless sequence of a task's questions: every epoch in an order of its own."""
+    """The question at a place of the endless sequence of a task's questions: every epoch has its own order."""
     if task.size is None:
         return at
     epoch, within = divmod(at, task.size)
     return int(permute(np.array([within], np.int64), task.size, key=(seed, epoch, 1))[0])
-
-
-def packed(examples: Examples, settings: Settings) -> Packed:
-    length = settings.data.sequence_length
-    return Packed(examples, sequence_length=length, batch_sequences=1, seed=settings.seed, shuffle=False)
-
-
-def spread(values: Sequence[float] | policy.Floats, tokens: Sequence[NDArray[np.int32]]) -> NDArray[np.float32]:
-    """One value for every token of its sequence."""
-    return np.repeat(np.asarray(values, np.float32), [len(ids) for ids in tokens])

@@ -25,7 +25,7 @@ from flatout.engine.resolve import Active, check_build, resolve
 from flatout.engine.step import Engine
 from flatout.errors import FlatoutError, UsageError
 from flatout.hardware import Hardware, detect, with_cpu_facts
-from flatout.model import Model, load_adapted, load_model, peft
+from flatout.model import Critic, Decoder, Model, load_adapted, load_model, peft
 from flatout.optim import adamw, schedule
 from flatout.plan import Decisions, Job, Plan, decide, job_of
 from flatout.probe import Phases
@@ -254,12 +254,13 @@ def build_engine(
         session.recorder.event(events.Notice(text=text))
 
     model = build_model(settings, plan, active, note=note)
-    head_loss, eight = prepare(
-        model,
-        active=active,
-        recompute=plan.decisions.recompute,
-        loss_chunk=plan.decisions.loss_chunk,
-    )
+    chunk, recompute = plan.decisions.loss_chunk, plan.decisions.recompute
+    head_loss, eight = prepare(model, active=active, recompute=recompute, loss_chunk=chunk)
+    if material.critic is not None:
+        trunk = build_model(settings, plan, active, note=note) if material.critic == "own" else None
+        if trunk is not None:
+            prepare(trunk, active=replace(active, fp8=False), recompute=recompute, loss_chunk=chunk)
+        model.critic = critic_of(model, trunk)
     return Engine(
         model=model,
         optimizer=adamw(model, settings.train, fused=active.fused_optimizer),
@@ -275,6 +276,12 @@ def build_engine(
         objective=material.objective,
         combine=material.combine,
     )
+
+
+def critic_of(model: Model, trunk: Model | None) -> Critic:
+    if not isinstance(model, Decoder) or not isinstance(trunk, Decoder | None):
+        raise UsageError(f"rl.algorithm: ppo works only with flatout's own decoder: {model.shape.foreign}")
+    return Critic(hidden=model.shape.hidden, device=model.embedding.device, trunk=trunk)
 
 
 def build_model(settings: Settings, plan: Plan, active: Active, *, note: Callable[[str], None]) -> Model:

@@ -1,0 +1,65 @@
+"""The tasks of a run by level. With `rl.curriculum` the level of a task follows the accuracy of earlier phases."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import cache
+
+from flatout.config.settings import RlSettings
+from flatout.errors import UsageError
+from flatout.record import Event
+from flatout.record.events import RolloutsGraded
+from flatout.tasks import Task, Texts, open_task
+
+# A task gets harder above the first accuracy and easier below the second.
+HARDER, EASIER = 0.7, 0.2
+FIRST, LAST = 1, 5
+
+
+class Levels:
+    def __init__(self, rl: RlSettings) -> None:
+        self.tasks, self.curriculum = rl.tasks, rl.curriculum
+        self._levels = dict.fromkeys(rl.tasks, FIRST) if rl.curriculum else {}
+        for spec in self.specs if rl.curriculum else ():
+            try:
+                questions_of(spec)
+            except UsageError as error:
+                raise UsageError(f"rl.curriculum needs tasks with levels 1 to 5, such as math: {error}") from None
+
+    @property
+    def specs(self) -> list[str]:
+        """Every task that may be asked."""
+        if not self.curriculum:
+            return list(self.tasks)
+        return [self.spec(task, level=level) for task in self.tasks for level in range(FIRST, LAST + 1)]
+
+    def level(self, task: str) -> int | None:
+        """The level of a task in the next phase; None without a curriculum."""
+        return self._levels.get(task)
+
+    def spec(self, task: str, *, level: int | None) -> str:
+        return task if level is None else f"{task}{'&' if '?' in task else '?'}level={level}"
+
+    def task(self, task: str, *, level: int | None) -> Task:
+        return questions_of(self.spec(task, level=level))
+
+    def see(self, event: RolloutsGraded) -> None:
+        """Moves the levels after a phase."""
+        for one in event.tasks:
+            if one.task in self._levels and one.accuracy is not None:
+                up = (one.accuracy > HARDER) - (one.accuracy < EASIER)
+                self._levels[one.task] = min(LAST, max(FIRST, self._levels[one.task] + up))
+
+    def recall(self, events: Iterable[Event], *, before: int) -> None:
+        """Repeats what was seen in the phases before a step; of a phase that was repeated, the last."""
+        phases = {e.step: e for e in events if isinstance(e, RolloutsGraded) and e.step is not None and e.step < before}
+        for step in sorted(phases):
+            self.see(phases[step])
+
+
+@cache
+def questions_of(spec: str) -> Task:
+    task = open_task(spec)
+    if isinstance(task, Texts):
+        raise UsageError(f"{spec} has no questions: use a task with questions")
+    return task
