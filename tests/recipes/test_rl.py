@@ -3,31 +3,40 @@
 from __future__ import annotations
 
 import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
+from tests.warm import two_ranks
 
 from flatout.config import from_mapping
+from flatout.config.settings import Settings
 from flatout.errors import UsageError
-from flatout.recipes import rl, run
+from flatout.recipes import rl, rollouts, run
+from flatout.recipes.experience import Experience
 from flatout.recipes.rollouts import RolloutBatches
 from flatout.record import Run
-from flatout.record.events import RolloutsGraded
+from flatout.record.events import MemoryRanOut, RolloutsGraded
+from flatout.tasks import Graded
 
 CONFIG: dict[str, Any] = {
     "recipe": "rl",
     "model": {"layers": 2, "hidden": 32, "heads": 2, "positions": 512},
     "data": {"sequence_length": 512},
     "rl": {"tasks": ["sums:train", "sums:shown"], "prompts": 4, "samples": 3, "updates": 2},
-    "sample": {"max_tokens": 8, "temperature": 1.0},
+    "sample": {"max_tokens": 8},
     "train": {"steps": 6, "lr": 1e-3},
     "plan": {"precision": "fp32", "threads": 1, "micro_batch": 2},
     "save": {"every": 2},
 }
 
 
-def settings(**changes: Any) -> Any:
+def settings(**changes: Any) -> Settings:
     return from_mapping({**CONFIG, **{key: {**CONFIG.get(key, {}), **value} for key, value in changes.items()}})
 
 
@@ -36,28 +45,39 @@ def weights(folder: Path) -> str:
     return hashlib.sha256((newest / "weights-rank00000.safetensors").read_bytes()).hexdigest()
 
 
-def partly(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rewards that a random model can get: completions are graded by how many of their characters are letters."""
-    from flatout.recipes import rollouts
-    from flatout.tasks import Graded
-
-    class Done:
-        def __init__(self, text: str) -> None:
-            self.text = text
-
-        def result(self) -> Graded:
-            share = sum(c.isalpha() for c in self.text) / max(1, len(self.text))
-            return Graded(reward=share, answered=True, status="graded")
-
-    monkeypatch.setattr(rollouts.Graders, "grade", lambda self, i, text: Done(text))
+def phases(folder: Path) -> list[RolloutsGraded]:
+    return [event for event in Run.open(folder).events() if isinstance(event, RolloutsGraded)]
 
 
-@pytest.mark.parametrize("method", ["mixed", "equal", "pcgrad"])
-def test_killed_between_and_inside_phases_it_resumes_to_the_same_bits(
-    method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.fixture(autouse=True)
+def letters(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rewards that a random model can get: the share of letters in a completion."""
+
+    def grade(self: object, i: int, text: str) -> Future[Graded]:
+        done: Future[Graded] = Future()
+        share = sum(c.isascii() and c.isalpha() for c in text) / max(1, len(text))
+        done.set_result(Graded(reward=share, answered=True))
+        return done
+
+    monkeypatch.setattr(rollouts.Graders, "grade", grade)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"mtl": {"method": "equal"}, "rl": {"algorithm": "gspo", "kl": 0.1, "dynamic_sampling": 1}},
+        {"mtl": {"method": "pcgrad"}, "rl": {"algorithm": "dapo", "epochs": 2, "updates": 1}},
+        {"rl": {"algorithm": "ppo", "samples": 1, "critic_warmup": 1}},
+        {"rl": {"algorithm": "ppo", "critic": "own", "updates": 1, "teach": 1}, "save": {"every": 1}},
+        {"lora": {"rank": 4}, "rl": {"algorithm": "rloo", "kl": 0.1}, "mtl": {"method": "cagrad"}},
+    ],
+    ids=str,
+)
+def test_cut_off_inside_a_phase_it_resumes_to_the_same_bits(
+    changes: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    partly(monkeypatch)
-    chosen = settings(mtl={"method": method})
+    chosen = settings(**changes)
     run(chosen, folder=tmp_path / "whole")
     plain = RolloutBatches.next
 
@@ -72,20 +92,132 @@ def test_killed_between_and_inside_phases_it_resumes_to_the_same_bits(
             run(chosen, folder=tmp_path / "cut")
     run(chosen, folder=tmp_path / "cut", resume=True)
     assert weights(tmp_path / "cut") == weights(tmp_path / "whole")
-    phases = [event for event in Run.open(tmp_path / "whole").events() if isinstance(event, RolloutsGraded)]
-    assert [phase.step for phase in phases] == [0, 2, 4]
-    assert all(task.prompts == 2 for phase in phases for task in phase.tasks)
+    losses = [[s.loss for s in Run.open(tmp_path / name).latest_steps()] for name in ("whole", "cut")]
+    assert losses[0] == losses[1]
+    assert any(losses[0]), "something was learnt"
 
 
-def test_the_reward_rises_where_it_can(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    partly(monkeypatch)
+def test_mixed_and_equal_batches_ask_the_same_questions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: dict[str, list[tuple[str, int]]] = {}
+    plain = RolloutBatches._prompts
+    for method in ("mixed", "equal", "pcgrad"):
+        seen = asked.setdefault(method, [])
+
+        def prompts(self: RolloutBatches, phase: int, *, round_: int = 0, seen: Any = seen) -> Any:
+            found = plain(self, phase, round_=round_)
+            seen.append([(one.task, one.question) for one in found])
+            return found
+
+        monkeypatch.setattr(RolloutBatches, "_prompts", prompts)
+        run(settings(mtl={"method": method}), folder=tmp_path / method)
+    flat = {method: [one for phase in seen for one in phase] for method, seen in asked.items()}
+    assert flat["equal"] == flat["pcgrad"]
+    assert sorted(flat["mixed"]) == sorted(flat["equal"])
+    assert len(set(flat["equal"])) == 12, "no question twice"
+    for phase in asked["equal"]:
+        assert [task for task, _ in phase] == ["sums:train"] * 2 + ["sums:shown"] * 2
+    events = phases(tmp_path / "pcgrad")
+    assert [event.step for event in events] == [0, 2, 4]
+    assert all(one.prompts == 2 for event in events for one in event.tasks)
+    metrics = [step.extra.metrics for step in Run.open(tmp_path / "pcgrad").latest_steps()]
+    assert all(-1 <= found["cosine/sums:train/sums:shown"] <= 1 for found in metrics)
+
+
+@pytest.mark.parametrize("algorithm", ["grpo", "ppo"])
+def test_the_reward_rises_where_it_can(algorithm: str, tmp_path: Path) -> None:
     longer = settings(
-        rl={"prompts": 8, "samples": 8, "updates": 1}, train={"steps": 24, "lr": 1e-2}, save={"every": None}
+        rl={"prompts": 8, "samples": 8, "updates": 1, "algorithm": algorithm},
+        train={"steps": 24, "lr": 1e-2},
+        save={"every": None},
     )
     run(longer, folder=tmp_path / "run")
-    phases = [event for event in Run.open(tmp_path / "run").events() if isinstance(event, RolloutsGraded)]
-    rewards = [sum(task.reward or 0.0 for task in phase.tasks) / len(phase.tasks) for phase in phases]
-    assert sum(rewards[-4:]) / 4 > sum(rewards[:4]) / 4 + 0.1
+    rewards = [phase.reward or 0.0 for phase in phases(tmp_path / "run")]
+    assert np.mean(rewards[-4:]) > np.mean(rewards[:4]) + 0.1
+
+
+def test_sampled_and_recomputed_log_probabilities_agree_in_fp32(tmp_path: Path) -> None:
+    found = {}
+    for old in ("sampler", "trainer"):
+        run(settings(rl={"old_logprobs": old}), folder=tmp_path / old)
+        found[old] = [step.loss for step in Run.open(tmp_path / old).latest_steps()]
+        metrics = [step.extra.metrics for step in Run.open(tmp_path / old).latest_steps()]
+        assert all(one["mismatch"] < 1e-5 for one in metrics[::2]), "in the first step of a phase nothing has moved"
+    assert found["sampler"] == pytest.approx(found["trainer"], abs=1e-5)
+
+
+def test_a_step_that_runs_out_of_memory_is_taken_once_in_smaller_pieces(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run(settings(), folder=tmp_path / "whole")
+    from flatout.engine.step import Engine
+
+    plain, failed = Engine._gradients, []
+
+    def fails(self: Engine, batches: Sequence[Any], *rest: Any, **options: Any) -> Any:
+        if batches[0].num_sequences > 1 and not failed:
+            failed.append(1)
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return plain(self, batches, *rest, **options)
+
+    monkeypatch.setattr(Engine, "_gradients", fails)
+    run(settings(), folder=tmp_path / "less")
+    events = [event for event in Run.open(tmp_path / "less").events() if isinstance(event, MemoryRanOut)]
+    assert [(event.step, event.micro_batch, event.now) for event in events] == [(0, 2, 1)]
+    assert len(phases(tmp_path / "less")) == 3, "no phase was generated twice"
+    ours, theirs = ([s.loss for s in Run.open(tmp_path / name).latest_steps()] for name in ("less", "whole"))
+    assert ours == pytest.approx(theirs, abs=1e-5)
+
+
+def test_dynamic_sampling_replaces_prompts_without_signal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def grade(self: object, i: int, text: str) -> Future[Graded]:
+        done: Future[Graded] = Future()
+        share = 0.0 if i % 2 else sum(c.isalpha() for c in text) / max(1, len(text))
+        done.set_result(Graded(reward=share, answered=True))
+        return done
+
+    monkeypatch.setattr(rollouts.Graders, "grade", grade)
+    learnt: list[list[bool]] = []
+    plain = Experience.updates
+
+    def updates(self: Experience, groups: Sequence[Any], *, phase: int) -> Any:
+        learnt.append([group.has_signal for group in groups])
+        return plain(self, groups, phase=phase)
+
+    monkeypatch.setattr(Experience, "updates", updates)
+    run(settings(rl={"dynamic_sampling": 12, "prompts": 8}, train={"steps": 2}), folder=tmp_path / "run")
+    assert all(all(groups) for groups in learnt)
+    assert len(learnt[0]) == 8
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"rl": {"algorithm": "gspo", "prompts": 8, "updates": 1}, "mtl": {"method": "pcgrad"}, "train": {"steps": 2}},
+        # The second rank has no prompt of the first update.
+        {"rl": {"algorithm": "ppo", "samples": 2}, "mtl": {"method": "equal"}, "train": {"steps": 4}},
+    ],
+    ids=str,
+)
+def test_two_ranks_learn_what_one_learns(changes: dict[str, Any], tmp_path: Path) -> None:
+    run(settings(**changes, plan={"micro_batch": 1}), folder=tmp_path / "one")
+    script = (
+        f"import sys; sys.path.insert(0, {str(Path(__file__).parents[2])!r})\n"
+        "from tests.recipes import test_rl\n"
+        "test_rl.one_rank(sys.argv[1], sys.argv[2])\n"
+    )
+    two_ranks(str(tmp_path / "two"), json.dumps(changes), cwd=tmp_path, script=script)
+    one, two = ([(s.loss, s.extra.grad_norm) for s in Run.open(tmp_path / n).latest_steps()] for n in ("one", "two"))
+    assert np.array(two) == pytest.approx(np.array(one), rel=1e-3, abs=1e-5)
+    rewards = [[one.reward for phase in phases(tmp_path / n) for one in phase.tasks] for n in ("one", "two")]
+    assert rewards[1] == pytest.approx(rewards[0], abs=1e-6), "the record counts the completions of both ranks"
+
+
+def one_rank(folder: str, changes: str) -> None:
+    """The body of one of two processes."""
+    torch.set_num_threads(1)
+    patch = pytest.MonkeyPatch()
+    letters.__wrapped__(patch)  # type: ignore[attr-defined]
+    run(settings(**json.loads(changes), plan={"micro_batch": 1}), folder=Path(folder))
 
 
 @pytest.mark.parametrize(
@@ -96,11 +228,18 @@ def test_the_reward_rises_where_it_can(tmp_path: Path, monkeypatch: pytest.Monke
         ({"rl": {"samples": 1}}, "rl.samples"),
         ({"sample": {"temperature": 0}}, "identical"),
         ({"train": {"steps": 5}}, "5 must be a multiple"),
-        ({"rl": {"tasks": ["units:train"]}, "mtl": {"method": "pcgrad"}}, "at least two tasks"),
-        ({"rl": {"tasks": ["unitz"]}}, "unitz"),
+        ({"rl": {"tasks": ["sums:train"]}, "mtl": {"method": "pcgrad"}}, "at least two tasks"),
+        ({"rl": {"tasks": ["unitz", "sums:train"]}}, "unitz"),
+        ({"rl": {"tasks": ["sums:train", "sums:train"]}}, "twice"),
+        ({"sample": {"max_tokens": 512}}, "no room for a prompt"),
+        ({"sample": {"max_tokens": 400}}, "do not fit data.sequence_length"),
+        ({"rl": {"curriculum": True}}, "levels"),
+        ({"rl": {"overlong_buffer": 9}}, "at most sample.max_tokens"),
+        ({"rl": {"old_logprobs": "sampler"}, "sample": {"temperature": 0.7}}, "temperature 1"),
     ],
+    ids=str,
 )
-def test_mistakes_are_named_before_anything_is_made(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+def test_mistakes_are_named_before_anything_is_made(changes: Mapping[str, Any], message: str, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=message):
         rl.run(settings(**changes), folder=tmp_path / "run")
     assert not (tmp_path / "run").exists()

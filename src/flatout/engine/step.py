@@ -169,6 +169,9 @@ class Engine:
         if self.combine is None:
             for batch in batches:
                 self._accumulate(batch, tally, denominator=denominator)
+            if not batches:  # all other ranks have some
+                for parameter in self.parameters:
+                    parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
             return {"": [p.grad for p in self.parameters if p.grad is not None]}
         if unknown := {batch.task for batch in batches} - set(self.combine.tasks):
             raise ValueError(f"batches of {unknown}, but only gradients of {list(self.combine.tasks)} are combined")

@@ -39,8 +39,9 @@ SHAPES = 64
 
 @dataclass(frozen=True, kw_only=True)
 class Prompt:
-    """One question of a task in a phase."""
+    """One question of a task in a phase. `slot` is its place among the prompts of all ranks."""
 
+    slot: int
     task: str
     level: int | None
     question: int
@@ -81,7 +82,7 @@ class Update:
 class Row:
     """A completion with its prompt. Of `values` each has one number for every token of the completion, by column."""
 
-    group: int
+    slot: int
     task: str
     prompt: tuple[int, ...]
     ids: tuple[int, ...]
@@ -103,7 +104,7 @@ class Experience:
 
     def updates(self, groups: Sequence[Group], *, phase: int) -> list[list[Update]]:
         """The examples of each step of an epoch; several for a step whose tasks have gradients of their own."""
-        rows = [row for number, group in enumerate(groups) for row in self._rows(number, group)]
+        rows = [row for group in groups for row in self._rows(group)]
         comparable = sampled_plainly(self.settings)
         if self.rl.steps_in_phase > 1:
             # Several steps leave the policy that generated. With one step it is the policy that learns.
@@ -122,16 +123,24 @@ class Experience:
     def solutions(self, prompts: Sequence[Prompt], solutions: Sequence[tuple[int, ...]]) -> list[list[Update]]:
         """Worked solutions with advantage 1: a step on them is a step of supervised fine-tuning."""
         rows = []
-        for number, (prompt, ids) in enumerate(zip(prompts, solutions, strict=True)):
+        for prompt, ids in zip(prompts, solutions, strict=True):
             values = {ADVANTAGE: np.ones(len(ids))}
             if self.method.estimator is None:
                 values |= {OLD_VALUE: np.zeros(len(ids)), RETURN: np.ones(len(ids))}
             rows.append(
-                Row(group=number, task=prompt.task, prompt=prompt.ids, ids=ids, reward=1.0, trained=True, values=values)
+                Row(
+                    slot=prompt.slot,
+                    task=prompt.task,
+                    prompt=prompt.ids,
+                    ids=ids,
+                    reward=1.0,
+                    trained=True,
+                    values=values,
+                )
             )
         return self._shared_out(rows)
 
-    def _rows(self, number: int, group: Group) -> Iterator[Row]:
+    def _rows(self, group: Group) -> Iterator[Row]:
         """Without a critic, the advantage is the same number at all tokens of a completion."""
         advantages = np.zeros(len(group.rewards))
         if self.method.estimator is not None:
@@ -139,7 +148,7 @@ class Experience:
             advantages = policy.group_advantages(rewards, estimator=self.method.estimator)[0]
         for one, reward, advantage in zip(group.completions, group.rewards, advantages, strict=True):
             yield Row(
-                group=number,
+                slot=group.prompt.slot,
                 task=group.prompt.task,
                 prompt=group.prompt.ids,
                 ids=one.ids,
@@ -149,11 +158,15 @@ class Experience:
             )
 
     def _shared_out(self, rows: Sequence[Row], *, scale: float = 1.0) -> list[list[Update]]:
-        """The groups shared out over the steps of an epoch. `scale` multiplies the weight of the policy's loss."""
+        """The prompts shared out over the steps of an epoch, every task evenly where batches are equal.
+
+        `scale` multiplies the weight of the policy's loss.
+        """
         tasks: Sequence[str | None] = self.rl.tasks if is_method(self.settings.mtl.method) else [None]
+        each = self.rl.prompts // (1 if self.settings.mtl.method == "mixed" else len(self.rl.tasks))
         steps = []
         for at in range(self.rl.updates):
-            chosen = [row for row in rows if row.group % self.rl.updates == at]
+            chosen = [row for row in rows if row.slot % each * self.rl.updates // each == at]
             weights = scale * self._weights(chosen)
             for row, weight in zip(chosen, weights.tolist(), strict=True):
                 row.values[WEIGHT] = np.full(len(row.ids), weight)
@@ -168,7 +181,7 @@ class Experience:
         names = [""] * len(rows) if mixed else [row.task for row in rows]
         tasks = [""] if mixed else list(self.rl.tasks)
         trained = np.array([row.trained for row in rows], np.bool_)
-        own = np.array([[name == task for name in names] for task in tasks]) & trained  # [task, row]
+        own = np.array([[name == task for name in names] for task in tasks], np.bool_) & trained  # [task, row]
         totals = self._over_ranks(np.stack([own.sum(1), (own * lengths).sum(1)]))
         sequences, tokens = np.maximum(totals, 1.0)
         weights = np.zeros(len(rows))
@@ -190,7 +203,7 @@ class Experience:
             return self.rl.old_logprobs == "sampler"
         some = rows[: max(1, len(rows) // CHECKED_SHARE)]
         pairs = zip(some, self._measured(some, self._log_probs), strict=True)
-        difference = np.concatenate([np.abs(found - row.values[SAMPLER_LOGP]) for row, found in pairs])
+        difference = np.concatenate([np.zeros(1), *(np.abs(found - row.values[SAMPLER_LOGP]) for row, found in pairs)])
         return not self.ranks.any(bool(difference.mean() > AGREES))
 
     def _estimate(self, rows: Sequence[Row]) -> None:
@@ -203,7 +216,7 @@ class Experience:
             row.values[ADVANTAGE], row.values[RETURN] = policy.gae(
                 rewards, values, gamma=self.rl.gamma, lam=self.rl.gae_lambda
             )
-        every = np.concatenate([row.values[ADVANTAGE] for row in rows])
+        every = np.concatenate([np.zeros(0), *(row.values[ADVANTAGE] for row in rows)])
         count, total, squares = self._over_ranks(np.array([len(every), every.sum(), (every**2).sum()]))
         mean = total / count
         deviation = max(0.0, squares / count - mean**2) ** 0.5
@@ -231,6 +244,8 @@ class Experience:
     def _measured(
         self, rows: Sequence[Row], what: Measure, *, model: Decoder | None = None
     ) -> list[NDArray[np.float64]]:
+        if not rows:
+            return []
         numbers = np.arange(sum(len(row.prompt) + len(row.ids) for row in rows))
         plain = examples_of([replace(row, trained=True, values={}) for row in rows])
         examples = replace(plain, columns={"number": numbers})

@@ -36,8 +36,8 @@ from flatout.record.events import RolloutSample, RolloutsGraded, TaskRollouts
 from flatout.sample import Completion, Sampler, Sampling, prompt_ids, sampler_of, stop_texts, text_of
 from flatout.tasks import Graded, Task, Worked
 
-# Concurrent sequences where the plan cannot predict how many fit.
-ROWS = 64
+# The most concurrent sequences. On a GPU all of a phase are fastest; the sampler takes fewer if memory is short.
+MOST_ROWS = {"cuda": 1024, "cpu": 64}
 # Questions whose prompts are measured before the run starts.
 CHECKED = 16
 # Completions of a phase that the record keeps, and the most characters of each.
@@ -113,7 +113,9 @@ class RolloutBatches:
             stop_ids=stop_ids(self.settings.model, self.tokenizer),
             stop_texts=stop_texts(self.tokenizer),
         )
-        self.fitting = Fitting(self._sampler, rows=plan.rows or ROWS, tell=session.recorder.event)
+        share = -(-self.rl.prompts * self.rl.samples // ranks.world)
+        rows = sample.rows or min(share, MOST_ROWS[engine.active.device.type])
+        self.fitting = Fitting(self._sampler, rows=rows, tell=session.recorder.event)
         self.experience = Experience(self.settings, plan, engine, ranks)
         self._phase: int | None = None
         self._updates: list[list[Update]] = []  # by step in an epoch of the phase
@@ -153,28 +155,27 @@ class RolloutBatches:
 
     def _rolled_out(self, phase: int, *, step: int) -> list[list[Update]]:
         """Generate, grade, compare. Every rank does this for its share of the prompts."""
-        began, waited, groups = time.perf_counter(), 0.0, list[Group]()
+        began, waited, tried = time.perf_counter(), 0.0, list[Group]()
+        found: dict[int, Group] = {}  # by slot; the last one, unless an earlier one had signal
         prompts = self._prompts(phase)
-        wanted = len(prompts)
-        for round_ in range(self.rl.dynamic_sampling + 1):
+        for round_ in range(1, self.rl.dynamic_sampling + 2):
             self.engine.phases.mark("generate", role="sampler")
             completions, grades = self._generated(prompts, phase=phase)
             self.engine.phases.mark("grade", role="grader")
             ready = time.perf_counter()
-            groups += self._graded(prompts, completions, grades)
+            groups = self._graded(prompts, completions, grades)
             waited += time.perf_counter() - ready
-            missing = wanted - sum(group.has_signal for group in groups)
-            more = round_ < self.rl.dynamic_sampling and self.ranks.any(missing > 0)
-            if not more:
+            tried += groups
+            found |= {group.prompt.slot: group for group in groups}
+            lacking = {slot for slot, group in found.items() if not group.has_signal}
+            if round_ > self.rl.dynamic_sampling or not lacking:
                 break
-            prompts = self._prompts(phase, round_=round_ + 1)[:missing]
+            prompts = [prompt for prompt in self._prompts(phase, round_=round_) if prompt.slot in lacking]
         for graders in self.graders.values():
             graders.forget()
         self.engine.phases.mark("data")
-        self._report(groups, step=step, seconds=time.perf_counter() - began, waited=waited)
-        if self.rl.dynamic_sampling:
-            groups = ([group for group in groups if group.has_signal] or groups)[:wanted]
-        return self.experience.updates(groups, phase=phase)
+        self._report(tried, step=step, seconds=time.perf_counter() - began, waited=waited)
+        return self.experience.updates(list(found.values()), phase=phase)
 
     def _taught(self, phase: int) -> list[list[Update]]:
         """Worked solutions in the place of completions, each better than anything else."""
@@ -196,22 +197,21 @@ class RolloutBatches:
         rl, tasks = self.rl, self.rl.tasks
         each, rounds = rl.prompts // len(tasks), rl.dynamic_sampling + 1
         slots = np.arange(self.ranks.rank, rl.prompts, self.ranks.world, dtype=np.int64)
-        slots += phase * rl.prompts
+        places = phase * rl.prompts + slots
         if self.settings.mtl.method == "mixed" and len(tasks) > 1:
             # The same questions as in equal batches, in another order over the whole run.
-            total = self.plan.job.steps or 0
-            count = total // rl.steps_in_phase * rl.prompts
-            slots = permute(slots, count, key=(self.settings.seed, 0, 2))
+            count = (self.plan.job.steps or 0) // rl.steps_in_phase * rl.prompts
+            places = permute(places, count, key=(self.settings.seed, 0, 2))
         found = []
-        for slot in slots.tolist():
-            in_phase, at = divmod(slot, rl.prompts)
+        for slot, place in zip(slots.tolist(), places.tolist(), strict=True):
+            in_phase, at = divmod(place, rl.prompts)
             task, number = divmod(at, each)
             spec, level = tasks[task], self.levels.level(tasks[task])
             asked = self.levels.task(spec, level=level)
             question = question_of(asked, (in_phase * rounds + round_) * each + number, seed=self.settings.seed)
             ids = tuple(prompt_ids(self.tokenizer, asked.prompt(question)))
             if len(ids) + self.sampling.max_tokens <= self.settings.data.sequence_length:
-                found.append(Prompt(task=spec, level=level, question=question, ids=ids))
+                found.append(Prompt(slot=slot, task=spec, level=level, question=question, ids=ids))
         return found
 
     def _generated(self, prompts: Sequence[Prompt], *, phase: int) -> tuple[list[list[Completion]], list[list[Grade]]]:

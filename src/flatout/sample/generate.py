@@ -255,7 +255,9 @@ class Generator:
             old.tile_for(samples)
             return old
         old = self._running = None  # freed before the next one is allocated
-        return Pool(self.model, rows=rows, own=own, prompts=needed, samples=samples)
+        # Room for longer prompts in later calls: a new pool needs new CUDA graphs.
+        prompts = min(_bucket(needed), max(needed, budget - rows * own))
+        return Pool(self.model, rows=rows, own=own, prompts=prompts, samples=samples)
 
     def _admit(
         self, running: _Running, prompts: Sequence[Prompt], waiting: deque[_Row], sampler: TokenSampler, *, shared: int
