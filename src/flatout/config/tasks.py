@@ -8,6 +8,9 @@ from flatout.config.nearest import nearest
 TAKES = {
     "units": "nothing, or train, valid or endless",
     "sums": "nothing, or shown, train or valid",
+    "code": "nothing, or train or valid",
+    "mbpp": "a file of MBPP",
+    "humaneval": "a file of HumanEval",
     "gsm8k": "a JSON-lines file",
     "mmlu-stem": "a file, or a folder with test.jsonl",
     "arc-challenge": "a file, or a folder with test.json",
@@ -31,4 +34,4 @@ def held_out(task: str) -> str | None:
     """The held-out split of a built-in task; None for files."""
     name, _, rest = task.partition(":")
     split, mark, options = rest.partition("?")
-    return f"{name}{mark}{options}" if name in ("units", "sums") and split == "train" else None
+    return f"{name}{mark}{options}" if name in ("units", "sums", "code") and split == "train" else None
