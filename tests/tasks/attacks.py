@@ -1,3 +1,4 @@
+# ruff: noqa: E501 (short programs read best on one line)
 """Attacks on the sandbox: programs that try to get out, to stay, to use up the machine, or to be paid for nothing."""
 
 import textwrap
@@ -221,6 +222,7 @@ FORGERIES = {
     "forge a bad number": "forged({'value': {'complex': ['x', 1]}})\ndef f(x): return 0",
     "forge bad bytes": "forged({'value': {'bytes': 7}})\ndef f(x): return 0",
     "forge a list": "forged([{'passed': True}])\ndef f(x): return 0",
+    "forge a name": "forged({'self': 1, 'message': 2})\ndef f(x): return 0",
     "forge a text": "forged('passed')\ndef f(x): return 0",
     "forge a deep value": "import os, struct\nd = b'[' * 10**6\nos.write(3, struct.pack('>I', len(d)) + d)\ndef f(x): return 0",
     "forge a huge number": "import os, struct\nd = b'9' * 10**5\nos.write(3, struct.pack('>I', len(d)) + d)\ndef f(x): return 0",
@@ -245,10 +247,11 @@ FORGERIES = {
         "    return hunt([t.tb_frame.f_locals, t.tb_frame.f_back.f_locals, t.tb_frame.f_back.f_globals])"
     ),
     "hunt in threads": "import sys\ndef f(x): return hunt([fr.f_locals for fr in sys._current_frames().values()])",
-    "hunt in the channel": "import os\ndef f(x):\n    os.set_blocking(3, False)\n    return hunt(os.read(3, 10**6).split())",
+    "hunt in the channel": "import os, select\ndef f(x): return select.select([3], [], [], 0.05)[0] and hunt(map(int, os.read(3, 10**6).split()))",
     "trace the caller": (
         "import sys\nseen = []\ndef tracer(frame, event, arg):\n    seen.append(dict(frame.f_locals)); return tracer\n"
-        "def f(x):\n    sys.settrace(tracer); return hunt(seen)"
+        "def f(x):\n    sys.settrace(None)\n    found = hunt(seen)\n    sys._getframe(1).f_trace = tracer\n"
+        "    sys.settrace(tracer)\n    return found"
     ),
     "patch encode": "import __main__\n__main__.encode = lambda *a: {'passed': True}\ndef f(x): return 0",
     "patch send": "import __main__\n__main__.send = lambda c, m: forged({'passed': True})\ndef f(x): return 0",

@@ -15,8 +15,8 @@ import time
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
-from itertools import pairwise
+from functools import lru_cache
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -109,7 +109,7 @@ def as_problem(tests: str, *, where: str, before: str = "", name: str | None = N
     free = sorted(set(used) - bound - {name})
     modules = [one for one in free if one in sys.stdlib_module_names]
     names = [one for one in free if one not in modules] + ([name] if name else [])
-    if not names and isinstance(tree.body[-1], ast.Assert):  # it has the name of a built-in function
+    if not names and tree.body and isinstance(tree.body[-1], ast.Assert):  # it has the name of a built-in function
         names = used[-1:]
     if len(names) != 1:
         raise SeveralNames(f"{where}: its tests must use one function of the program, not {', '.join(names) or 'none'}")
@@ -252,69 +252,42 @@ def guru(truth: str, *, where: str, prefix: str = "") -> Problem:
 VALID, LEVELS, SEED, HIDDEN = 500, 5, 20260301, 8
 
 
-@dataclass(frozen=True, kw_only=True)
-class Step:
-    """A change of a list `xs` by a number k: in words, as code, and as it is done here."""
-
-    words: str
-    code: str
-    done: Callable[[list[int], int], Any]
-
-
-STEPS = (
-    Step(words="add {k} to every number", code="[x + {k} for x in xs]", done=lambda xs, k: [x + k for x in xs]),
-    Step(words="multiply every number by {k}", code="[x * {k} for x in xs]", done=lambda xs, k: [x * k for x in xs]),
-    Step(
-        words="keep the numbers above {k}",
-        code="[x for x in xs if x > {k}]",
-        done=lambda xs, k: [x for x in xs if x > k],
+# A change of the list `xs` by a number k: in words, as code, and as it is done here.
+Step = tuple[str, str, Callable[[list[int], int], Any]]
+STEPS: tuple[Step, ...] = (
+    ("add {k} to every number", "[x + {k} for x in xs]", lambda xs, k: [x + k for x in xs]),
+    ("multiply every number by {k}", "[x * {k} for x in xs]", lambda xs, k: [x * k for x in xs]),
+    ("keep the numbers above {k}", "[x for x in xs if x > {k}]", lambda xs, k: [x for x in xs if x > k]),
+    ("keep the multiples of {k}", "[x for x in xs if x % {k} == 0]", lambda xs, k: [x for x in xs if x % k == 0]),
+    ("replace every number above {k} by {k}", "[min(x, {k}) for x in xs]", lambda xs, k: [min(x, k) for x in xs]),
+    ("keep the first {k} numbers", "xs[:{k}]", lambda xs, k: xs[:k]),
+    ("remove the first {k} numbers", "xs[{k}:]", lambda xs, k: xs[k:]),
+    ("keep the first number and every {k}th after it", "xs[::{k}]", lambda xs, k: xs[::k]),
+    ("move the first {k} numbers to the end", "xs[{k}:] + xs[:{k}]", lambda xs, k: xs[k:] + xs[:k]),
+    ("sort the numbers from small to large", "sorted(xs)", lambda xs, k: sorted(xs)),
+    ("reverse the order", "xs[::-1]", lambda xs, k: xs[::-1]),
+    ("of equal numbers, keep only the first", "list(dict.fromkeys(xs))", lambda xs, k: list(dict.fromkeys(xs))),
+    (
+        "replace every number by the sum of all numbers up to and including it",
+        "[sum(xs[: i + 1]) for i in range(len(xs))]",
+        lambda xs, k: list(accumulate(xs)),
     ),
-    Step(
-        words="keep the numbers that {k} divides",
-        code="[x for x in xs if x % {k} == 0]",
-        done=lambda xs, k: [x for x in xs if x % k == 0],
-    ),
-    Step(words="keep the first {k} numbers", code="xs[:{k}]", done=lambda xs, k: xs[:k]),
-    Step(words="remove the first {k} numbers", code="xs[{k}:]", done=lambda xs, k: xs[k:]),
-    Step(words="keep every {k}th number, from the first on", code="xs[::{k}]", done=lambda xs, k: xs[::k]),
-    Step(words="move the first {k} numbers to the end", code="xs[{k}:] + xs[:{k}]", done=lambda xs, k: xs[k:] + xs[:k]),
-    Step(
-        words="replace every number above {k} by {k}",
-        code="[min(x, {k}) for x in xs]",
-        done=lambda xs, k: [min(x, k) for x in xs],
-    ),
-    Step(words="sort from small to large", code="sorted(xs)", done=lambda xs, k: sorted(xs)),
-    Step(words="reverse the order", code="xs[::-1]", done=lambda xs, k: xs[::-1]),
-    Step(
-        words="keep only the first of equal numbers",
-        code="list(dict.fromkeys(xs))",
-        done=lambda xs, k: list(dict.fromkeys(xs)),
-    ),
-    Step(
-        words="replace every number by the sum of the numbers up to it",
-        code="[sum(xs[: i + 1]) for i in range(len(xs))]",
-        done=lambda xs, k: [sum(xs[: i + 1]) for i in range(len(xs))],
-    ),
-    Step(
-        words="replace the numbers by the differences of neighbours, the later less the earlier",
-        code="[b - a for a, b in zip(xs, xs[1:])]",
-        done=lambda xs, k: [b - a for a, b in pairwise(xs)],
+    (
+        "replace the numbers by the differences of neighbours, the later minus the earlier",
+        "[b - a for a, b in zip(xs, xs[1:])]",
+        lambda xs, k: [b - a for a, b in pairwise(xs)],
     ),
 )
-ENDS = (
-    Step(words="return the list", code="xs", done=lambda xs, k: xs),
-    Step(words="return the sum", code="sum(xs)", done=lambda xs, k: sum(xs)),
-    Step(words="return how many numbers are left", code="len(xs)", done=lambda xs, k: len(xs)),
-    Step(
-        words="return the largest number, or None if there is none",
-        code="max(xs, default=None)",
-        done=lambda xs, k: max(xs, default=None),
+ENDS: tuple[Step, ...] = (
+    ("return the list", "xs", lambda xs, k: xs),
+    ("return the sum", "sum(xs)", lambda xs, k: sum(xs)),
+    ("return how many numbers are left", "len(xs)", lambda xs, k: len(xs)),
+    (
+        "return the largest number, or None if there is none",
+        "max(xs, default=None)",
+        lambda xs, k: max(xs, default=None),
     ),
-    Step(
-        words="return the numbers as text, with commas between them",
-        code='",".join(map(str, xs))',
-        done=lambda xs, k: ",".join(map(str, xs)),
-    ),
+    ("return the numbers as text, joined by commas", "','.join(map(str, xs))", lambda xs, k: ",".join(map(str, xs))),
 )
 
 
@@ -341,16 +314,15 @@ class Code(_Task):
 
     def prompt(self, i: int) -> Messages:
         made = self._made(i)
-        words = [step.words.format(k=k) for step, k in made.steps]
+        words = [said.format(k=k) for (said, _, _), k in made.steps]
         ordered = "\n".join(f"{n}. {one[0].upper()}{one[1:]}." for n, one in enumerate(words, 1))
         examples = "\n".join(f"f({call.args[0]}) == {call.value!r}" for call in made.calls[:2])
         asked = f"Write a Python function f(xs) that takes a list of whole numbers.\n{ordered}"
         return [user(f"{asked}\n\nExamples:\n{examples}\n\n{FORM}")]
 
     def solution(self, i: int) -> str:
-        *steps, (end, _) = self._made(i).steps
-        lines = [f"    xs = {step.code.format(k=k)}\n" for step, k in steps]
-        return fenced(f"def f(xs):\n{''.join(lines)}    return {end.code}")
+        *lines, last = [code.format(k=k) for (_, code, _), k in self._made(i).steps]
+        return fenced(f"def f(xs):\n{''.join(f'    xs = {line}{chr(10)}' for line in lines)}    return {last}")
 
     def problem(self, i: int) -> Problem:
         return Problem(name="f", calls=self._made(i).calls)
@@ -367,13 +339,13 @@ class _Made:
     calls: Sequence[Call]
 
 
-@cache
+@lru_cache(1024)
 def _make(split: str, level: int, i: int) -> _Made:
     """Steps that belong to this split by their checksum, so that no function is in both."""
     chance = random.Random(f"{SEED}/{split}/{level}/{i}")
     while True:
         steps = [(step, chance.randint(2, 6)) for step in chance.sample(STEPS, level)] + [(chance.choice(ENDS), 0)]
-        written = "\n".join(step.code.format(k=k) for step, k in steps)
+        written = "\n".join(code.format(k=k) for (_, code, _), k in steps)
         lists = [[chance.randint(-9, 19) for _ in range(chance.randint(4, 9))] for _ in range(2 + HIDDEN)]
         calls = [Call(args=(xs,), value=_done(steps, xs)) for xs in [*lists, []]]
         # A function that nearly always returns the same value would reward a constant.
@@ -383,6 +355,6 @@ def _make(split: str, level: int, i: int) -> _Made:
 
 
 def _done(steps: Sequence[tuple[Step, int]], value: Any) -> Any:
-    for step, k in steps:
-        value = step.done(value, k)
+    for (_, _, done), k in steps:
+        value = done(value, k)
     return value

@@ -313,13 +313,12 @@ def _calls(connection: int, request: dict[str, Any]) -> None:
     except BaseException as error:
         kept.append(error)
     while True:
-        call = receive(connection)
+        asked = receive(connection)
         try:
-            on = call["on"]
-            target = getattr(module, on) if isinstance(on, str) else kept[on]
-            for name in call["path"]:
+            target = getattr(module, asked["on"]) if isinstance(asked["on"], str) else kept[asked["on"]]
+            for name in asked["path"]:
                 target = getattr(target, name)
-            arguments, named = decode(call["args"]), decode(call["named"])
+            arguments, named = decode(asked["args"]), decode(asked["named"])
             reply = {"value": encode(target(*arguments, **named), kept)}
         except BaseException as error:
             reply = {"raised": type(error).__name__}
@@ -360,12 +359,17 @@ class Remote:
 
     def __call__(self, *args: Any, **named: Any) -> Any:
         connection, on, _, path = self._remote
-        send(connection, {"on": on, "path": path, "args": encode(args), "named": encode(named)})
+        send(connection, call(on, args, named, path))
         reply = receive(connection)
         if "value" in reply:
             return decode(reply["value"], lambda number, truth: Remote(connection, number, truth))
         kind = getattr(builtins, str(reply.get("raised")), RuntimeError)
         raise kind if isinstance(kind, type) and issubclass(kind, Exception) else RuntimeError
+
+
+def call(on: str | int, args: tuple[Any, ...], named: dict[str, Any], path: tuple[str, ...] = ()) -> dict[str, Any]:
+    """The message that asks a run to call something of its program."""
+    return {"on": on, "path": path, "args": encode(args), "named": encode(named)}
 
 
 # -- plain data ---------------------------------------------------------------------------------------------

@@ -58,7 +58,6 @@ class Call:
     args: tuple[Any, ...] = ()
     named: dict[str, Any] = field(default_factory=dict)
     value: Any
-    path: tuple[str, ...] = ()
 
 
 class Sandbox:
@@ -123,7 +122,7 @@ class Sandbox:
         """Whether every call returns its value."""
         with self._run(end, mode="calls", program=program) as run:
             for call in calls:
-                run.send(on=name, path=call.path, args=agent.encode(call.args), named=agent.encode(call.named))
+                run.send(agent.call(name, call.args, call.named))
                 if not _returned(run.receive(), call.value):
                     return False
         return True
@@ -135,15 +134,9 @@ class Sandbox:
             self._run(end, mode="tests", program=tests, before=before, name=name) as testing,
         ):
             while "passed" not in (message := testing.receive()):
-                judged.send(**message)
-                testing.send(**judged.receive())
+                judged.send(message)
+                testing.send(judged.receive())
         return message["passed"] is True
-
-    def value(self, program: str, name: str, *args: Any, end: float) -> Any:
-        """What the function returns."""
-        with self._run(end, mode="calls", program=program) as run:
-            run.send(on=name, path=(), args=agent.encode(args), named=agent.encode({}))
-            return _decoded(run.receive())
 
     @contextlib.contextmanager
     def _run(self, end: float, **request: Any) -> Iterator[_Run]:
@@ -156,7 +149,7 @@ class Sandbox:
                     raise RunFailed(f"the sandbox has ended: {error.strerror or error}") from None
             run = _Run(ours, end=time.monotonic() + START_S)
             try:
-                run.send(cpu_s=max(1, math.ceil(end - time.monotonic())), **request)
+                run.send({"cpu_s": max(1, math.ceil(end - time.monotonic())), **request})
                 first = run.receive()
             except Stopped as error:
                 raise RunFailed(f"the sandbox cannot start a run: {error}") from None
@@ -172,7 +165,7 @@ class _Run:
     def __init__(self, connection: socket.socket, *, end: float) -> None:
         self.connection, self.end = connection, end
 
-    def send(self, **message: Any) -> None:
+    def send(self, message: dict[str, Any]) -> None:
         self._until_end()
         try:
             self.connection.sendall(agent.framed(message))
@@ -220,19 +213,10 @@ class _Run:
         self.connection.settimeout(left)
 
 
-def _decoded(reply: dict[str, Any]) -> Any:
-    if "value" not in reply:
-        raise Stopped(f"it raised {reply.get('raised')!s:.100}")
-    try:
-        return agent.decode(reply["value"])
-    except (ValueError, TypeError, RecursionError):
-        raise Stopped("it returned what is not data") from None
-
-
 def _returned(reply: dict[str, Any], value: Any) -> bool:
     try:
-        return bool(_decoded(reply) == value)
-    except (Stopped, RecursionError):
+        return "value" in reply and bool(agent.decode(reply["value"]) == value)
+    except (ValueError, TypeError, RecursionError):  # it is not data
         return False
 
 
