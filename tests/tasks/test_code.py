@@ -208,6 +208,25 @@ def test_tests_that_cannot_judge_are_refused(tests: str, says: str) -> None:
         as_problem(tests, where="row 1")
 
 
+def test_arguments_in_a_dictionary_are_left_to_the_tests_themselves() -> None:
+    problem = as_problem("assert f(**{'a': 1}) == 1", where="row 1")
+    assert problem.tests
+    assert reward(problem, "def f(a): return a") == 1.0
+
+
+@pytest.mark.parametrize(
+    ("spec", "size"),
+    [("mbpp:{0}/mbpp/mbpp.jsonl", 971), ("mbpp:{0}/mbpp/sanitized-mbpp.json", 427), ("humaneval:{0}/humaneval", 164)],
+)
+def test_real_files_are_read_and_their_own_solutions_are_right(real_data: Path, spec: str, size: int) -> None:
+    if not (real_data / spec.partition("/")[2].partition("/")[0]).is_dir():
+        pytest.skip("not among the real data")
+    task = open_task(spec.format(real_data) + ("/HumanEval.jsonl" if spec.startswith("humaneval") else ""))
+    assert isinstance(task, Written)
+    assert task.size == size
+    assert [i for i in range(0, size, 20) if task.reward(i, task.solution(i)) != 1.0] == []
+
+
 # -- GURU ---------------------------------------------------------------------------------------------------
 
 

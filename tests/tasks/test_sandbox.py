@@ -1,5 +1,6 @@
 """The sandbox keeps programs in, ends all they start, and pays only right answers. Without the kernel it refuses."""
 
+import ast
 import ctypes
 import os
 import platform
@@ -14,6 +15,7 @@ import pytest
 from tests.tasks import attacks
 from tests.waiting import HANG_S
 
+import flatout
 from flatout.errors import EnvironmentLacks, RunFailed
 from flatout.tasks import sandbox
 from flatout.tasks.code import Problem
@@ -76,6 +78,19 @@ def settled(box: Sandbox) -> bool:
 def test_there_are_enough_attacks() -> None:
     tables = attacks.ESCAPES, attacks.SYSTEM_CALLS, attacks.FORGERIES, attacks.BOMBS
     assert sum(map(len, tables)) >= 120
+
+
+def test_nothing_else_in_the_package_runs_text() -> None:
+    root = Path(flatout.__file__).parent
+    running = {
+        str(path.relative_to(root))
+        for path in root.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Name)
+        and node.func.id in ("exec", "eval", "compile")
+    }
+    assert running == {"tasks/sandbox/agent.py"}
 
 
 # -- getting out --------------------------------------------------------------------------------------------
@@ -164,9 +179,9 @@ def test_an_honest_subclass_is_data(box: Sandbox) -> None:
     program = (
         "from collections import Counter, namedtuple\nfrom enum import IntEnum\n"
         "class E(IntEnum):\n    A = 7\nP = namedtuple('P', 'x y')\n"
-        "def f(): return [Counter('aab'), P(1, E.A), {1: {2}}, frozenset([3]), 4j, b'5', None, True, 1.5]"
+        "def f(): return [Counter('aab'), P(1, E.A), {1: {2}}, frozenset([3]), 4j, b'5', None, True, 1.5, int]"
     )
-    want = [{"a": 2, "b": 1}, (1, 7), {1: {2}}, frozenset([3]), 4j, b"5", None, True, 1.5]
+    want = [{"a": 2, "b": 1}, (1, 7), {1: {2}}, frozenset([3]), 4j, b"5", None, True, 1.5, int]
     got = value(box, program, "f", end=later())
     assert got == want
     assert [type(one) for one in got] == [type(one) for one in want]
@@ -257,6 +272,16 @@ def test_the_end_of_a_sandbox_ends_its_runs() -> None:
     assert alive == []
 
 
+@pytest.mark.parametrize("ancestor", ["agent", "zygote", "watcher"])
+def test_a_run_dies_with_each_of_its_ancestors(ancestor: str) -> None:
+    with Sandbox() as box, box._run(later(), mode="output", program="while True: pass", stdin=""):
+        inside = psutil.Process(box.process.pid).children(recursive=True)  # by depth
+        {"agent": box.process, "zygote": inside[0], "watcher": inside[1]}[ancestor].kill()
+        _, alive = psutil.wait_procs(inside if ancestor != "watcher" else inside[1:], timeout=HANG_S)
+    assert len(inside) == 3
+    assert alive == []
+
+
 def test_a_sandbox_that_was_killed_is_an_error_and_is_replaced(box: Sandbox) -> None:
     one = Sandbox()
     for process in psutil.Process(one.process.pid).children():
@@ -344,6 +369,12 @@ def test_an_ordinary_user_has_the_same_sandbox() -> None:
         # Root's own Python may be in a folder that others cannot enter.
         assert "a Python that starts" in said or "cannot be started" in said, said
     pytest.skip("no Python here can be started by another user")
+
+
+def test_another_system_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(platform, "system", lambda: "Darwin")
+    with pytest.raises(EnvironmentLacks, match="lacks Linux"):
+        sandbox.check()
 
 
 def test_an_open_sandbox_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

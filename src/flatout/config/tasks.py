@@ -8,14 +8,14 @@ from flatout.config.nearest import nearest
 TAKES = {
     "units": "nothing, or train, valid or endless",
     "sums": "nothing, or shown, train or valid",
-    "code": "nothing, or train or valid",
-    "mbpp": "a file of MBPP",
-    "humaneval": "a file of HumanEval",
     "gsm8k": "a JSON-lines file",
     "mmlu-stem": "a file, or a folder with test.jsonl",
     "arc-challenge": "a file, or a folder with test.json",
     "choice": "a file of multiple-choice questions",
     "jsonl": "a file with question and answer",
+    "code": "nothing, or train or valid",
+    "mbpp": "a file of MBPP",
+    "humaneval": "a file of HumanEval",
     "perplexity": "a text or JSON-lines file",
 }
 

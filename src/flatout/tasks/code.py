@@ -134,18 +134,16 @@ def _calls(tree: ast.Module, name: str) -> list[Call] | None:
         match statement:
             case ast.Assert(ast.Constant(True)):
                 pass
-            case ast.Assert(ast.Compare(ast.Call(ast.Name(called), args, keywords), [ast.Eq()], [value])) if (
+            case ast.Assert(ast.Compare(ast.Call(ast.Name(called), args, named), [ast.Eq()], [value])) if (
                 called == passed
             ):
                 try:
-                    calls.append(
-                        Call(
-                            args=tuple(map(ast.literal_eval, args)),
-                            named={str(one.arg): ast.literal_eval(one.value) for one in keywords if one.arg},
-                            value=ast.literal_eval(value),
-                        )
-                    )
+                    arguments = tuple(map(ast.literal_eval, args))
+                    by_name = {one.arg or "**": ast.literal_eval(one.value) for one in named}
+                    calls.append(Call(args=arguments, named=by_name, value=ast.literal_eval(value)))
                 except (ValueError, TypeError, SyntaxError, RecursionError):
+                    return None
+                if "**" in by_name:
                     return None
             case _:
                 return None

@@ -74,7 +74,7 @@ ALLOWED = {
 # capset)
 NUMBERS = {"x86_64": (0xC000003E, 257, 56, 155, 126), "aarch64": (0xC00000B7, 56, 220, 41, 91)}
 CLONE3, MOUNT_SETATTR, LANDLOCK = 435, 442, 444
-WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND | (os.O_TMPFILE & ~os.O_DIRECTORY)
+WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND | 0o20000000  # the last: an unnamed file
 NEW_USER, NEW_PID, CLONE_THREAD = 0x10000000, 0x20000000, 0x10000
 NEW_REST = 0x00020000 | 0x02000000 | 0x04000000 | 0x08000000 | 0x40000000  # mounts, cgroup, uts, ipc, network
 NEW_ANY = NEW_USER | NEW_PID | NEW_REST | 0x80
@@ -375,6 +375,9 @@ def call(on: str | int, args: tuple[Any, ...], named: dict[str, Any], path: tupl
 # -- plain data ---------------------------------------------------------------------------------------------
 
 _SEQUENCES: dict[str, Callable[[Any], Any]] = {"tuple": tuple, "set": set, "frozenset": frozenset, "dict": dict}
+_TYPES: dict[str, type] = {
+    kind.__name__: kind for kind in (bool, int, float, complex, str, bytes, list, tuple, set, dict)
+}
 
 
 def encode(value: Any, kept: list[Any] | None = None) -> Any:
@@ -395,6 +398,9 @@ def encode(value: Any, kept: list[Any] | None = None) -> Any:
         return {"complex": [value.real, value.imag]}
     if isinstance(value, bytes | bytearray):
         return {"bytes": value.hex()}
+    for name, kind in _TYPES.items():
+        if value is kind:
+            return {"type": name}
     if kept is None:
         raise TypeError(f"{type(value).__name__} is not plain data")
     kept.append(value)
@@ -414,6 +420,8 @@ def decode(data: Any, remote: Callable[..., Any] = lambda number, truth: object(
         return complex(*inside)
     if name == "bytes":
         return bytes.fromhex(inside)
+    if name == "type" and inside in _TYPES:
+        return _TYPES[inside]
     if name == "object":
         return remote(*inside)
     raise ValueError(f"{name!r:.50} is not a type of plain data")

@@ -10,6 +10,7 @@ import contextlib
 import json
 import math
 import os
+import platform
 import socket
 import struct
 import subprocess
@@ -64,6 +65,8 @@ class Sandbox:
     """A started sandbox. Its runs share nothing, and forked children of this process may start runs too."""
 
     def __init__(self) -> None:
+        if platform.system() != "Linux":
+            raise EnvironmentLacks(f"this machine lacks Linux; {WAY_OUT}")
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         # The same order of sets every time. The library path finds Python's own library on some machines.
         kept = {name: os.environ[name] for name in ("LD_LIBRARY_PATH",) if name in os.environ}
