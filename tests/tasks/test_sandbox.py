@@ -75,9 +75,9 @@ def settled(box: Sandbox) -> bool:
     return False
 
 
-def test_there_are_enough_attacks() -> None:
-    tables = attacks.ESCAPES, attacks.SYSTEM_CALLS, attacks.FORGERIES, attacks.BOMBS
-    assert sum(map(len, tables)) >= 120
+def test_the_page_counts_the_attacks() -> None:
+    count = sum(map(len, (attacks.ESCAPES, attacks.SYSTEM_CALLS, attacks.FORGERIES, attacks.BOMBS)))
+    assert f"{count} attacks" in (Path(__file__).parents[2] / "docs" / "sandbox.md").read_text()
 
 
 def test_nothing_else_in_the_package_runs_text() -> None:
@@ -240,14 +240,15 @@ def test_a_bomb_ends_and_nothing_stays(name: str, box: Sandbox) -> None:
 
 
 def test_threads_are_allowed_up_to_a_number(box: Sandbox) -> None:
+    """Their stacks are small, so that it is not the memory that limits them."""
     program = (
-        "import threading\ndef f(n):\n    stop, threads = threading.Event(), []\n    try:\n"
-        "        for _ in range(n):\n            threads.append(threading.Thread(target=stop.wait))\n"
-        "            threads[-1].start()\n        return n\n    except RuntimeError:\n        return -1\n"
-        "    finally:\n        stop.set()"
+        "import _thread\n_thread.stack_size(1 << 16)\nlock = _thread.allocate_lock()\nlock.acquire()\n"
+        "def f():\n    for n in range(1000):\n"
+        "        try: _thread.start_new_thread(lock.acquire, ())\n        except RuntimeError: return n\n"
     )
-    assert value(box, program, "f", 8, end=later()) == 8
-    assert value(box, program, "f", 100, end=later()) == -1
+    started = value(box, program, "f", end=later())
+    assert isinstance(started, int)
+    assert 8 <= started <= agent.THREADS
 
 
 def test_a_client_that_dies_ends_its_run(box: Sandbox) -> None:
