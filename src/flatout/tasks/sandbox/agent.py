@@ -108,8 +108,8 @@ def _dies_with_parent(parent: int) -> None:
 # -- once: namespaces and the root --------------------------------------------------------------------------
 
 
-def enter() -> None:
-    """Moves this process into new namespaces, and its root into an empty one with Python's library, read-only."""
+def enter() -> str:
+    """Moves this process into new namespaces and a read-only root that holds only Python's library. Returns its path."""
     library = os.path.realpath(sysconfig.get_path("stdlib"))
     os.chdir(library)  # now: the user nobody may be unable to reach it, and `unshare` takes the current folder along
     if os.geteuid() == 0:
@@ -140,6 +140,8 @@ def enter() -> None:
     os.chdir("/")
     attributes = struct.pack("QQQQ", 1 | 2 | 4, 0, 0, 0)  # read-only, no set-user-id, no devices
     _call("a read-only root", _libc.syscall, MOUNT_SETATTR, -100, b"/", 0x8000, attributes, len(attributes))
+    sys.path[:] = [library, f"{library}/lib-dynload"]  # the path without symbolic links
+    return library
 
 
 def _mount(what: str, *arguments: Any) -> None:
@@ -154,14 +156,14 @@ def _write(path: str, text: str) -> None:
         raise Lacks(f"{path} ({error.strerror})") from None
 
 
-def restrict_files() -> None:
-    """Landlock: of all files, only Python's library may be read. Newer kernels also refuse signals and sockets."""
+def restrict_files(folder: str) -> None:
+    """Landlock: of all files, only those in this folder may be read. Newer kernels also refuse signals and sockets."""
     _prctl("no new privileges", 38, 1)
     version = _call("Landlock", _libc.syscall, LANDLOCK, None, 0, 1)
     files = (1 << (13 + (version >= 2) + (version >= 3) + (version >= 5))) - 1
     handled = struct.pack("QQQ", files, 3 if version >= 4 else 0, 3 if version >= 6 else 0)
     rules = _call("Landlock", _libc.syscall, LANDLOCK, handled, len(handled), 0)
-    library = os.open(os.path.realpath(sysconfig.get_path("stdlib")), os.O_PATH)
+    library = os.open(folder, os.O_PATH)
     _call("Landlock", _libc.syscall, LANDLOCK + 1, rules, 1, struct.pack("=Qi", 4 | 8, library), 0)
     _call("Landlock", _libc.syscall, LANDLOCK + 2, rules, 0)
     os.close(library)
@@ -465,14 +467,14 @@ def main(descriptor: int) -> None:
                 continue
         os.environ.clear()
         filter_program()
-        enter()
+        library = enter()
         if zygote := os.fork():
             control.close()
             os.waitpid(zygote, 0)
             os._exit(0)
         _dies_with_parent(0)
         os.dup2(0, 2)  # /dev/null
-        restrict_files()
+        restrict_files(library)
         gc.collect()
         gc.freeze()
         serve(control)
