@@ -109,7 +109,7 @@ def _dies_with_parent(parent: int) -> None:
 
 
 def enter() -> str:
-    """Moves this process into new namespaces and a read-only root that holds only Python's library. Returns its path."""
+    """Moves this process into new namespaces and a read-only root with only Python's library. Returns its path."""
     library = os.path.realpath(sysconfig.get_path("stdlib"))
     os.chdir(library)  # now: the user nobody may be unable to reach it, and `unshare` takes the current folder along
     if os.geteuid() == 0:
