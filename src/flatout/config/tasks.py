@@ -13,6 +13,9 @@ TAKES = {
     "arc-challenge": "a file, or a folder with test.json",
     "choice": "a file of multiple-choice questions",
     "jsonl": "a file with question and answer",
+    "code": "nothing, or train or valid",
+    "mbpp": "a file of MBPP",
+    "humaneval": "a file of HumanEval",
     "perplexity": "a text or JSON-lines file",
 }
 
@@ -31,4 +34,4 @@ def held_out(task: str) -> str | None:
     """The held-out split of a built-in task; None for files."""
     name, _, rest = task.partition(":")
     split, mark, options = rest.partition("?")
-    return f"{name}{mark}{options}" if name in ("units", "sums") and split == "train" else None
+    return f"{name}{mark}{options}" if name in ("units", "sums", "code") and split == "train" else None

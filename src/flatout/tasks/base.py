@@ -33,7 +33,7 @@ class Task(Protocol):
         ...
 
     def reward(self, i: int, completion: str) -> float:
-        """From 0 to 1. The completion is untrusted text: it is parsed, never run."""
+        """From 0 to 1. The completion is untrusted text: it is parsed, and run only in the sandbox."""
         ...
 
 

@@ -87,6 +87,13 @@ class Prompted:
     def maths(self) -> bool:
         return bool(getattr(self.task, "maths", False))
 
+    @property
+    def timeout_s(self) -> float:
+        return float(getattr(self.task, "timeout_s", 0.0))
+
+    def prepare(self) -> None:
+        getattr(self.task, "prepare", lambda: None)()
+
     def prompt(self, i: int) -> Messages:
         return self.template.messages(self.task.prompt(i)[-1]["content"])
 

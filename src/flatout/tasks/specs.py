@@ -13,6 +13,7 @@ from urllib.parse import parse_qsl, quote
 from flatout.config.tasks import TAKES, unknown_task
 from flatout.errors import UsageError
 from flatout.tasks.base import Task, Texts
+from flatout.tasks.code import Code, humaneval, mbpp
 from flatout.tasks.files import Gsm8k, JsonLines, MultipleChoice, PlainText
 from flatout.tasks.prompts import Prompted, Template
 from flatout.tasks.sums import Sums
@@ -28,6 +29,8 @@ def open_task(spec: str) -> Task | Texts:
         return _built(lambda: Units(split=path or "valid"), spec, query)
     if name == "sums":
         return _built(lambda: Sums(split=path or "valid"), spec, query)
+    if name == "code":
+        return _built(Code.open, spec, query, path or "valid")
     if not path:
         raise UsageError(f"task {name} needs {TAKES[name]}: {name}:PATH")
     try:
@@ -37,6 +40,10 @@ def open_task(spec: str) -> Task | Texts:
     match name:
         case "gsm8k":
             return _built(lambda: Gsm8k.open(file), spec, query)
+        case "mbpp":
+            return _built(mbpp, spec, query, file)
+        case "humaneval":
+            return _built(humaneval, spec, query, file)
         case "jsonl":
             return _built(JsonLines.open, spec, query, file)
         case "perplexity":

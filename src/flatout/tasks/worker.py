@@ -44,13 +44,17 @@ def _probe(spec: str) -> dict[str, Any]:
     return _reward(spec, 0, "<answer>1</answer>")
 
 
-def _prepare_reward(spec: str, *_: Any) -> None:
-    if getattr(_task(spec), "maths", False):
+def _prepare_reward(spec: str, *_: Any) -> float:
+    """Work of the task before the fork; the time limit that the task asks for."""
+    task = _task(spec)
+    if getattr(task, "maths", False):
         grade.warm_maths()
+    getattr(task, "prepare", lambda: None)()
+    return getattr(task, "timeout_s", 0.0)
 
 
-# Each operation, with the work to do once before the fork.
-OPERATIONS: dict[str, tuple[Callable[..., Any], Callable[..., None]]] = {
+# Each operation, with the work to do before the fork, which may ask for more time.
+OPERATIONS: dict[str, tuple[Callable[..., Any], Callable[..., float | None]]] = {
     "reward": (_reward, _prepare_reward),
     "probe": (_probe, _prepare_reward),
     "maths": (grade.verify, lambda *_: grade.warm_maths()),
@@ -62,8 +66,8 @@ def serve(requests: BinaryIO, replies: BinaryIO) -> None:
         try:
             request = json.loads(line)
             work, prepare = OPERATIONS[request["op"]]
-            prepare(*request["args"])
-            reply = _forked(work, request["args"], timeout_s=request["timeout_s"])
+            own_s = prepare(*request["args"]) or 0.0
+            reply = _forked(work, request["args"], timeout_s=max(own_s, request["timeout_s"]))
         except Exception as error:  # a fault of the task or its library, not of the completion: nothing can be graded
             reply = json.dumps({"error": f"{type(error).__name__}: {error}"[: workers.WORDS_BYTES]}).encode()
         replies.write(reply + b"\n")
