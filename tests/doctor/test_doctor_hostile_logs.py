@@ -13,6 +13,7 @@ from tests import warm
 
 from flatout.errors import UsageError
 from flatout.insight import logs
+from flatout.insight.logs import formats, names
 
 DIGITS = "9" * 5000
 GOOD = "".join(f"step={step} loss=2.{9 - step} tok/s=100\n" for step in range(9))
@@ -78,7 +79,7 @@ def test_a_size_that_is_none_is_told(tmp_path: Path, size: str) -> None:
     path = tmp_path / "train.log"
     path.write_text(GOOD)
     with pytest.raises(UsageError, match="is not a size") as raised:
-        logs.diagnose(path, params=size) if size else logs._size(size)
+        logs.diagnose(path, params=size) if size else formats.size(size)
     assert len(str(raised.value)) < 200
 
 
@@ -86,7 +87,7 @@ NUMBERS = st.one_of(st.floats(), st.integers(), st.sampled_from(["nan", "inf", "
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.lists(st.dictionaries(st.sampled_from(sorted(logs._CANON)), NUMBERS, min_size=1), min_size=1, max_size=5))
+@given(st.lists(st.dictionaries(st.sampled_from(sorted(names.CANON)), NUMBERS, min_size=1), min_size=1, max_size=5))
 def test_any_numbers_are_diagnosed(tmp_path_factory: pytest.TempPathFactory, rows: list[dict[str, object]]) -> None:
     path = tmp_path_factory.mktemp("log") / "train.log"
     path.write_text(

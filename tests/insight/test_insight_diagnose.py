@@ -96,6 +96,18 @@ def test_a_healthy_gpu_job_has_no_finding_and_a_limit() -> None:
     assert found.limit["ceiling_tokens_per_s"] == pytest.approx(989e12 / (6 * 124e6))
 
 
+def test_a_job_far_below_the_limit_without_a_cause_is_told_what_to_measure() -> None:
+    slow = {"micro": [{"rows": 16, "length": 64, "tokens": 1024, "real": 1024.0}]}
+    found = diagnose(seen(step=slow))
+    assert found.verdict == "no cause found, but only 0.8% of the limit"
+    (finding,) = found.findings
+    assert (finding.cause, finding.share, finding.gain) == ("low-mfu", None, None)
+    assert "backward 60.0 %, forward 30.0 %" in finding.evidence[0]
+    assert "GPU idle 3.0 %" in finding.evidence[1]
+    assert "matmuls in bfloat16" in finding.evidence[1]
+    assert "torch.profiler" in finding.fix
+
+
 @pytest.mark.parametrize(
     ("cause", "change"),
     [
@@ -281,8 +293,9 @@ def test_every_cause_a_rule_can_name_is_a_known_one() -> None:
 
     import flatout.insight.diagnose as package
 
-    text = "".join(path.read_text() for path in Path(package.__file__).parent.glob("*.py"))
-    named_in_code = set(re.findall(r'_finding\(\s*"([a-z0-9-]+)"', text))
+    insight = Path(package.__file__).parents[1]
+    text = "".join(path.read_text() for part in ("diagnose", "logs") for path in (insight / part).glob("*.py"))
+    named_in_code = set(re.findall(r'finding_of\(\s*"([a-z0-9-]+)"', text))
     assert named_in_code <= set(CAUSES)
     assert set(CAUSES) - named_in_code == set(), "a cause nobody can find"
 

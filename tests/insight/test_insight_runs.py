@@ -12,13 +12,14 @@ from flatout.config import load
 from flatout.cost import ModelShape, Rates, flops_per_token
 from flatout.errors import UsageError
 from flatout.insight.diagnose import runs
-from flatout.insight.diagnose.host import _finding
+from flatout.insight.diagnose.host import finding_of
 from flatout.record import Diagnosis, Outcome, Run, Span, StepExtra, StepRecord
 from flatout.record.events import Ended, MicroBatchSearched
 
 SHAPE = ModelShape(layers=2, hidden=64, heads=4, kv_heads=4, head_dim=16, intermediate=128, vocab=256, positions=128)
 ENDED = Ended(outcome=Outcome(stopped_by="end"), verdicts=())
-RATES = Rates(flops=flops_per_token(SHAPE, sequence_length=128), peak_flops=1e12)
+PEAK = 5e9  # such that 1000 tokens a second are a fifth of it
+RATES = Rates(flops=flops_per_token(SHAPE, sequence_length=128), peak_flops=PEAK)
 
 
 def made(
@@ -32,6 +33,7 @@ def made(
     config: dict[str, object] | None = None,
     graphs: Sequence[int] = (),
     search: bool = False,
+    tokens: int = 1000,
 ) -> Run:
     plan = {
         "rates": RATES.to_json(),
@@ -51,8 +53,8 @@ def made(
                     step=step,
                     time=float(step),
                     seconds=1.0,
-                    tokens=1000,
-                    padded_tokens=padded,
+                    tokens=tokens,
+                    padded_tokens=padded if tokens == 1000 else tokens,
                     loss=loss,
                     spans=tuple(Span(phase=phase, seconds=seconds) for phase, seconds in spans.items()),
                     memory={"peak_gib": peak_gib, "total_gib": 80.0},
@@ -71,7 +73,18 @@ def test_a_healthy_run_is_left_alone(tmp_path: Path) -> None:
     found = runs.diagnose(made(tmp_path, spans=HEALTHY))
     assert found.findings == ()
     assert found.limit["tokens_per_s"] == pytest.approx(1000)
-    assert found.limit["share"] == pytest.approx(1000 * RATES.flops.done / 1e12)
+    assert found.limit["share"] == pytest.approx(1000 * RATES.flops.done / PEAK)
+
+
+def test_a_run_far_below_the_limit_is_told_where_its_time_went(tmp_path: Path) -> None:
+    run = made(tmp_path, spans=HEALTHY, tokens=10)
+    found = runs.diagnose(run)
+    assert found.verdict == f"no cause found, but only {found.limit['share']:.1%} of the limit"
+    (finding,) = found.findings
+    assert finding.cause == "low-mfu"
+    assert "backward 60.0 %, forward 30.0 %, optimize 8.0 %" in finding.evidence[0]
+    assert "waiting for data (1.0 %)" in finding.evidence[1]
+    assert "profile.steps" in finding.fix
 
 
 @pytest.mark.parametrize(
@@ -115,7 +128,7 @@ def test_what_is_as_it_should_be_is_no_finding(tmp_path: Path, given: dict) -> N
 
 def test_a_share_is_positive_or_none() -> None:
     for share, kept in ((0.2, 0.2), (-0.026, None), (0.0, None), (None, None)):
-        assert _finding("host-sync", "s", share, None, [], "f").share == kept
+        assert finding_of("host-sync", "s", share, None, [], "f").share == kept
 
 
 def falling(folder: Path, *, to: float, steps: int) -> Run:

@@ -28,6 +28,7 @@ def doctor(
     log: Annotated[Path | None, typer.Option(help="diagnose the training log of another tool")] = None,
     on: Annotated[str | None, typer.Option("--on", help="with --log: the machine it ran on, such as H100x8")] = None,
     params: Annotated[str | None, typer.Option(help="with --log: size of the model, such as 124M")] = None,
+    target_loss: Annotated[float | None, typer.Option(help="with --log: how far the loss is from this one")] = None,
 ) -> None:
     """Find out why training is slow: an unchanged PyTorch script, a run folder, or a log."""
     from flatout.insight import doctor as verb
@@ -44,6 +45,7 @@ def doctor(
             log=log,
             on=on,
             params=params,
+            target_loss=target_loss,
         )
     except KeyboardInterrupt:
         exit_code = INTERRUPTED_EXIT

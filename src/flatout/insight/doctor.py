@@ -61,6 +61,7 @@ def main(
     log: Path | None,
     on: str | None,
     params: str | None,
+    target_loss: float | None,
 ) -> int:
     """Diagnoses a script, a run folder or a log, and returns the exit code."""
     out, err = consoles
@@ -72,12 +73,14 @@ def main(
         )
     if of_run and len(what) > 1:
         raise UsageError(f"{what[0]} is a folder, but {what[1]} follows it: put options before the run folder")
+    if target_loss is not None and log is None:
+        raise UsageError("--target-loss needs --log FILE: a run of flatout has target.val_loss in its configuration")
     if log is not None:
         if what:
             raise UsageError("--log FILE cannot be combined with a command or a run folder: give one of them")
         from flatout.insight import logs
 
-        say(logs.diagnose(log, on=on, params=params), console=out, json_to=json_to)
+        say(logs.diagnose(log, on=on, params=params, target_loss=target_loss), console=out, json_to=json_to)
         return 0
     if of_run:
         from flatout.insight.diagnose import runs
@@ -235,6 +238,8 @@ def _print(diagnosis: Diagnosis, *, console: Console, proofs: Sequence[Proof]) -
     console.print(f"\n[bold]Doctor[/]  {escape(redact(diagnosis.verdict))}", highlight=False, soft_wrap=True)
     if line := limit_line(diagnosis.limit):
         console.print(f"[dim]{escape(line)}[/]", highlight=False, soft_wrap=True)
+    if target := diagnosis.limit.get("target"):
+        console.print(escape(str(target)), highlight=False, soft_wrap=True)
     for place, finding in enumerate(diagnosis.findings, start=1):
         facts = [f"costs {percent(finding.share)}"] if finding.share else []
         if finding.gain is not None:
@@ -245,6 +250,11 @@ def _print(diagnosis: Diagnosis, *, console: Console, proofs: Sequence[Proof]) -
         for line in finding.evidence:
             console.print(f"   [dim]- {escape(redact(line))}[/]", highlight=False, soft_wrap=True)
         console.print(f"   [green]change:[/] {escape(redact(finding.fix))}", highlight=False, soft_wrap=True)
+    missing: Any = diagnosis.limit.get("missing") or ()
+    if missing:
+        console.print("\n[bold]Not in the log[/]  to say more, the doctor needs", highlight=False)
+        for fact in missing:
+            console.print(f"   [dim]- {escape(fact)}[/]", highlight=False, soft_wrap=True)
     if proofs:
         print_proofs(proofs, console=console, fixes={finding.cause: finding.fix for finding in diagnosis.findings})
 
@@ -266,6 +276,8 @@ def print_proofs(proofs: Sequence[Proof], *, console: Console, fixes: Mapping[st
 
 def limit_line(limit: Mapping[str, Any]) -> str:
     """The measured speed and the theoretical limit, in one line."""
+    if "line" in limit:
+        return str(limit["line"])
     if not limit or limit.get("tokens_per_s") is None:
         return ""
     ceiling = limit.get("ceiling_tokens_per_s")

@@ -16,6 +16,7 @@ from typing import Any, Literal, TypeVar
 from flatout.config.settings import CriteriaSettings
 from flatout.cost import Rates
 from flatout.files import typed
+from flatout.insight.diagnose import FAILURES
 from flatout.insight.state import State, state_of, watched
 from flatout.record import (
     GPU_NUMBERS,
@@ -180,8 +181,8 @@ class Story:
         """The verdict in one word: bad where something failed or the doctor found much to gain, good where neither
         did and someone looked, by criteria or as the doctor."""
         met = [verdict.met for verdict in self.criteria]
-        slow = any((finding.gain or 0.0) > MUCH_GAIN for finding in self.findings)
-        if False in met or slow or self.state.kind == "lost" or (self.last and _broken(self.last.loss)):
+        wrong = any((finding.gain or 0.0) > MUCH_GAIN or finding.cause in FAILURES for finding in self.findings)
+        if False in met or wrong or self.state.kind == "lost" or (self.last and _broken(self.last.loss)):
             return "bad"
         return "good" if self.state.kind == "finished" and (True in met or self.verdict is not None) else "open"
 

@@ -12,6 +12,11 @@ from flatout.hardware import Hardware
 from flatout.hardware.table import by_nvml_name
 from flatout.insight.diagnose.observed import Observed
 
+# Below this share of the limit, a job without a known cause is not called healthy.
+FAR_BELOW = 0.1
+# Findings that do not explain a low speed.
+NOT_OF_SPEED = ("unstable-loss", "slow-convergence", "oom-risk")
+
 
 def limit_of(seen: Observed) -> dict[str, Any]:
     """Measured tokens per second, the ceiling, and their ratio; None for values that are unknown."""
