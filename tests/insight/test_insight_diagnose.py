@@ -5,12 +5,15 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from flatout.hardware import named
+from flatout.insight import doctor
+from flatout.insight.attach import Watched
 from flatout.insight.diagnose import CAUSES, diagnose
 from flatout.insight.diagnose.observed import Observed
 from flatout.insight.diagnose.ranks import straggler
-from flatout.insight.prove import Proof, change_for, measured
+from flatout.insight.prove import ALL_TOGETHER, Proof, change_for, measured
 from flatout.record import Finding
 
 STEP = {
@@ -249,13 +252,11 @@ def test_trainer_arguments_are_those_of_the_installed_version() -> None:
     assert "TrainingArguments" not in first(seen(**change, trainer_arguments=["half_precision"])).fix
 
 
+TWO_CAUSES = {"compute_dtype": "float32", "replays": {"bf16": [0.1, 0.02], "recompute": [0.1, 0.07]}}
+
+
 def test_a_measured_gain_replaces_the_estimate_and_may_change_the_order() -> None:
-    found = diagnose(
-        seen(
-            compute_dtype="float32",
-            replays={"bf16": [0.1, 0.02], "recompute": [0.1, 0.07]},
-        )
-    )
+    found = diagnose(seen(**TWO_CAUSES))
     assert [f.cause for f in found.findings] == ["fp32-matmul", "needless-recompute"]
     proofs = [
         Proof(cause="fp32-matmul", gains=(0.1, 0.14), loss_difference=0.01),
@@ -267,6 +268,51 @@ def test_a_measured_gain_replaces_the_estimate_and_may_change_the_order() -> Non
         ("fp32-matmul", "measured"),
     ]
     assert proved.findings[0].gain == pytest.approx(0.31)
+
+
+def test_the_headline_is_what_was_measured() -> None:
+    found = diagnose(seen(**TWO_CAUSES))
+    assert "fp32-matmul, about 72% of step time" in found.verdict
+    one = Proof(cause="needless-recompute", gains=(0.29, 0.3), loss_difference=0.0)
+    assert "needless-recompute, 29.5% of step time (measured)" in measured(found, [one]).verdict
+    both = [one, Proof(cause="fp32-matmul", gains=(0.297,), loss_difference=0.0)]
+    both.append(Proof(cause=ALL_TOGETHER, gains=(0.41,), loss_difference=0.0))
+    said = measured(found, both).verdict
+    assert "the largest is fp32-matmul, 29.7% of step time (measured)" in said
+    assert said.endswith("; all fixes that are switches save 41.0% together (measured)")
+    assert measured(found, []).verdict == found.verdict
+
+
+def test_the_proof_table_breaks_no_word(capsys: pytest.CaptureFixture[str]) -> None:
+    proofs = [
+        Proof(cause="needless-recompute", gains=(0.297, 0.31), loss_difference=1.25e-05),
+        Proof(cause="data-starvation", gains=(), loss_difference=None, problem="RuntimeError: " + "x" * 150),
+    ]
+    fixes = {"needless-recompute": "TrainingArguments(gradient_checkpointing=False)"}
+    doctor.print_proofs(proofs, console=Console(width=80), fixes=fixes)
+    said = capsys.readouterr().out.splitlines()
+    assert any("needless-recompute" in line and "29.7 % to 31.0 %" in line and "1.25e-05" in line for line in said)
+    assert "make it permanent, needless-recompute: TrainingArguments(gradient_checkpointing=False)" in said
+    assert "data-starvation failed: RuntimeError: " + "x" * 150 in said
+
+
+@pytest.mark.parametrize(
+    ("how", "then", "told"),
+    [
+        ({"crash": "ValueError: no"}, "stop", "the script failed first"),
+        ({}, "continue", "--then continue replays nothing"),
+        ({"timed_out_s": 5.0}, "stop", "time was up first"),
+    ],
+)
+def test_only_what_applies_is_said_of_missing_replays(how: dict[str, Any], then: str, told: str) -> None:
+    facts = {**copy.deepcopy(FACTS), "gpu": None, "replays": None}
+    steps = [{**copy.deepcopy(STEP), "device": None, "stage": "timed", "step": i} for i in range(10)]
+    known = {"returncode": 1, "stopped": False, "samples": (), "crash": None, **how}
+    found = doctor.observed(Watched(facts=facts, steps=steps, **known), hardware=named("H200"), then=then)
+    assert found is not None
+    source = diagnose(found).limit["source"]
+    assert told in source
+    assert ("--then continue" in source) == (then == "continue")
 
 
 def test_a_guess_at_a_rate_far_too_low_is_slow_convergence() -> None:

@@ -162,12 +162,12 @@ def look(command: Sequence[str], *, asked: Asked, folder: Path) -> Examined:
     hardware = detect()
     run = new_run(folder, command=command, hardware=hardware, asked=asked)
     watched = watch(command, asked=asked, run=run)
-    seen = observed(watched, hardware=hardware)
+    seen = observed(watched, hardware=hardware, then=asked.then)
     diagnosis = diagnose(seen) if seen is not None else _nothing(watched)
     return Examined(run=run, watched=watched, seen=seen, diagnosis=diagnosis)
 
 
-def observed(watched: Watched, *, hardware: Any) -> Observed | None:
+def observed(watched: Watched, *, hardware: Any, then: str = "stop") -> Observed | None:
     """The input of the rules, from rank 0 or from the straggler; None if too little was observed."""
     steps, facts = watched.timed, watched.facts
     if facts is None or len(steps) < FEWEST_STEPS:
@@ -185,7 +185,16 @@ def observed(watched: Watched, *, hardware: Any) -> Observed | None:
         all_steps=every,
         ranks=ranks,
         straggler=last,
+        no_replays=_no_replays(watched, then=then),
     )
+
+
+def _no_replays(watched: Watched, *, then: str) -> str:
+    if watched.crash:
+        return "the script failed first"
+    if then == "continue":
+        return "--then continue replays nothing"
+    return "time was up first" if watched.timed_out_s is not None else "the script ended first"
 
 
 def _nothing(watched: Watched) -> Diagnosis:
@@ -260,18 +269,23 @@ def _print(diagnosis: Diagnosis, *, console: Console, proofs: Sequence[Proof]) -
 
 
 def print_proofs(proofs: Sequence[Proof], *, console: Console, fixes: Mapping[str, str] | None = None) -> None:
-    """Prints the measured effect of each fix; with `fixes`, also the change to make."""
-    last = () if fixes is None else ("make it permanent",)
-    rows = table("Proof", "fix for", "time saved", "spread", "repeats", "loss difference", *last)
+    """Prints the measured effect of each fix; with `fixes`, also the change to make, below the table."""
+    rows = table("Proof", "fix for", "time saved", "spread", "repeats", "loss difference")
+    for column in rows.columns:  # names and numbers stay whole; a failure may be long and goes below
+        column.no_wrap, column.overflow = True, "ellipsis"
     for proof in proofs:
         spread = f"{percent(min(proof.gains))} to {percent(max(proof.gains))}" if proof.gains else "n/a"
-        spread = f"failed: {proof.problem}" if proof.problem and fixes is None else spread
         cells = [proof.cause, percent(proof.gain), spread, str(len(proof.gains)), number(proof.loss_difference)]
-        if fixes is not None:
-            patch = "every change above" if proof.cause == ALL_TOGETHER else fixes.get(proof.cause, "")
-            cells.append(f"failed: {proof.problem}" if proof.problem else patch)
         rows.add_row(*(escape(redact(cell)) for cell in cells))
     console.print("", rows)
+    for proof in proofs:
+        if proof.problem:
+            said = f"{proof.cause} failed: {proof.problem}"
+            console.print(f"[red]{escape(redact(said))}[/]", highlight=False, soft_wrap=True)
+        elif fixes is not None and (proof.gain or 0.0) > 0:
+            patch = "every change above" if proof.cause == ALL_TOGETHER else fixes.get(proof.cause, "")
+            said = f"make it permanent, {proof.cause}: {patch}"
+            console.print(escape(redact(said)), highlight=False, soft_wrap=True)
 
 
 def limit_line(limit: Mapping[str, Any]) -> str:

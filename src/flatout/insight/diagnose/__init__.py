@@ -79,7 +79,8 @@ def verdict_of(findings: tuple[Finding, ...], limit: Mapping[str, Any]) -> str:
     near = "the limit is unknown" if share is None else f"{share:.1%} of the limit"
     if not findings:
         return f"no problem found, {near}"
-    first = findings[0]
+    proven = [finding for finding in findings if finding.status == "measured" and (finding.gain or 0.0) > 0]
+    first = proven[0] if proven and findings[0].cause not in FAILURES else findings[0]
     if first.cause == "low-mfu" and len(findings) == 1:
         return f"no cause found, but only {near}"
     number = f"{len(findings)} cause{'s' * (len(findings) > 1)} found"

@@ -55,7 +55,7 @@ def _peak(seen: Observed) -> tuple[float | None, str]:
     measured = (seen.facts.get("replays") or {}).get("matmul_flops")
     if measured:
         return float(measured), f"a float32 product of 1024 x 1024 measured here, {seen.facts['threads']} threads"
-    return None, "there is no datasheet for this CPU, and --then continue measures nothing"
+    return None, f"there is no datasheet for this CPU, and its speed was not measured: {seen.no_replays}"
 
 
 def _flops(seen: Observed) -> tuple[Flops | None, str]:

@@ -53,9 +53,7 @@ def _ruled_out(seen: Observed) -> list[str]:
 
 def _next_step(seen: Observed) -> str:
     if not seen.facts.get("replays"):
-        return (
-            "measure again without --then continue, so that the last batch is replayed with one thing changed at a time"
-        )
+        return f"measure again: no batch was replayed with one thing changed at a time ({seen.no_replays})"
     trace = "record two steps with torch.profiler.profile(with_stack=True) and sort its operators by their time"
     if seen.replay("batch-2") is None:
         return f"measure twice the micro-batch, which could not be replayed here; then {trace}"
