@@ -173,10 +173,11 @@ SLOW_BAR = "\rMap: 100%|██████████| 900/900 [00:01<00:00, 70
     for i in range(1, 10)
 )
 UNSLOTH = (
-    "==((====))==  Unsloth - 2x faster free finetuning | Num GPUs used = 1\n   \\\\   /|    Num examples = 1,000 | Num "
-    "Epochs = 1 | Total steps = 60\nO^O/ \\_/ \\    Batch size per device = 2 | Gradient accumulation steps = 4\n\\     "
-    '   /    Data Parallel GPUs = 1 | Total batch size (2 x 4 x 1) = 8\n "-____-"     Trainable parameters = 24,313,856 of '
-    "3,237,063,680 (0.75% trained)\n"
+    "==((====))==  Unsloth - 2x faster free finetuning | Num GPUs used = 1\n"
+    "   \\\\   /|    Num examples = 1,000 | Num Epochs = 1 | Total steps = 60\n"
+    "O^O/ \\_/ \\    Batch size per device = 2 | Gradient accumulation steps = 4\n"
+    "\\        /    Data Parallel GPUs = 1 | Total batch size (2 x 4 x 1) = 8\n"
+    ' "-____-"     Trainable parameters = 24,313,856 of 3,237,063,680 (0.75% trained)\n'
 ) + SLOW_BAR
 AXOLOTL = lines(
     lambda i: (

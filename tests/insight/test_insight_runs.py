@@ -1,5 +1,6 @@
 """`flatout doctor RUN`: run folders of our own, and of scripts that were watched."""
 
+import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -170,10 +171,35 @@ def test_too_few_steps_say_nothing(tmp_path: Path) -> None:
         runs.diagnose(run)
 
 
-@pytest.mark.parametrize("arguments", ["run --prove", "--prove run", "--prove --log train.log", "run --steps 9"])
-def test_only_a_script_can_be_proved_and_a_folder_comes_last(flatout: Flatout, tmp_path: Path, arguments: str) -> None:
+@pytest.mark.parametrize("arguments", ["run --prove", "--prove run", "--prove --log train.log", "run other"])
+def test_only_a_script_can_be_proved_and_one_folder_diagnosed(flatout: Flatout, tmp_path: Path, arguments: str) -> None:
     made(tmp_path / "run", spans=HEALTHY)
     code, _, err = flatout("doctor", *arguments.split())
     assert code == 2
-    why = "--prove runs a script again" if "--prove" in arguments else "put options before the run folder"
+    why = "--prove runs a script again" if "--prove" in arguments else "give one run folder at a time"
     assert why in " ".join(err.split())
+
+
+@pytest.mark.parametrize("arguments", ["run --json -", "--json - run", "run --steps 9 --json -", "--json=- run"])
+def test_options_stand_on_either_side_of_a_run_folder(flatout: Flatout, tmp_path: Path, arguments: str) -> None:
+    made(tmp_path / "run", spans=HEALTHY)
+    code, out, err = flatout("doctor", *arguments.split())
+    assert (code, err) == (0, "")
+    assert json.loads(out)["findings"] == []
+
+
+def test_options_behind_a_command_are_the_command_s(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from flatout.cli import app
+    from flatout.insight import doctor
+
+    given: list[object] = []
+
+    def main(what: Sequence[str], *, json_to: str | None, **_: object) -> int:
+        given.append((what, json_to))
+        return 0
+
+    monkeypatch.setattr(doctor, "main", main)
+    monkeypatch.chdir(tmp_path)
+    for command in ("--json - -- python x.py --json y", "--json - python x.py --json y"):
+        app(["doctor", *command.split()], standalone_mode=False)
+    assert given == [(["python", "x.py", "--json", "y"], "-")] * 2

@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
 from flatout.cli.shared import err, new_folder, out
 from flatout.errors import INTERRUPTED_EXIT
+
+
+class OptionsAnywhere(TyperCommand):
+    """Takes options on both sides of a run folder. Those behind a script's command are the script's own."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        given, _, _ = self.make_parser(ctx).parse_args(args=list(args))
+        what = given.get("what") or []
+        ctx.allow_interspersed_args = bool(what) and Path(what[0]).is_dir()
+        return super().parse_args(ctx, args)
 
 
 def doctor(

@@ -72,7 +72,7 @@ def main(
             "remove --prove, or give the command as -- python train.py ..."
         )
     if of_run and len(what) > 1:
-        raise UsageError(f"{what[0]} is a folder, but {what[1]} follows it: put options before the run folder")
+        raise UsageError(f"{what[0]} is a folder, but {what[1]} follows it: give one run folder at a time")
     if target_loss is not None and log is None:
         raise UsageError("--target-loss needs --log FILE: a run of flatout has target.val_loss in its configuration")
     if log is not None:

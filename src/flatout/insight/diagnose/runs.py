@@ -205,8 +205,7 @@ def _losses(story: Story) -> Iterator[Finding]:
             f"as advice: {lower}, a longer train.warmup_steps, train.clip=1.0; check the data of those steps",
         )
     else:
-        losses = [part.loss for part in story.parts if part.loss is not None]
-        yield from _maybe(loss_finding(losses, clipped=None, lr=story.last.extra.lr if story.last else None))
+        yield from _maybe(loss_finding(story.losses, clipped=None, lr=story.last.extra.lr if story.last else None))
 
 
 def _late(story: Story) -> Iterator[Finding]:
