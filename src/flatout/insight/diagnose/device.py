@@ -41,7 +41,7 @@ def wrong_dtype(seen: Observed) -> Finding | None:
             seen.compute_share,
             None,
             [f"largest product {computed}", "bfloat16 units need compute capability 8.0 or later"],
-            'float16 instead: torch.autocast("cuda", dtype=torch.float16) with torch.amp.GradScaler()',
+            f"float16 instead: {fixes.fp16(seen)}",
         )
     return None
 
@@ -314,7 +314,7 @@ def recompiles(seen: Observed) -> Finding | None:
         share,
         share,
         [f"{share:.0%} of step time in compilation (dynamo's own times)", *(f"reason: {r}" for r in reasons)],
-        "torch.compile(model, dynamic=True), or pad inputs to a few fixed lengths so that shapes repeat",
+        fixes.fewer_shapes(seen),
     )
 
 
@@ -371,11 +371,7 @@ def idle_gpu(seen: Observed) -> Finding | None:
         share,
         share * 0.8,
         base,
-        fixes.by_framework(
-            seen,
-            torch='model = torch.compile(model), or mode="reduce-overhead" for CUDA graphs',
-            arguments=("torch_compile=True",),
-        ),
+        fixes.compiled(seen),
     )
 
 
