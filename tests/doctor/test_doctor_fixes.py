@@ -174,7 +174,7 @@ def larger(watched: Observed) -> str:
     return fixes.larger_batch(watched, rows=8, accumulation=2)
 
 
-TWO_MICRO = {"micro": [{"rows": 4, "length": 8, "tokens": 32, "real": 32.0}] * 4}
+FOUR_MICRO = {"micro": [{"rows": 4, "length": 8, "tokens": 32, "real": 32.0}] * 4}
 FIXES = [
     Fix(
         name="bf16",
@@ -317,7 +317,7 @@ def applied(fix: Fix, folder: Path) -> str:
     step = {
         "device": None,
         "host": {"forward": 0.05, "backward": 0.05},
-        **(TWO_MICRO if fix.name == "larger batch" else {}),
+        **(FOUR_MICRO if fix.name == "larger batch" else {}),
     }
     text = fix.text(seen(step=step, **from_facts))
     parameters = "self.parameters()" if fix.framework == "lightning" else "parameters"
@@ -336,10 +336,8 @@ def applied(fix: Fix, folder: Path) -> str:
     if slots["COLLATOR"].startswith("pad_to"):
         slots["COLLATOR"] = f"DataCollatorForLanguageModeling(tokenizer, mlm=False, {slots['COLLATOR']})"
     if slots["MODEL"].startswith("from_pretrained"):
-        slots["MODEL"] = f"LlamaForCausalLM.{slots['MODEL']}"
-        slots["MODEL"] = slots["MODEL"].replace(
-            "(folder", f"((LlamaForCausalLM(config).save_pretrained({str(folder)!r}), {str(folder)!r})[1]"
-        )
+        saved = f"LlamaForCausalLM(config).save_pretrained({str(folder)!r})\nmodel = LlamaForCausalLM."
+        slots["MODEL"] = saved + slots["MODEL"].replace("folder", repr(str(folder)))
     script = SCRIPTS[fix.framework]
     for slot, code in slots.items():
         script = re.sub(rf"\b{slot}\b", lambda _, code=code: code, script)  # type: ignore[misc]

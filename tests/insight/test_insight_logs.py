@@ -401,3 +401,10 @@ def test_what_a_log_lacks_is_printed(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "Not in the log" in said
     assert "- the machine, for MFU: --on NAME" in said
     assert "- gradient norms, to judge stability" in said
+
+
+def test_a_finding_names_its_section_in_the_documents(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "train.log"
+    path.write_text(GENERIC)
+    doctor.say(logs.diagnose(path), console=Console(width=200))
+    assert "more: docs/causes.md#small-batch" in capsys.readouterr().out

@@ -259,6 +259,7 @@ def _print(diagnosis: Diagnosis, *, console: Console, proofs: Sequence[Proof]) -
         for line in finding.evidence:
             console.print(f"   [dim]- {escape(redact(line))}[/]", highlight=False, soft_wrap=True)
         console.print(f"   [green]change:[/] {escape(redact(finding.fix))}", highlight=False, soft_wrap=True)
+        console.print(f"   [dim]more: docs/causes.md#{escape(finding.cause)}[/]", highlight=False, soft_wrap=True)
     missing: Any = diagnosis.limit.get("missing") or ()
     if missing:
         console.print("\n[bold]Not in the log[/]  to say more, the doctor needs", highlight=False)
