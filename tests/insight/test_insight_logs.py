@@ -298,7 +298,7 @@ def test_a_loss_that_is_no_number_is_a_failure_without_a_cost(tmp_path: Path, li
     assert len(logs.read(path).rows) == 12
     first = found.findings[0]
     assert (first.cause, first.share, first.gain) == ("unstable-loss", None, None)
-    assert "the first is unstable-loss" in found.verdict
+    assert "1 cause found: unstable-loss" in found.verdict
     assert "no longer learns" in first.sentence
 
 

@@ -85,7 +85,7 @@ def verdict_of(findings: tuple[Finding, ...], limit: Mapping[str, Any]) -> str:
         return f"no cause found, but only {near}"
     number = f"{len(findings)} cause{'s' * (len(findings) > 1)} found"
     if first.gain is None:
-        return f"{number}, the first is {first.cause}; {near}"
+        return f"{number}{': ' if len(findings) == 1 else ', the first is '}{first.cause}; {near}"
     if first.status == "measured":
         return f"{number}, the largest is {first.cause}, {first.gain:.1%} of step time (measured); {near}"
     return f"{number}, the largest is {first.cause}, about {first.gain:.0%} of step time; {near}"

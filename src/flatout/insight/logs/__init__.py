@@ -110,7 +110,7 @@ def _speed(limit: dict[str, Any]) -> str:
     elif step_s:
         said = f"{number(step_s)} s per step; tokens/s unknown"
     else:
-        said = "it does not show the speed"
+        said = "the log does not show the speed"
     return said + ("" if limit["mfu"] is None else f", MFU {limit['mfu']:.1%} ({limit['model']})")
 
 
