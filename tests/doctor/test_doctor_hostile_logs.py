@@ -55,6 +55,8 @@ def test_a_file_of_gigabytes_is_refused_unread(tmp_path: Path) -> None:
         "step " * 3000 + "| loss: 1 " * 300,
         "step=1 loss=" + "1" * 16_000 + "x",
         "a" * 16_000,
+        "9" * 16_000,
+        "1/1 " * 4000,
         "number of parameters: 1.2.3M",
         "step=1 loss=1e999 tok/s=1e308",
         "x" * 5_000_000,

@@ -13,7 +13,7 @@ from rich.console import Console
 from tests.insight import made
 
 from flatout import trackers
-from flatout.insight import doctor
+from flatout.insight import doctor, logs
 from flatout.insight.diagnose import runs
 from flatout.insight.diagnose.runs import findings_of
 from flatout.insight.report import render
@@ -119,7 +119,7 @@ def test_a_compilation_is_in_no_speed_that_is_shown(tmp_path: Path) -> None:
     kept: dict[str, Any] = {"config_text": "", "config": {}, "plan": PLAN.to_json(), "environment": {}}
     run = Run.create(tmp_path / "run", hardware=HARDWARE, **kept)
     paper = Console(file=io.StringIO(), width=200)
-    with run.recorder(sinks=[View(paper, every=20)]) as recorder:
+    with run.recorder(sinks=[View(paper, every=5)]) as recorder:
         recorder.event(Planned(facts=PLAN.to_json()))
         recorder.event(Started(total_steps=40, folder="run"))
         for at in range(20):
@@ -137,7 +137,11 @@ def test_a_compilation_is_in_no_speed_that_is_shown(tmp_path: Path) -> None:
             recorder.step(record)
         story = tell(run)
     assert isinstance(paper.file, io.StringIO)
-    assert re.findall(r"([\d,]+) tok/s", paper.file.getvalue()) == ["1,000"]
+    assert re.findall(r"([\d,]+) tok/s", paper.file.getvalue()) == ["1,000"] * 4
+    log = tmp_path / "train.log"
+    log.write_text(paper.file.getvalue())
+    assert (logs.diagnose(log).limit["kind"], logs.diagnose(log).limit["tokens_per_s"]) == ("flatout", 1000)
+    assert logs.diagnose(run.file("steps", 0)).limit["tokens_per_s"] == pytest.approx(1000)
     assert (story.speed.tokens_per_s, story.recent.tokens_per_s) == pytest.approx((1000.0, 1000.0))
     assert story.recent.steps == 17
 

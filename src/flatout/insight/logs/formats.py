@@ -44,10 +44,10 @@ _RATE = rf"({NUMBER})\s?([kKM]?)\s?({_UNIT})(?![\w/])"
 # In `loss 3.1 tok/s 5000` the unit is a name: a number before it and one behind it.
 _BEFORE_ITS_UNIT = re.compile(rf"(?<![\w.,]){_RATE}(?!\s*+[:=]|\s*+[\d.])|(?<![\w.,:=])(?<![\w:=] ){_RATE}(?!\s*+[:=])")
 _MILLISECONDS = re.compile(rf"\|\s*+({NUMBER}) ms\s*+(?:\||$)")
-_MFU_FIRST = re.compile(rf"({NUMBER})\s?% (?:\w++ )?MFU\b")
+_MFU_FIRST = re.compile(rf"(?<![\w.,])({NUMBER})\s?% (?:\w++ )?MFU\b")
 _BRACKETS = re.compile(r"\[\s*+(\d++)\s*+/\s*+(\d++)\s*+\]")
 _TOTAL = re.compile(r"\b(?i:step|iter|iteration)s?\b\W{0,4}\d++\s*+/\s*+(\d++)")
-_BAR = re.compile(r"(\d++)/(\d++) \[[\d:]++<[\d:?]++(?:,\s*+([\d.]++)(it/s|s/it))?")
+_BAR = re.compile(r"(?<!\d)(\d++)/(\d++) \[[\d:]++<[\d:?]++(?:,\s*+([\d.]++)(it/s|s/it))?")
 # Bars of something other than training.
 _OTHER_BAR = re.compile(r"(?i)load|map|generat|eval|valid|test|download|token|filter|fetch|sanity|predict|sampl|sav")
 _USED = re.compile(
@@ -122,19 +122,25 @@ def read(path: Path) -> Log:
 def row_of(line: str) -> dict[str, float]:
     """The named numbers of one printed line."""
     row: dict[str, float] = {}
-    if used := _USED.search(line):
+    # A search for a character is far faster than one for a pattern.
+    if used := ("B" in line and _USED.search(line)) or None:
         row |= _memory_share(used)
-    if bar := _BAR.search(line):
+    if bar := ("<" in line and _BAR.search(line)) or None:
         row |= _of_bar(bar, before=line[: bar.start()])
-    for found in _BEFORE_ITS_UNIT.finditer(line):
-        row |= {name: number for name, number in _rate(*filter(None, found.groups(""))).items() if name not in row}
-    for key, value, unit in _PAIR.findall(_BEFORE_ITS_UNIT.sub("|", line)):
+    pairs = line
+    if "/s" in line or "s/it" in line:
+        for found in _BEFORE_ITS_UNIT.finditer(line):
+            row |= {name: number for name, number in _rate(*filter(None, found.groups(""))).items() if name not in row}
+        pairs = _BEFORE_ITS_UNIT.sub("|", line)
+    for key, value, unit in _PAIR.findall(pairs):
         if known := named(key, value, unit) if len(value) <= LONGEST_NUMBER else None:
             row.setdefault(*known)
-    if (plain := _MILLISECONDS.search(line)) and (number := number_of(plain[1])) is not None:
+    if (plain := "| " in line and _MILLISECONDS.search(line)) and (number := number_of(plain[1])) is not None:
         row.setdefault("seconds", number / 1e3)
-    if (first := _MFU_FIRST.search(line)) and (number := number_of(first[1])) is not None:
+    if (first := "MFU" in line and _MFU_FIRST.search(line)) and (number := number_of(first[1])) is not None:
         row.setdefault("mfu", number / 100)
+    if "/" not in line:
+        return row
     if total := _TOTAL.search(line):
         row.setdefault("total", float(total[1][:LONGEST_NUMBER]))
     for place in _BRACKETS.finditer(line):
