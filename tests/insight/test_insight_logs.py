@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from rich.console import Console
+from tests.insight.conftest import Flatout
 
 from flatout.errors import UsageError
 from flatout.insight import doctor, logs
@@ -385,12 +386,26 @@ def test_the_way_to_a_target_loss(tmp_path: Path) -> None:
         return str(logs.diagnose(path, target_loss=wanted).limit["target"])
 
     assert told(4.0) == "the loss reached 4 at step 100"
+    assert told(5.0) == "the loss reached 5 at step 0"
     assert "2 needs about 100 more steps, 0m50s" in told(2.0)
     assert "the run ends at step 1,000, before that" in told(-8.0)
     path.write_text(lines(lambda i: f"step {i} | loss: 5.0", 21))
     assert "cannot be told: the loss does not fall clearly" in told(2.0)
     path.write_text(lines(lambda i: f"step {i} | loss: 5.0", 3))
     assert "cannot be told: the log has 3 lines" in told(2.0)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [(["--log", "train.log", "--target-loss", "nan"], "is not a loss"), (["--target-loss", "3"], "needs --log FILE")],
+)
+def test_a_target_that_means_nothing_is_refused(
+    flatout: Flatout, tmp_path: Path, arguments: list[str], why: str
+) -> None:
+    (tmp_path / "train.log").write_text(GENERIC)
+    code, _, err = flatout("doctor", *arguments)
+    assert code == 2
+    assert why in " ".join(err.split())
 
 
 def test_what_a_log_lacks_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
@@ -75,6 +76,8 @@ def main(
         raise UsageError(f"{what[0]} is a folder, but {what[1]} follows it: give one run folder at a time")
     if target_loss is not None and log is None:
         raise UsageError("--target-loss needs --log FILE: a run of flatout has target.val_loss in its configuration")
+    if target_loss is not None and not math.isfinite(target_loss):
+        raise UsageError(f"--target-loss {target_loss} is not a loss: give a number such as 3.0")
     if log is not None:
         if what:
             raise UsageError("--log FILE cannot be combined with a command or a run folder: give one of them")

@@ -185,7 +185,9 @@ class Story:
         wrong = any((finding.gain or 0.0) > MUCH_GAIN or finding.cause in FAILURES for finding in self.findings)
         if False in met or wrong or self.state.kind == "lost" or (self.last and _broken(self.last.loss)):
             return "bad"
-        return "good" if self.state.kind == "finished" and (True in met or self.verdict is not None) else "open"
+        unexplained = any(finding.cause == "low-mfu" for finding in self.findings)
+        known = True in met or (self.verdict is not None and not unexplained)
+        return "good" if self.state.kind == "finished" and known else "open"
 
     @property
     def judged(self) -> str:

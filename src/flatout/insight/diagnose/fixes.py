@@ -24,9 +24,11 @@ def trainer(seen: Observed, *wanted: str) -> str | None:
         fitting = [o for o in options if known is None or o.split("=")[0] in known]
         if fitting:
             parts.append(fitting[0])
-    # TRL's own classes, SFTConfig and so on, take the same arguments, and its trainers insist on them.
-    name = "TrainingArguments" if seen.framework == "trainer" else "the trainer's own configuration"
-    return f"{name}({', '.join(parts)})" if parts else None
+    if not parts:
+        return None
+    if seen.framework == "trl":  # its trainers insist on classes of their own, which take the same arguments
+        return f"{', '.join(parts)} in SFTConfig(...), GRPOConfig(...) or the trainer's own configuration"
+    return f"TrainingArguments({', '.join(parts)})"
 
 
 def by_framework(

@@ -102,7 +102,8 @@ def target(log: Log, wanted: float) -> str:
     name = "val_loss" if len(log.finite("val_loss")) >= _FEWEST_FOR_TARGET else "loss"
     called = "validation loss" if name == "val_loss" else "loss"
     points = [(row["step"], row[name]) for row in log.rows if "step" in row and math.isfinite(row.get(name, math.nan))]
-    if reached := next((step for step, loss in points if loss <= wanted), None):
+    reached = next((step for step, loss in points if loss <= wanted), None)
+    if reached is not None:
         return f"the {called} reached {wanted:g} at step {reached:,.0f}"
     cannot = f"whether the {called} reaches {wanted:g} cannot be told: "
     if len(points) < _FEWEST_FOR_TARGET:
