@@ -310,7 +310,7 @@ def test_a_single_loss_that_is_no_number_is_counted(tmp_path: Path) -> None:
     assert finding.sentence == "1 of 12 losses are not finite, the first at step 40."
 
 
-def test_a_name_between_two_numbers_is_no_unit(tmp_path: Path) -> None:
+def test_names_and_units_are_told_apart(tmp_path: Path) -> None:
     assert formats.row_of("step 10 loss 3.1 tok/s 5000") == {"step": 10, "loss": 3.1, "tokens_per_s": 5000}
     assert formats.row_of("step: 10 loss: 3.1 tok/s: 5k") == {"step": 10, "loss": 3.1, "tokens_per_s": 5000}
     assert formats.row_of("step 10 loss 3.1 speed 5,000 tok/s") == {"step": 10, "loss": 3.1, "tokens_per_s": 5000}
@@ -319,6 +319,11 @@ def test_a_name_between_two_numbers_is_no_unit(tmp_path: Path) -> None:
         "step": 100,
         "total": 600,
         "loss": 2.3,
+    }
+    assert formats.row_of("step 3 | step_time: 1.5s | mem: 75% | val: 0.8 | memory: 31") == {
+        "step": 3,
+        "seconds": 1.5,
+        "memory_share": 0.75,
     }
     assert formats.row_of("step 3 aux loss: 0.01 total time: 4.0m") == {"step": 3}
 

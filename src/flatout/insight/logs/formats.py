@@ -37,7 +37,7 @@ _WORD = r"(?!(?i:nan|inf)\b)[A-Za-z][\w/.@%-]*+(?:\((?i:ms|s|%|gib|gb|tps|tflops
 _PAIR = re.compile(
     rf"(?:(?<![\w/.@])|(?<=\d/))({_WORD}(?:\x20(?:\((?i:ms|gib|gb|tflop/s/gpu)\)|{_WORD})){{0,5}}+)['\"]?+"
     rf"(?:\s*+[:=]\s*+|\s++)(?:np\.\w++\(|tensor\(|[\[('\"])*+\s*+({NUMBER})"
-    r"(?:\s?(%|ms|us|[GM]i?B|[kKMB]))?+(?!\w|[.:]\d)"
+    r"(?:\s?(%|ms|us|s(?:ec(?:onds?)?)?|[GM]i?B|[kKMB])(?!\w))?+(?!\w|[.:]\d)"
 )
 _UNIT = r"tok(?:ens?)?/s(?:ec(?:ond)?)?(?:/(?:gpu|device))?|samples/s(?:ec)?|it/s|s/it"
 _RATE = rf"({NUMBER})\s?([kKM]?)\s?({_UNIT})(?![\w/])"

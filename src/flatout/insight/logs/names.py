@@ -42,7 +42,7 @@ NAMES: Mapping[str, tuple[str, ...]] = {
     "policy_loss": ("actor/loss", "actor/pg_loss", "policy_loss", "pg_loss"),
     "val_loss": (
         *("val_loss", "val loss", "eval_loss", "eval loss", "val/loss", "eval/loss", "validation_loss", "valid_loss"),
-        *("validation loss", "validate loss", "validate_loss", "val", "val_loss_epoch", "valid loss"),
+        *("validation loss", "validate loss", "validate_loss", "val_loss_epoch", "valid loss"),
     ),
     "reward": ("reward", "critic/rewards/mean", "critic/score/mean", "reward/mean"),
     "kl": ("kl", "actor/kl_loss", "actor/ppo_kl"),
@@ -127,6 +127,10 @@ def named(key: str, value: Any, unit: str = "") -> tuple[str, float] | None:
         if number * factor >= _CLOCK:
             return None
     elif name == "memory_gib":
+        if unit == "%":
+            return "memory_share", number / 100
+        if unit not in _GIB and not re.search(r"gi?b\)?$", key.lower()):
+            return None  # nobody says of what
         factor *= _GIB.get(unit, 1.0)
     else:
         factor *= _MANY.get(unit, 1.0)
