@@ -21,6 +21,28 @@ def test_every_setting_is_documented_with_its_own_words() -> None:
     assert sum(line.startswith("| `") for line in text.splitlines()) == len(keys())
 
 
+def test_every_cause_of_the_doctor_has_its_section() -> None:
+    import re
+
+    from flatout.insight.diagnose import CAUSES
+
+    text = (ROOT / "docs" / "causes.md").read_text()
+    sections = dict(re.findall(r"^## (\S+)\n(.*?)(?=^## |\Z)", text, re.MULTILINE | re.DOTALL))
+    assert sections.keys() == set(CAUSES)
+    for cause, section in sections.items():
+        assert "**Looks like:**" in section, cause
+        assert "flatout:**" in section or "**All frameworks:**" in section, cause
+
+
+def test_the_settings_of_flatout_in_the_causes_are_settings() -> None:
+    import re
+
+    text = (ROOT / "docs" / "causes.md").read_text()
+    named = set(re.findall(r"`((?:plan|data|train|eval|save|profile)\.[a-z_]+)(?==|`)", text))
+    assert len(named) > 10
+    assert named <= set(keys()) | {"profile.steps"}
+
+
 def test_the_readme_table_is_what_was_measured() -> None:
     pytest.importorskip("torch")
     from benchmarks.results import read

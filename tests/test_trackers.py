@@ -92,6 +92,22 @@ def test_tensorboard_files_read_back(tmp_path: Path):
     assert found.Scalars("perf/throughput")[2].wall_time == 1002.0
 
 
+def test_tensorboard_keeps_an_evaluation_before_the_first_step(tmp_path: Path):
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    sink = trackers.tensorboard(tmp_path, rates=RATES)
+    sink.event(evaluation(0, 9.5))
+    for number in range(3):
+        sink.step(step(number))
+    sink.event(evaluation(3, 1.25))
+    sink.close()
+    found = EventAccumulator(str(tmp_path))
+    found.Reload()
+    assert [(item.step, item.value) for item in found.Scalars("eval/loss")] == [(0, 9.5), (3, 1.25)]
+    assert [item.step for item in found.Scalars("training/loss")] == [0, 1, 2]
+
+
 def test_tensorboard_forgets_the_overtaken_steps_of_a_killed_attempt(tmp_path: Path):
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator

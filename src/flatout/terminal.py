@@ -22,7 +22,7 @@ from rich.text import Text
 from flatout.cost import Rates
 from flatout.hardware import Hardware, Measured
 from flatout.plan import Decisions
-from flatout.record import Event, StepRecord, events
+from flatout.record import WARM_STEPS, Event, StepRecord, events
 from flatout.verdict import peak_words, speed_of_steps
 from flatout.words import duration, loss_text, number, percent
 
@@ -124,10 +124,14 @@ class View:
         self.hardware: Mapping[str, Any] = {}
         self.peak: str | None = None  # what MFU is a share of
         self.recent: deque[StepRecord] = deque(maxlen=WINDOW)
+        self.seen = 0  # steps of this attempt
         self.val_loss: float | None = None
         self.live: Live | None = None
 
     def step(self, record: StepRecord) -> None:
+        self.seen += 1
+        if self.seen == WARM_STEPS + 1:  # the shown speed is that of the verdict, which leaves the warm-up out
+            self.recent.clear()
         self.recent.append(record)
         if self.live is not None:
             self.live.update(self._line(record))

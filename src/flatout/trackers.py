@@ -125,11 +125,6 @@ class _TensorBoard:
         self._started = False
 
     def step(self, record: StepRecord) -> None:
-        if not self._started:
-            # A session start makes TensorBoard drop the points that a killed attempt wrote after this step.
-            start = self._new_event(step=record.step, wall_time=time.time(), session_log={"status": "START"})
-            self._writer.add_event(start)
-            self._started = True
         self._write(step_scalars(record, rates=self._rates), step=record.step, time_s=record.time)
 
     def event(self, event: Event) -> None:
@@ -141,6 +136,11 @@ class _TensorBoard:
         self._writer.close()
 
     def _write(self, scalars: Mapping[str, float], *, step: int, time_s: float) -> None:
+        if not self._started:
+            # A session start makes TensorBoard drop the points of this step and later, which a killed attempt wrote.
+            start = self._new_event(step=step, wall_time=time.time(), session_log={"status": "START"})
+            self._writer.add_event(start)
+            self._started = True
         values = [self._summary.Value(tag=tag, simple_value=value) for tag, value in scalars.items()]
         self._writer.add_event(self._new_event(step=step, wall_time=time_s, summary=self._summary(value=values)))
 

@@ -13,6 +13,7 @@ from tests import warm
 
 from flatout.errors import UsageError
 from flatout.insight import logs
+from flatout.insight.logs import formats, names
 
 DIGITS = "9" * 5000
 GOOD = "".join(f"step={step} loss=2.{9 - step} tok/s=100\n" for step in range(9))
@@ -54,6 +55,8 @@ def test_a_file_of_gigabytes_is_refused_unread(tmp_path: Path) -> None:
         "step " * 3000 + "| loss: 1 " * 300,
         "step=1 loss=" + "1" * 16_000 + "x",
         "a" * 16_000,
+        "9" * 16_000,
+        "1/1 " * 4000,
         "number of parameters: 1.2.3M",
         "step=1 loss=1e999 tok/s=1e308",
         "x" * 5_000_000,
@@ -78,7 +81,7 @@ def test_a_size_that_is_none_is_told(tmp_path: Path, size: str) -> None:
     path = tmp_path / "train.log"
     path.write_text(GOOD)
     with pytest.raises(UsageError, match="is not a size") as raised:
-        logs.diagnose(path, params=size) if size else logs._size(size)
+        logs.diagnose(path, params=size) if size else formats.size(size)
     assert len(str(raised.value)) < 200
 
 
@@ -86,7 +89,7 @@ NUMBERS = st.one_of(st.floats(), st.integers(), st.sampled_from(["nan", "inf", "
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.lists(st.dictionaries(st.sampled_from(sorted(logs._CANON)), NUMBERS, min_size=1), min_size=1, max_size=5))
+@given(st.lists(st.dictionaries(st.sampled_from(sorted(names.CANON)), NUMBERS, min_size=1), min_size=1, max_size=5))
 def test_any_numbers_are_diagnosed(tmp_path_factory: pytest.TempPathFactory, rows: list[dict[str, object]]) -> None:
     path = tmp_path_factory.mktemp("log") / "train.log"
     path.write_text(

@@ -35,7 +35,7 @@ def proved(tmp_path: Path, *, anomaly: bool) -> dict[str, Any]:
         *("--json", str(found), "--", sys.executable, str(script)),
     )
     assert done.returncode == 0, done.stderr.decode()[-3000:]
-    assert b"make it permanent" in done.stdout
+    assert b"time saved" in done.stdout
     read: dict[str, Any] = json.loads(found.read_text())
     return read
 

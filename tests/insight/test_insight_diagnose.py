@@ -5,12 +5,15 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from flatout.hardware import named
+from flatout.insight import doctor
+from flatout.insight.attach import Watched
 from flatout.insight.diagnose import CAUSES, diagnose
 from flatout.insight.diagnose.observed import Observed
 from flatout.insight.diagnose.ranks import straggler
-from flatout.insight.prove import Proof, change_for, measured
+from flatout.insight.prove import ALL_TOGETHER, Proof, change_for, measured
 from flatout.record import Finding
 
 STEP = {
@@ -94,6 +97,18 @@ def test_a_healthy_gpu_job_has_no_finding_and_a_limit() -> None:
     assert found.verdict.startswith("no problem found, ")
     assert found.limit["tokens_per_s"] == pytest.approx(163_840)
     assert found.limit["ceiling_tokens_per_s"] == pytest.approx(989e12 / (6 * 124e6))
+
+
+def test_a_job_far_below_the_limit_without_a_cause_is_told_what_to_measure() -> None:
+    slow = {"micro": [{"rows": 16, "length": 64, "tokens": 1024, "real": 1024.0}]}
+    found = diagnose(seen(step=slow))
+    assert found.verdict == "no cause found, but only 0.8% of the limit"
+    (finding,) = found.findings
+    assert (finding.cause, finding.share, finding.gain) == ("low-mfu", None, None)
+    assert "backward 60.0 %, forward 30.0 %" in finding.evidence[0]
+    assert "GPU idle 3.0 %" in finding.evidence[1]
+    assert "matmuls in bfloat16" in finding.evidence[1]
+    assert "torch.profiler" in finding.fix
 
 
 @pytest.mark.parametrize(
@@ -237,13 +252,11 @@ def test_trainer_arguments_are_those_of_the_installed_version() -> None:
     assert "TrainingArguments" not in first(seen(**change, trainer_arguments=["half_precision"])).fix
 
 
+TWO_CAUSES = {"compute_dtype": "float32", "replays": {"bf16": [0.1, 0.02], "recompute": [0.1, 0.07]}}
+
+
 def test_a_measured_gain_replaces_the_estimate_and_may_change_the_order() -> None:
-    found = diagnose(
-        seen(
-            compute_dtype="float32",
-            replays={"bf16": [0.1, 0.02], "recompute": [0.1, 0.07]},
-        )
-    )
+    found = diagnose(seen(**TWO_CAUSES))
     assert [f.cause for f in found.findings] == ["fp32-matmul", "needless-recompute"]
     proofs = [
         Proof(cause="fp32-matmul", gains=(0.1, 0.14), loss_difference=0.01),
@@ -255,6 +268,51 @@ def test_a_measured_gain_replaces_the_estimate_and_may_change_the_order() -> Non
         ("fp32-matmul", "measured"),
     ]
     assert proved.findings[0].gain == pytest.approx(0.31)
+
+
+def test_the_headline_is_what_was_measured() -> None:
+    found = diagnose(seen(**TWO_CAUSES))
+    assert "fp32-matmul, about 72% of step time" in found.verdict
+    one = Proof(cause="needless-recompute", gains=(0.29, 0.3), loss_difference=0.0)
+    assert "needless-recompute, 29.5% of step time (measured)" in measured(found, [one]).verdict
+    both = [one, Proof(cause="fp32-matmul", gains=(0.297,), loss_difference=0.0)]
+    both.append(Proof(cause=ALL_TOGETHER, gains=(0.41,), loss_difference=0.0))
+    said = measured(found, both).verdict
+    assert "the largest is fp32-matmul, 29.7% of step time (measured)" in said
+    assert said.endswith("; all fixes that are switches save 41.0% together (measured)")
+    assert measured(found, []).verdict == found.verdict
+
+
+def test_the_proof_table_breaks_no_word(capsys: pytest.CaptureFixture[str]) -> None:
+    proofs = [
+        Proof(cause="needless-recompute", gains=(0.297, 0.31), loss_difference=1.25e-05),
+        Proof(cause="data-starvation", gains=(), loss_difference=None, problem="RuntimeError: " + "x" * 150),
+    ]
+    fixes = {"needless-recompute": "TrainingArguments(gradient_checkpointing=False)"}
+    doctor.print_proofs(proofs, console=Console(width=80), fixes=fixes)
+    said = capsys.readouterr().out.splitlines()
+    assert any("needless-recompute" in line and "29.7 % to 31.0 %" in line and "1.25e-05" in line for line in said)
+    assert "make it permanent, needless-recompute: TrainingArguments(gradient_checkpointing=False)" in said
+    assert "data-starvation failed: RuntimeError: " + "x" * 150 in said
+
+
+@pytest.mark.parametrize(
+    ("how", "then", "told"),
+    [
+        ({"crash": "ValueError: no"}, "stop", "the script failed first"),
+        ({}, "continue", "--then continue replays nothing"),
+        ({"timed_out_s": 5.0}, "stop", "time was up first"),
+    ],
+)
+def test_only_what_applies_is_said_of_missing_replays(how: dict[str, Any], then: str, told: str) -> None:
+    facts = {**copy.deepcopy(FACTS), "gpu": None, "replays": None}
+    steps = [{**copy.deepcopy(STEP), "device": None, "stage": "timed", "step": i} for i in range(10)]
+    known = {"returncode": 1, "stopped": False, "samples": (), "crash": None, **how}
+    found = doctor.observed(Watched(facts=facts, steps=steps, **known), hardware=named("H200"), then=then)
+    assert found is not None
+    source = diagnose(found).limit["source"]
+    assert told in source
+    assert ("--then continue" in source) == (then == "continue")
 
 
 def test_a_guess_at_a_rate_far_too_low_is_slow_convergence() -> None:
@@ -281,8 +339,9 @@ def test_every_cause_a_rule_can_name_is_a_known_one() -> None:
 
     import flatout.insight.diagnose as package
 
-    text = "".join(path.read_text() for path in Path(package.__file__).parent.glob("*.py"))
-    named_in_code = set(re.findall(r'_finding\(\s*"([a-z0-9-]+)"', text))
+    insight = Path(package.__file__).parents[1]
+    text = "".join(path.read_text() for part in ("diagnose", "logs") for path in (insight / part).glob("*.py"))
+    named_in_code = set(re.findall(r'finding_of\(\s*"([a-z0-9-]+)"', text))
     assert named_in_code <= set(CAUSES)
     assert set(CAUSES) - named_in_code == set(), "a cause nobody can find"
 

@@ -1,5 +1,6 @@
 """`flatout doctor RUN`: run folders of our own, and of scripts that were watched."""
 
+import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,13 +13,14 @@ from flatout.config import load
 from flatout.cost import ModelShape, Rates, flops_per_token
 from flatout.errors import UsageError
 from flatout.insight.diagnose import runs
-from flatout.insight.diagnose.host import _finding
+from flatout.insight.diagnose.host import finding_of
 from flatout.record import Diagnosis, Outcome, Run, Span, StepExtra, StepRecord
 from flatout.record.events import Ended, MicroBatchSearched
 
 SHAPE = ModelShape(layers=2, hidden=64, heads=4, kv_heads=4, head_dim=16, intermediate=128, vocab=256, positions=128)
 ENDED = Ended(outcome=Outcome(stopped_by="end"), verdicts=())
-RATES = Rates(flops=flops_per_token(SHAPE, sequence_length=128), peak_flops=1e12)
+PEAK = 5e9  # such that 1000 tokens a second are a fifth of it
+RATES = Rates(flops=flops_per_token(SHAPE, sequence_length=128), peak_flops=PEAK)
 
 
 def made(
@@ -32,6 +34,7 @@ def made(
     config: dict[str, object] | None = None,
     graphs: Sequence[int] = (),
     search: bool = False,
+    tokens: int = 1000,
 ) -> Run:
     plan = {
         "rates": RATES.to_json(),
@@ -51,8 +54,8 @@ def made(
                     step=step,
                     time=float(step),
                     seconds=1.0,
-                    tokens=1000,
-                    padded_tokens=padded,
+                    tokens=tokens,
+                    padded_tokens=padded if tokens == 1000 else tokens,
                     loss=loss,
                     spans=tuple(Span(phase=phase, seconds=seconds) for phase, seconds in spans.items()),
                     memory={"peak_gib": peak_gib, "total_gib": 80.0},
@@ -71,7 +74,18 @@ def test_a_healthy_run_is_left_alone(tmp_path: Path) -> None:
     found = runs.diagnose(made(tmp_path, spans=HEALTHY))
     assert found.findings == ()
     assert found.limit["tokens_per_s"] == pytest.approx(1000)
-    assert found.limit["share"] == pytest.approx(1000 * RATES.flops.done / 1e12)
+    assert found.limit["share"] == pytest.approx(1000 * RATES.flops.done / PEAK)
+
+
+def test_a_run_far_below_the_limit_is_told_where_its_time_went(tmp_path: Path) -> None:
+    run = made(tmp_path, spans=HEALTHY, tokens=10)
+    found = runs.diagnose(run)
+    assert found.verdict == f"no cause found, but only {found.limit['share']:.1%} of the limit"
+    (finding,) = found.findings
+    assert finding.cause == "low-mfu"
+    assert "backward 60.0 %, forward 30.0 %, optimize 8.0 %" in finding.evidence[0]
+    assert "waiting for data (1.0 %)" in finding.evidence[1]
+    assert "profile.steps" in finding.fix
 
 
 @pytest.mark.parametrize(
@@ -115,7 +129,7 @@ def test_what_is_as_it_should_be_is_no_finding(tmp_path: Path, given: dict) -> N
 
 def test_a_share_is_positive_or_none() -> None:
     for share, kept in ((0.2, 0.2), (-0.026, None), (0.0, None), (None, None)):
-        assert _finding("host-sync", "s", share, None, [], "f").share == kept
+        assert finding_of("host-sync", "s", share, None, [], "f").share == kept
 
 
 def falling(folder: Path, *, to: float, steps: int) -> Run:
@@ -157,10 +171,35 @@ def test_too_few_steps_say_nothing(tmp_path: Path) -> None:
         runs.diagnose(run)
 
 
-@pytest.mark.parametrize("arguments", ["run --prove", "--prove run", "--prove --log train.log", "run --steps 9"])
-def test_only_a_script_can_be_proved_and_a_folder_comes_last(flatout: Flatout, tmp_path: Path, arguments: str) -> None:
+@pytest.mark.parametrize("arguments", ["run --prove", "--prove run", "--prove --log train.log", "run other"])
+def test_only_a_script_can_be_proved_and_one_folder_diagnosed(flatout: Flatout, tmp_path: Path, arguments: str) -> None:
     made(tmp_path / "run", spans=HEALTHY)
     code, _, err = flatout("doctor", *arguments.split())
     assert code == 2
-    why = "--prove runs a script again" if "--prove" in arguments else "put options before the run folder"
+    why = "--prove runs a script again" if "--prove" in arguments else "give one run folder at a time"
     assert why in " ".join(err.split())
+
+
+@pytest.mark.parametrize("arguments", ["run --json -", "--json - run", "run --steps 9 --json -", "--json=- run"])
+def test_options_stand_on_either_side_of_a_run_folder(flatout: Flatout, tmp_path: Path, arguments: str) -> None:
+    made(tmp_path / "run", spans=HEALTHY)
+    code, out, err = flatout("doctor", *arguments.split())
+    assert (code, err) == (0, "")
+    assert json.loads(out)["findings"] == []
+
+
+def test_options_behind_a_command_are_the_command_s(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from flatout.cli import app
+    from flatout.insight import doctor
+
+    given: list[object] = []
+
+    def main(what: Sequence[str], *, json_to: str | None, **_: object) -> int:
+        given.append((what, json_to))
+        return 0
+
+    monkeypatch.setattr(doctor, "main", main)
+    monkeypatch.chdir(tmp_path)
+    for command in ("--json - -- python x.py --json y", "--json - python x.py --json y"):
+        app(["doctor", *command.split()], standalone_mode=False)
+    assert given == [(["python", "x.py", "--json", "y"], "-")] * 2

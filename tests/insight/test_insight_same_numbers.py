@@ -13,8 +13,9 @@ from rich.console import Console
 from tests.insight import made
 
 from flatout import trackers
-from flatout.insight import doctor
+from flatout.insight import doctor, logs
 from flatout.insight.diagnose import runs
+from flatout.insight.diagnose.runs import findings_of
 from flatout.insight.report import render
 from flatout.insight.story import tell
 from flatout.insight.watch import line, run_view
@@ -111,6 +112,50 @@ def test_all_who_show_a_run_show_the_same_speed(resumed: tuple[Run, str, dict[st
         "a tracker": [number(tracked["run/tokens_per_s"])],
     }
     assert places == {place: [number(TOKENS_PER_S)] for place in places}
+
+
+def test_a_compilation_is_in_no_speed_that_is_shown(tmp_path: Path) -> None:
+    """Twenty steps, of which the first compiles for a minute: watch and the live lines leave it out, as all do."""
+    kept: dict[str, Any] = {"config_text": "", "config": {}, "plan": PLAN.to_json(), "environment": {}}
+    run = Run.create(tmp_path / "run", hardware=HARDWARE, **kept)
+    paper = Console(file=io.StringIO(), width=200)
+    with run.recorder(sinks=[View(paper, every=5)]) as recorder:
+        recorder.event(Planned(facts=PLAN.to_json()))
+        recorder.event(Started(total_steps=40, folder="run"))
+        for at in range(20):
+            seconds = 60.0 if at == 0 else 0.5
+            record = StepRecord(
+                attempt=recorder.attempt,
+                step=at,
+                time=1000.0 + at,
+                seconds=seconds,
+                tokens=500,
+                padded_tokens=500,
+                loss=5.0,
+                spans=(Span(phase="forward", seconds=seconds),),
+            )
+            recorder.step(record)
+        story = tell(run)
+    assert isinstance(paper.file, io.StringIO)
+    assert re.findall(r"([\d,]+) tok/s", paper.file.getvalue()) == ["1,000"] * 4
+    log = tmp_path / "train.log"
+    log.write_text(paper.file.getvalue())
+    assert (logs.diagnose(log).limit["kind"], logs.diagnose(log).limit["tokens_per_s"]) == ("flatout", 1000)
+    assert logs.diagnose(run.file("steps", 0)).limit["tokens_per_s"] == pytest.approx(1000)
+    assert (story.speed.tokens_per_s, story.recent.tokens_per_s) == pytest.approx((1000.0, 1000.0))
+    assert story.recent.steps == 17
+
+
+def test_a_rising_loss_is_told_with_the_same_numbers_at_any_resolution(tmp_path: Path) -> None:
+    run = Run.create(tmp_path / "run", config_text="", config={}, plan={}, hardware={}, environment={})
+    with run.recorder() as recorder:
+        for at in range(600):
+            loss = 4.0 - at / 200 if at < 500 else 20.0 + at / 7
+            record = StepRecord(attempt=1, step=at, time=0.0, seconds=1.0, tokens=1, padded_tokens=1, loss=loss)
+            recorder.step(record)
+    told = [finding for parts in (240, 48, 7) for finding in findings_of(tell(run, num_parts=parts))]
+    (sentence,) = {finding.sentence for finding in told if finding.cause == "unstable-loss"}
+    assert "training diverges" in sentence
 
 
 def test_the_peak_is_named_beside_mfu(resumed: tuple[Run, str, dict[str, float]]) -> None:

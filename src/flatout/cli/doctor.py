@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
 from flatout.cli.shared import err, new_folder, out
 from flatout.errors import INTERRUPTED_EXIT
+
+
+class OptionsAnywhere(TyperCommand):
+    """Takes options on both sides of a run folder. Those behind a script's command are the script's own."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        given, _, _ = self.make_parser(ctx).parse_args(args=list(args))
+        what = given.get("what") or []
+        ctx.allow_interspersed_args = bool(what) and Path(what[0]).is_dir()
+        return super().parse_args(ctx, args)
 
 
 def doctor(
@@ -28,6 +39,7 @@ def doctor(
     log: Annotated[Path | None, typer.Option(help="diagnose the training log of another tool")] = None,
     on: Annotated[str | None, typer.Option("--on", help="with --log: the machine it ran on, such as H100x8")] = None,
     params: Annotated[str | None, typer.Option(help="with --log: size of the model, such as 124M")] = None,
+    target_loss: Annotated[float | None, typer.Option(help="with --log: how far the loss is from this one")] = None,
 ) -> None:
     """Find out why training is slow: an unchanged PyTorch script, a run folder, or a log."""
     from flatout.insight import doctor as verb
@@ -44,6 +56,7 @@ def doctor(
             log=log,
             on=on,
             params=params,
+            target_loss=target_loss,
         )
     except KeyboardInterrupt:
         exit_code = INTERRUPTED_EXIT

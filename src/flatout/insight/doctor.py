@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
@@ -61,6 +62,7 @@ def main(
     log: Path | None,
     on: str | None,
     params: str | None,
+    target_loss: float | None,
 ) -> int:
     """Diagnoses a script, a run folder or a log, and returns the exit code."""
     out, err = consoles
@@ -71,13 +73,17 @@ def main(
             "remove --prove, or give the command as -- python train.py ..."
         )
     if of_run and len(what) > 1:
-        raise UsageError(f"{what[0]} is a folder, but {what[1]} follows it: put options before the run folder")
+        raise UsageError(f"{what[0]} is a folder, but {what[1]} follows it: give one run folder at a time")
+    if target_loss is not None and log is None:
+        raise UsageError("--target-loss needs --log FILE: a run of flatout has target.val_loss in its configuration")
+    if target_loss is not None and not math.isfinite(target_loss):
+        raise UsageError(f"--target-loss {target_loss} is not a loss: give a number such as 3.0")
     if log is not None:
         if what:
             raise UsageError("--log FILE cannot be combined with a command or a run folder: give one of them")
         from flatout.insight import logs
 
-        say(logs.diagnose(log, on=on, params=params), console=out, json_to=json_to)
+        say(logs.diagnose(log, on=on, params=params, target_loss=target_loss), console=out, json_to=json_to)
         return 0
     if of_run:
         from flatout.insight.diagnose import runs
@@ -159,12 +165,12 @@ def look(command: Sequence[str], *, asked: Asked, folder: Path) -> Examined:
     hardware = detect()
     run = new_run(folder, command=command, hardware=hardware, asked=asked)
     watched = watch(command, asked=asked, run=run)
-    seen = observed(watched, hardware=hardware)
+    seen = observed(watched, hardware=hardware, then=asked.then)
     diagnosis = diagnose(seen) if seen is not None else _nothing(watched)
     return Examined(run=run, watched=watched, seen=seen, diagnosis=diagnosis)
 
 
-def observed(watched: Watched, *, hardware: Any) -> Observed | None:
+def observed(watched: Watched, *, hardware: Any, then: str = "stop") -> Observed | None:
     """The input of the rules, from rank 0 or from the straggler; None if too little was observed."""
     steps, facts = watched.timed, watched.facts
     if facts is None or len(steps) < FEWEST_STEPS:
@@ -182,7 +188,16 @@ def observed(watched: Watched, *, hardware: Any) -> Observed | None:
         all_steps=every,
         ranks=ranks,
         straggler=last,
+        no_replays=_no_replays(watched, then=then),
     )
+
+
+def _no_replays(watched: Watched, *, then: str) -> str:
+    if watched.crash:
+        return "the script failed first"
+    if then == "continue":
+        return "--then continue replays nothing"
+    return "time was up first" if watched.timed_out_s is not None else "the script ended first"
 
 
 def _nothing(watched: Watched) -> Diagnosis:
@@ -235,6 +250,8 @@ def _print(diagnosis: Diagnosis, *, console: Console, proofs: Sequence[Proof]) -
     console.print(f"\n[bold]Doctor[/]  {escape(redact(diagnosis.verdict))}", highlight=False, soft_wrap=True)
     if line := limit_line(diagnosis.limit):
         console.print(f"[dim]{escape(line)}[/]", highlight=False, soft_wrap=True)
+    if target := diagnosis.limit.get("target"):
+        console.print(escape(str(target)), highlight=False, soft_wrap=True)
     for place, finding in enumerate(diagnosis.findings, start=1):
         facts = [f"costs {percent(finding.share)}"] if finding.share else []
         if finding.gain is not None:
@@ -245,27 +262,40 @@ def _print(diagnosis: Diagnosis, *, console: Console, proofs: Sequence[Proof]) -
         for line in finding.evidence:
             console.print(f"   [dim]- {escape(redact(line))}[/]", highlight=False, soft_wrap=True)
         console.print(f"   [green]change:[/] {escape(redact(finding.fix))}", highlight=False, soft_wrap=True)
+        console.print(f"   [dim]more: docs/causes.md#{escape(finding.cause)}[/]", highlight=False, soft_wrap=True)
+    missing: Any = diagnosis.limit.get("missing") or ()
+    if missing:
+        console.print("\n[bold]Not in the log[/]  to say more, the doctor needs", highlight=False)
+        for fact in missing:
+            console.print(f"   [dim]- {escape(fact)}[/]", highlight=False, soft_wrap=True)
     if proofs:
         print_proofs(proofs, console=console, fixes={finding.cause: finding.fix for finding in diagnosis.findings})
 
 
 def print_proofs(proofs: Sequence[Proof], *, console: Console, fixes: Mapping[str, str] | None = None) -> None:
-    """Prints the measured effect of each fix; with `fixes`, also the change to make."""
-    last = () if fixes is None else ("make it permanent",)
-    rows = table("Proof", "fix for", "time saved", "spread", "repeats", "loss difference", *last)
+    """Prints the measured effect of each fix; with `fixes`, also the change to make, below the table."""
+    rows = table("Proof", "fix for", "time saved", "spread", "repeats", "loss difference")
+    for column in rows.columns:  # names and numbers stay whole; a failure may be long and goes below
+        column.no_wrap, column.overflow = True, "ellipsis"
     for proof in proofs:
         spread = f"{percent(min(proof.gains))} to {percent(max(proof.gains))}" if proof.gains else "n/a"
-        spread = f"failed: {proof.problem}" if proof.problem and fixes is None else spread
         cells = [proof.cause, percent(proof.gain), spread, str(len(proof.gains)), number(proof.loss_difference)]
-        if fixes is not None:
-            patch = "every change above" if proof.cause == ALL_TOGETHER else fixes.get(proof.cause, "")
-            cells.append(f"failed: {proof.problem}" if proof.problem else patch)
         rows.add_row(*(escape(redact(cell)) for cell in cells))
     console.print("", rows)
+    for proof in proofs:
+        if proof.problem:
+            said = f"{proof.cause} failed: {proof.problem}"
+            console.print(f"[red]{escape(redact(said))}[/]", highlight=False, soft_wrap=True)
+        elif fixes is not None and (proof.gain or 0.0) > 0:
+            patch = "every change above" if proof.cause == ALL_TOGETHER else fixes.get(proof.cause, "")
+            said = f"make it permanent, {proof.cause}: {patch}"
+            console.print(escape(redact(said)), highlight=False, soft_wrap=True)
 
 
 def limit_line(limit: Mapping[str, Any]) -> str:
     """The measured speed and the theoretical limit, in one line."""
+    if "line" in limit:
+        return str(limit["line"])
     if not limit or limit.get("tokens_per_s") is None:
         return ""
     ceiling = limit.get("ceiling_tokens_per_s")

@@ -13,7 +13,7 @@ from statistics import fmean
 from typing import Any
 
 from flatout.insight.attach import Asked, Watched, watch
-from flatout.insight.diagnose import ranked
+from flatout.insight.diagnose import ranked, verdict_of
 from flatout.insight.diagnose.observed import Observed, seconds_of
 from flatout.record import Diagnosis, Finding, redact
 
@@ -86,17 +86,22 @@ def _timed(command: Sequence[str], asked: Asked) -> Watched:
 def measured(diagnosis: Diagnosis, proofs: Sequence[Proof]) -> Diagnosis:
     """The diagnosis with measured gains instead of estimated ones; the estimates are kept as evidence."""
     by_cause = {proof.cause: proof for proof in proofs}
-    findings = []
+    told_of: list[Finding] = []
     for finding in diagnosis.findings:
         proof = by_cause.get(finding.cause)
         if proof is None or proof.gain is None:
-            findings.append(finding)
+            told_of.append(finding)
             continue
         was = "unknown" if finding.gain is None else f"{finding.gain:.0%}"
         low, high = min(proof.gains), max(proof.gains)
         told = f"measured: {proof.gain:.1%} of the time per token ({low:.1%} to {high:.1%}); estimated before: {was}"
-        findings.append(replace(finding, gain=proof.gain, status="measured", evidence=(*finding.evidence, told)))
-    return replace(diagnosis, findings=ranked(findings))
+        told_of.append(replace(finding, gain=proof.gain, status="measured", evidence=(*finding.evidence, told)))
+    findings = ranked(told_of)
+    verdict = verdict_of(findings, diagnosis.limit) if by_cause else diagnosis.verdict
+    together = by_cause.get(ALL_TOGETHER)
+    if together is not None and together.gain is not None:
+        verdict += f"; all fixes that are switches save {together.gain:.1%} together (measured)"
+    return replace(diagnosis, verdict=verdict, findings=findings)
 
 
 def _proof(cause: str, plain: Sequence[Watched], changed: Sequence[Watched]) -> Proof:

@@ -16,6 +16,7 @@ from typing import Any, Literal, TypeVar
 from flatout.config.settings import CriteriaSettings
 from flatout.cost import Rates
 from flatout.files import typed
+from flatout.insight.diagnose import FAILURES
 from flatout.insight.state import State, state_of, watched
 from flatout.record import (
     GPU_NUMBERS,
@@ -140,6 +141,7 @@ class Story:
     left_s: float | None
     last: StepRecord | None
     parts: Sequence[Rollup]
+    losses: Sequence[float]  # for the rules: means of parts whose number does not depend on who asks
     evaluations: Sequence[Evaluation]
     tasks: Sequence[TaskScore]  # by task, then by step
     phases: Sequence[Phase]
@@ -180,10 +182,12 @@ class Story:
         """The verdict in one word: bad where something failed or the doctor found much to gain, good where neither
         did and someone looked, by criteria or as the doctor."""
         met = [verdict.met for verdict in self.criteria]
-        slow = any((finding.gain or 0.0) > MUCH_GAIN for finding in self.findings)
-        if False in met or slow or self.state.kind == "lost" or (self.last and _broken(self.last.loss)):
+        wrong = any((finding.gain or 0.0) > MUCH_GAIN or finding.cause in FAILURES for finding in self.findings)
+        if False in met or wrong or self.state.kind == "lost" or (self.last and _broken(self.last.loss)):
             return "bad"
-        return "good" if self.state.kind == "finished" and (True in met or self.verdict is not None) else "open"
+        unexplained = any(finding.cause == "low-mfu" for finding in self.findings)
+        known = True in met or (self.verdict is not None and not unexplained)
+        return "good" if self.state.kind == "finished" and known else "open"
 
     @property
     def judged(self) -> str:
@@ -215,7 +219,12 @@ def tell(run: Run, *, num_parts: int = NUM_PARTS, now: float | None = None, doct
     start, ended = _last(events, Started), _last(current, Ended)
     total_steps = start.total_steps if start else plan.get("job", {}).get("steps")
     num_steps = latest[-1].last_step + 1 if latest else 0
-    now_speed = speed_of_steps(recent, rates=rates)
+    warm = warm_up(run, latest)
+    known = {(step.attempt, step.step) for step in warm}
+    # Right after a start there is only warm-up.
+    steady = [step for step in recent if (step.attempt, step.step) not in known] or recent
+    now_speed = speed_of_steps(steady, rates=rates)
+    parts = run.history(at_most=NUM_PARTS, latest=latest)
     story = Story(
         name=redact(run.path.resolve().name),
         path=redact(str(run.path)),
@@ -232,14 +241,15 @@ def tell(run: Run, *, num_parts: int = NUM_PARTS, now: float | None = None, doct
         recent=now_speed,
         left_s=_left(num_steps, total_steps, now_speed, over=ended is not None),
         last=recent[-1] if recent else None,
-        parts=run.history(at_most=num_parts, latest=latest),
+        parts=parts if num_parts == NUM_PARTS else run.history(at_most=num_parts, latest=latest),
+        losses=[part.loss for part in parts if part.loss is not None],
         evaluations=_evaluations(events),
         tasks=_tasks(events),
         phases=_phases(latest),
         peak_gib=max((row["peak_gib"] for row in memory if "peak_gib" in row), default=None),
         total_gib=max((row["total_gib"] for row in memory if "total_gib" in row), default=None),
         num_non_finite=sum(part.num_non_finite for part in latest),
-        recompiled=_recompiled(warm_up(run, latest), recent),
+        recompiled=_recompiled(warm, recent),
         loss_ends=loss_ends(run, latest),
         rates=rates,
         peak=peak_words(rates, hardware),

@@ -13,6 +13,7 @@ from typing import Any
 from flatout.insight.diagnose import device, health, host
 from flatout.insight.diagnose.limit import limit_of
 from flatout.insight.diagnose.observed import Observed
+from flatout.insight.diagnose.unexplained import far_below
 from flatout.record import Diagnosis, Finding
 
 CAUSES = (
@@ -47,22 +48,30 @@ CAUSES = (
     "unstable-loss",
     "slow-convergence",
     "stalled",
+    "speed-drop",
+    "low-mfu",
 )
+# A run with one of these is lost, however fast it is.
+FAILURES = ("unstable-loss",)
 _RULES = (*host.ALL, *device.ALL, *health.ALL)
 
 
 def diagnose(seen: Observed) -> Diagnosis:
     found = [finding for rule in _RULES if (finding := rule(seen)) is not None]
+    limit = limit_of(seen)
+    if (unexplained := far_below(limit["share"], found, seen)) is not None:
+        found.append(unexplained)
     if seen.straggler is not None:
         found = [replace(finding, evidence=(*finding.evidence, seen.straggler.sentence)) for finding in found]
     findings = ranked(found)
-    limit = limit_of(seen)
     return Diagnosis(verdict=verdict_of(findings, limit), limit=limit, findings=findings)
 
 
 def ranked(findings: Iterable[Finding]) -> tuple[Finding, ...]:
-    """The findings with the largest gain first; those without a number come last."""
-    return tuple(sorted(findings, key=lambda f: (f.gain is None, -(f.gain or 0.0), -(f.share or 0.0))))
+    """Failures first, then the findings with the largest gain; those without a number come last."""
+    return tuple(
+        sorted(findings, key=lambda f: (f.cause not in FAILURES, f.gain is None, -(f.gain or 0.0), -(f.share or 0.0)))
+    )
 
 
 def verdict_of(findings: tuple[Finding, ...], limit: Mapping[str, Any]) -> str:
@@ -70,6 +79,13 @@ def verdict_of(findings: tuple[Finding, ...], limit: Mapping[str, Any]) -> str:
     near = "the limit is unknown" if share is None else f"{share:.1%} of the limit"
     if not findings:
         return f"no problem found, {near}"
-    first = findings[0]
-    saves = "" if first.gain is None else f", about {first.gain:.0%} of step time"
-    return f"{len(findings)} cause{'s' * (len(findings) > 1)} found, the largest is {first.cause}{saves}; {near}"
+    proven = [finding for finding in findings if finding.status == "measured" and (finding.gain or 0.0) > 0]
+    first = proven[0] if proven and findings[0].cause not in FAILURES else findings[0]
+    if first.cause == "low-mfu" and len(findings) == 1:
+        return f"no cause found, but only {near}"
+    number = f"{len(findings)} cause{'s' * (len(findings) > 1)} found"
+    if first.gain is None:
+        return f"{number}{': ' if len(findings) == 1 else ', the first is '}{first.cause}; {near}"
+    if first.status == "measured":
+        return f"{number}, the largest is {first.cause}, {first.gain:.1%} of step time (measured); {near}"
+    return f"{number}, the largest is {first.cause}, about {first.gain:.0%} of step time; {near}"

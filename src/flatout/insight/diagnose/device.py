@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 
 from flatout.insight.diagnose import fixes
-from flatout.insight.diagnose.host import WORTH, _finding, waits
+from flatout.insight.diagnose.host import WORTH, finding_of, waits
 from flatout.insight.diagnose.observed import Observed, short
 from flatout.probe.agent.replays import ENOUGH_TOKENS
 from flatout.record import Finding
@@ -25,7 +25,7 @@ def wrong_dtype(seen: Observed) -> Finding | None:
     computed = seen.facts.get("compute_dtype")
     if "float64" in dtypes or computed == "float64":
         gain = seen.replay_gain("single")
-        return _finding(
+        return finding_of(
             "wrong-dtype",
             "The model computes in float64, which is slow and not needed for training.",
             seen.compute_share,
@@ -35,13 +35,13 @@ def wrong_dtype(seen: Observed) -> Finding | None:
         )
     sm = (seen.facts.get("gpu") or {}).get("sm")
     if computed == "bfloat16" and sm and sm[0] < 8:
-        return _finding(
+        return finding_of(
             "wrong-dtype",
             f"bfloat16 is emulated on this GPU (compute capability {sm[0]}.{sm[1]}).",
             seen.compute_share,
             None,
             [f"largest product {computed}", "bfloat16 units need compute capability 8.0 or later"],
-            'float16 instead: torch.autocast("cuda", dtype=torch.float16) with torch.amp.GradScaler()',
+            f"float16 instead: {fixes.fp16(seen)}",
         )
     return None
 
@@ -62,7 +62,7 @@ def fp32_matmul(seen: Observed) -> Finding | None:
     ]
     fix = f"{fixes.bf16(seen)}; or, with float32 kept: {fixes.tf32(seen)}"
     if meant:
-        return _finding(
+        return finding_of(
             "precision-inactive",
             "Mixed precision is set up, but the model's matmuls still run in float32.",
             seen.compute_share,
@@ -73,7 +73,7 @@ def fp32_matmul(seen: Observed) -> Finding | None:
             ],
             f"{fix}; the forward pass must run inside it",
         )
-    return _finding(
+    return finding_of(
         "fp32-matmul",
         "Matmuls run in full float32 and leave the tensor cores idle.",
         seen.compute_share,
@@ -109,7 +109,7 @@ def math_attention(seen: Observed) -> Finding | None:
     gain = max(gains, default=0.0)
     if gain < WORTH:
         return None
-    return _finding(
+    return finding_of(
         "math-attention",
         "Attention is computed with separate matmuls and a softmax that write the whole score matrix to memory.",
         gain,
@@ -149,7 +149,7 @@ def small_batch(seen: Observed) -> Finding | None:
         *(["twice the batch ran out of memory"] if replays.get("batch-2") == "out of memory" else []),
     ]
     if short_rows:
-        return _finding(
+        return finding_of(
             "short-sequences",
             f"Rows of {seen.length:.0f} tokens are too short to keep the device busy.",
             gain,
@@ -158,7 +158,7 @@ def small_batch(seen: Observed) -> Finding | None:
             "pack several rows into one longer sequence with position ids, or "
             + fixes.larger_batch(seen, rows=rows, accumulation=math.ceil(seen.accumulation / times)),
         )
-    return _finding(
+    return finding_of(
         "small-batch",
         f"A micro-batch of {seen.rows:.0f} rows is too small: fixed costs dominate.",
         gain,
@@ -175,7 +175,7 @@ def padding(seen: Observed) -> Finding | None:
     gain = padded * seen.compute_share
     if padded < 0.15 or gain < WORTH:
         return None
-    return _finding(
+    return finding_of(
         "padding",
         f"{padded:.0%} of the computed tokens are padding.",
         gain,
@@ -198,7 +198,7 @@ def slow_optimizer(seen: Observed) -> Finding | None:
     facts = seen.optimizer
     if facts.get("fused"):
         return None
-    return _finding(
+    return finding_of(
         "slow-optimizer",
         f"The optimizer updates its {facts['tensors']} tensors in many small operations.",
         share,
@@ -218,7 +218,7 @@ def needless_recompute(seen: Observed) -> Finding | None:
         return None
     gpu = seen.facts.get("gpu")
     memory = f"{gpu['peak_gib']:.1f} of {gpu['memory_gib']:.0f} GiB used at the peak" if gpu else "memory is sufficient"
-    return _finding(
+    return finding_of(
         "needless-recompute",
         "Activation checkpointing runs the forward pass twice, although the activations would fit in memory.",
         gain,
@@ -234,7 +234,7 @@ def missing_no_sync(seen: Observed) -> Finding | None:
     if found is None or seen.accumulation < 2 or synced < 2:
         return None
     gain = max(0.0, found[0] - found[1]) * (synced - 1) / seen.step_s
-    return _finding(
+    return finding_of(
         "missing-no-sync",
         f"Gradients are all-reduced {synced:.0f} times per step, although once is enough.",
         gain,
@@ -248,7 +248,7 @@ def anomaly_mode(seen: Observed) -> Finding | None:
     if not seen.counts("anomaly"):
         return None
     gain = seen.replay_gain("anomaly")
-    return _finding(
+    return finding_of(
         "anomaly-mode",
         "Autograd's anomaly detection is on: every operation records its stack and is checked for NaN.",
         gain,
@@ -268,7 +268,7 @@ def few_threads(seen: Observed) -> Finding | None:
     if gain is None or gain < WORTH:
         return None
     set_by = seen.facts["variables"].get("OMP_NUM_THREADS")
-    return _finding(
+    return finding_of(
         "few-threads",
         f"torch computes with {threads} of {could} threads.",
         gain,
@@ -292,7 +292,7 @@ def debug_flags(seen: Observed) -> Finding | None:
         gain = seen.replay_gain("deterministic")
     if not left_on:
         return None
-    return _finding(
+    return finding_of(
         "debug-flags",
         "Debug settings are on.",
         gain,
@@ -308,13 +308,13 @@ def recompiles(seen: Observed) -> Finding | None:
     if times < 2 or share < WORTH:
         return None
     reasons = list((seen.facts.get("recompiles") or {}).get("reasons", {}))[:2]
-    return _finding(
+    return finding_of(
         "recompiles",
         f"torch.compile recompiled in {times} of {len(seen.steps)} steps.",
         share,
         share,
         [f"{share:.0%} of step time in compilation (dynamo's own times)", *(f"reason: {r}" for r in reasons)],
-        "torch.compile(model, dynamic=True), or pad inputs to a few fixed lengths so that shapes repeat",
+        fixes.fewer_shapes(seen),
     )
 
 
@@ -334,7 +334,7 @@ def idle_gpu(seen: Observed) -> Finding | None:
     kernels = seen.profile.get("num_kernels") or 0
     base = [f"GPU idle {idle:.0%} of step time, {kernels:,.0f} kernels a step (profiler)"]
     if seen.facts["variables"].get("CUDA_LAUNCH_BLOCKING") == "1":
-        return _finding(
+        return finding_of(
             "launch-blocking",
             "CUDA_LAUNCH_BLOCKING=1 makes the host wait for every kernel.",
             idle,
@@ -353,7 +353,7 @@ def idle_gpu(seen: Observed) -> Finding | None:
         return (
             None
             if share < WORTH
-            else _finding(
+            else finding_of(
                 "host-sync",
                 f"The host waits for the GPU inside the step ({sites[0]}), and the GPU then waits for the host.",
                 share,
@@ -365,17 +365,13 @@ def idle_gpu(seen: Observed) -> Finding | None:
     share = max(0.0, inside - seen.share("other"))
     if share < 0.1 or small_batch(seen) is not None:  # a larger batch is the simpler fix for the same cause
         return None
-    return _finding(
+    return finding_of(
         "launch-bound",
         "The GPU finishes its small kernels faster than Python launches them.",
         share,
         share * 0.8,
         base,
-        fixes.by_framework(
-            seen,
-            torch='model = torch.compile(model), or mode="reduce-overhead" for CUDA graphs',
-            arguments=("torch_compile=True",),
-        ),
+        fixes.compiled(seen),
     )
 
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
-from flatout.insight.diagnose.host import _finding
+from flatout.insight.diagnose.host import finding_of
 from flatout.insight.diagnose.observed import Observed
 from flatout.insight.diagnose.ranks import slower, uneven
 from flatout.record import Finding
@@ -26,28 +26,35 @@ def unstable_loss(seen: Observed) -> Finding | None:
     return loss_finding(seen.losses, clipped=clipped, lr=seen.rates[-1] if seen.rates else None)
 
 
-def loss_finding(losses: Sequence[float], *, clipped: bool | None, lr: float | None) -> Finding | None:
-    """A loss that is not finite, or that rises far above its minimum; every step since is wasted."""
-    if len(losses) < 6:
-        return None
-    bad = next((i for i, loss in enumerate(losses) if not math.isfinite(loss)), None)
-    if bad is not None:
-        wasted = 1 - bad / len(losses)
-        sentence = f"The loss is {losses[bad]} from watched step {bad} on: the model no longer learns."
+def loss_finding(
+    losses: Sequence[float], *, clipped: bool | None, lr: float | None, steps: Sequence[float | None] = ()
+) -> Finding | None:
+    """A loss that is not finite, or that rises far above its minimum: a failure, which has no cost in step time."""
+    bad = [at for at, loss in enumerate(losses) if not math.isfinite(loss)]
+    if bad:
+        step = steps[bad[0]] if steps else None
+        since = f"watched step {bad[0]}" if not steps else f"line {bad[0] + 1}" if step is None else f"step {step:,.0f}"
+        lost = len(bad) == len(losses) - bad[0]
+        sentence = (
+            f"The loss is {losses[bad[0]]} from {since} on: the model no longer learns."
+            if lost
+            else f"{len(bad)} of {len(losses)} losses are not finite, the first at {since}."
+        )
     else:
-        lowest = min(range(len(losses)), key=lambda i: losses[i])
-        last = fmean(losses[-3:])
-        if losses[lowest] <= 0 or last < 2 * max(losses[lowest], fmean(losses[:3])):
+        if len(losses) < 6:
             return None
-        wasted = 1 - (lowest + 1) / len(losses)
-        sentence = f"The loss has risen from {losses[lowest]:.3g} to {last:.3g}: training diverges."
+        lowest = min(losses)
+        last = fmean(losses[-3:])
+        if lowest <= 0 or last < 2 * max(lowest, fmean(losses[:3])):
+            return None
+        sentence = f"The loss has risen from {lowest:.3g} to {last:.3g}: training diverges."
     advice = ["a tenth of the learning rate", "a warm-up of a few hundred steps"]
     if clipped is False:
         advice.insert(0, "torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0) before optimizer.step()")
     known = [f"learning rate {lr:.3g}" if lr is not None else "learning rate unknown"]
     known += {True: ["gradients are clipped"], False: ["gradients are not clipped"], None: []}[clipped]
-    return _finding(
-        "unstable-loss", sentence, wasted, wasted, [*known, f"{len(losses)} losses"], "as advice: " + ", ".join(advice)
+    return finding_of(
+        "unstable-loss", sentence, None, None, [*known, f"{len(losses)} losses"], "as advice: " + ", ".join(advice)
     )
 
 
@@ -65,7 +72,7 @@ def slow_convergence(seen: Observed) -> Finding | None:
     if rates[-1] > rates[0] or (rates[-1] > usual / 100 and len(losses) < _MANY_STEPS):
         return None
     batch = (seen.rows or 0) * seen.accumulation * seen.world
-    return _finding(
+    return finding_of(
         "slow-convergence",
         f"The loss is {last:.4g}, which is a uniform guess over {vocab} ids, and does not fall.",
         None,
@@ -86,7 +93,7 @@ def oom_risk(seen: Observed) -> Finding | None:
     used = gpu["peak_reserved_gib"] / gpu["memory_gib"]
     if used < 0.95 and not gpu["alloc_retries"]:
         return None
-    return _finding(
+    return finding_of(
         "oom-risk",
         f"GPU memory is {used:.0%} used at the peak: a longer batch may run out of memory.",
         None,
@@ -105,7 +112,7 @@ def offload(seen: Observed) -> Finding | None:
         return None
     share = seen.share("optimizer")
     gpu = seen.facts.get("gpu") or {}
-    return _finding(
+    return finding_of(
         "offload",
         "Parameters or optimizer states are in CPU memory, and every step copies them over the bus.",
         share,
@@ -129,7 +136,7 @@ def _slower_device(seen: Observed) -> Finding | None:
         return None
     rank, times = found
     waited = (1 - 1 / times) * seen.compute_share
-    return _finding(
+    return finding_of(
         "throttled",
         f"The GPU of rank {rank} takes {times:.1f} times as long for the same tokens, and the others wait for it.",
         waited,
@@ -146,7 +153,7 @@ def throttle_finding(samples: Sequence[Mapping[str, Any]]) -> Finding | None:
     if not seen or slowed / len(seen) < 0.1:
         return None
     hottest = max((gpu["temperature_c"] for gpu in seen if "temperature_c" in gpu), default=None)
-    return _finding(
+    return finding_of(
         "throttled",
         "The GPU lowers its clocks to protect itself.",
         None,

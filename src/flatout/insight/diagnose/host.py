@@ -48,7 +48,7 @@ def data_starvation(seen: Observed) -> Finding | None:
     if seen.on_gpu and loader is not None and not loader["pin_memory"]:
         pageable = float(seen.profile.get("copies_pageable_s") or 0.0) / seen.step_s
         evidence.append(f"memory is not pinned: {pageable:.1%} of step time in copies from pageable memory (profiler)")
-    return _finding("data-starvation", sentence, share, gain, evidence, fix)
+    return finding_of("data-starvation", sentence, share, gain, evidence, fix)
 
 
 def _uneven_data(seen: Observed) -> Finding | None:
@@ -56,7 +56,7 @@ def _uneven_data(seen: Observed) -> Finding | None:
     gain = 0.0 if found is None else found.wasted * seen.compute_share
     if found is None or gain < WORTH:
         return None
-    return _finding(
+    return finding_of(
         "data-starvation",
         "A step's tokens are distributed unevenly, and every rank waits for the one with the most.",
         gain,
@@ -71,7 +71,7 @@ def logging(seen: Observed) -> Finding | None:
     if share < WORTH:
         return None
     sites = seen.sites("log")
-    return _finding(
+    return finding_of(
         "logging",
         f"Logging slows down every step{_at(sites)}.",
         share,
@@ -85,7 +85,7 @@ def evaluation(seen: Observed) -> Finding | None:
     share, times = seen.activities.get("eval", 0.0), seen.steps_with("eval")
     if share < 0.1 or times < 2 or _grows(seen):
         return None
-    return _finding(
+    return finding_of(
         "evaluation",
         f"Evaluation runs {times} times in {len(seen.steps)} steps and takes a large share of the time.",
         share,
@@ -102,7 +102,7 @@ def checkpointing(seen: Observed) -> Finding | None:
     share, times = seen.activities.get("save", 0.0), sum(step["counts"].get("save", 0) > 0 for step in seen.steps)
     if share < WORTH or times < 2:
         return None
-    return _finding(
+    return finding_of(
         "checkpointing",
         f"The model is saved in {times} of {len(seen.steps)} steps, and training stops each time.",
         share,
@@ -119,7 +119,7 @@ def empty_cache(seen: Observed) -> Finding | None:
         share += waits(seen, "malloc")
     if not calls or share < 0.02:
         return None
-    return _finding(
+    return finding_of(
         "empty-cache",
         "torch.cuda.empty_cache() or gc.collect() in the loop frees memory that the next step allocates again.",
         share,
@@ -134,7 +134,7 @@ def reward_bound(seen: Observed) -> Finding | None:
     if share < 0.1:
         return None
     sites = seen.sites("reward")
-    return _finding(
+    return finding_of(
         "reward-bound",
         f"Rewards are computed one after another while the model waits{_at(sites)}.",
         share,
@@ -161,7 +161,7 @@ def no_kv_cache(seen: Observed) -> Finding | None:
         return None
     read_again = new * (prompt + new / 2)
     left = max(0.3, (prompt + new) / read_again)  # one token at a time is limited by kernel launches, not by FLOPs
-    return _finding(
+    return finding_of(
         "no-kv-cache",
         "Generation runs without a key/value cache: every new token processes the whole text again.",
         share,
@@ -180,7 +180,7 @@ def generation_batch(seen: Observed) -> Finding | None:
     each, rows = sum(per_step.values()) / len(per_step), _mean(calls, "rows")
     if each < 2 or rows > 8:
         return None
-    return _finding(
+    return finding_of(
         "generation-batch",
         f"Prompts are completed in {each:.0f} calls per step of {rows:.0f} rows each, although one could do it all.",
         share,
@@ -216,7 +216,7 @@ def _at(sites: list[str]) -> str:
     return f" at {sites[0]}" if sites else ""
 
 
-def _finding(
+def finding_of(
     cause: str, sentence: str, share: float | None, gain: float | None, evidence: list[str], fix: str
 ) -> Finding:
     bounded = None if gain is None else max(0.0, min(gain, 1.0))

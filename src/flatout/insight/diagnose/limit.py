@@ -12,6 +12,11 @@ from flatout.hardware import Hardware
 from flatout.hardware.table import by_nvml_name
 from flatout.insight.diagnose.observed import Observed
 
+# Below this share of the limit, a job without a known cause is not called healthy.
+FAR_BELOW = 0.1
+# Findings that do not explain a low speed.
+NOT_OF_SPEED = ("unstable-loss", "slow-convergence", "oom-risk")
+
 
 def limit_of(seen: Observed) -> dict[str, Any]:
     """Measured tokens per second, the ceiling, and their ratio; None for values that are unknown."""
@@ -50,7 +55,7 @@ def _peak(seen: Observed) -> tuple[float | None, str]:
     measured = (seen.facts.get("replays") or {}).get("matmul_flops")
     if measured:
         return float(measured), f"a float32 product of 1024 x 1024 measured here, {seen.facts['threads']} threads"
-    return None, "there is no datasheet for this CPU, and --then continue measures nothing"
+    return None, f"there is no datasheet for this CPU, and its speed was not measured: {seen.no_replays}"
 
 
 def _flops(seen: Observed) -> tuple[Flops | None, str]:

@@ -30,6 +30,7 @@ class Observed:
     all_steps: Sequence[Mapping[str, Any]] = field(default=())  # including those that are not timed
     ranks: Mapping[int, Sequence[Mapping[str, Any]]] = field(default_factory=dict)  # including this one
     straggler: Straggler | None = None  # set if this rank is the straggler
+    no_replays: str = "the watch ended before the replays"  # why there are none, where there are none
 
     # -- time
 

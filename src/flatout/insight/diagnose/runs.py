@@ -12,7 +12,9 @@ from typing import Any
 from flatout.errors import UsageError
 from flatout.insight.diagnose import ranked, verdict_of
 from flatout.insight.diagnose.health import loss_finding, throttle_finding
-from flatout.insight.diagnose.host import RARER, WORTH, _finding
+from flatout.insight.diagnose.host import RARER, WORTH, finding_of
+from flatout.insight.diagnose.limit import FAR_BELOW, NOT_OF_SPEED
+from flatout.insight.diagnose.unexplained import low_mfu
 from flatout.insight.story import RECENT_STEPS, Story, tell
 from flatout.record import Diagnosis, Finding, Run, events
 from flatout.words import duration, number, percent
@@ -49,9 +51,10 @@ def findings_of(story: Story) -> Sequence[Finding]:
 
 
 def rules(story: Story) -> Iterator[Finding]:
-    for rule in (_data, _beside, _padding, _unattributed, _memory, _losses, _late, _machine, _recompiled, _stalled):
-        yield from rule(story)
-    yield from _lost(story)
+    every = (_data, _beside, _padding, _unattributed, _memory, _losses, _late, _machine, _recompiled, _stalled, _lost)
+    found = [finding for rule in every for finding in rule(story)]
+    yield from found
+    yield from _unexplained(story, found)
 
 
 def _limit(story: Story) -> dict[str, Any]:
@@ -77,7 +80,7 @@ def _data(story: Story) -> Iterator[Finding]:
     if share is None or share < WORTH:
         return
     workers = _decided(story, "workers")
-    yield _finding(
+    yield finding_of(
         "data-starvation",
         f"The device waited for data {percent(share)} of the training time.",
         share,
@@ -99,7 +102,7 @@ def _beside(story: Story) -> Iterator[Finding]:
         times = sum(isinstance(event, kind) for event in story.events)
         every = (story.config.get(phase) or {}).get("every")
         rarer = f"{phase}.every={RARER * every}" if isinstance(every, int) else f"a larger {phase}.every"
-        yield _finding(
+        yield finding_of(
             cause,
             f"{words} {percent(share)} of the run.",
             share,
@@ -112,7 +115,7 @@ def _beside(story: Story) -> Iterator[Finding]:
 def _padding(story: Story) -> Iterator[Finding]:
     share = 1 - story.tokens / story.padded_tokens if story.padded_tokens else 0.0
     if share >= MUCH_PADDING:
-        yield _finding(
+        yield finding_of(
             "padding",
             f"{percent(share)} of the tokens computed are padding.",
             share,
@@ -125,7 +128,7 @@ def _padding(story: Story) -> Iterator[Finding]:
 def _unattributed(story: Story) -> Iterator[Finding]:
     share = story.speed.unattributed_share
     if share is not None and share >= MUCH_UNATTRIBUTED:
-        yield _finding(
+        yield finding_of(
             "host-sync",
             f"{percent(share)} of the time is in no phase: the host was busy between steps.",
             share,
@@ -138,7 +141,7 @@ def _unattributed(story: Story) -> Iterator[Finding]:
 def _memory(story: Story) -> Iterator[Finding]:
     if ran_out := [event for event in story.events if isinstance(event, events.MemoryRanOut)]:
         often = "once" if len(ran_out) == 1 else f"{len(ran_out)} times"
-        yield _finding(
+        yield finding_of(
             "oom-risk",
             f"The run was out of memory {often}, and the micro-batch was halved.",
             None,
@@ -152,7 +155,7 @@ def _memory(story: Story) -> Iterator[Finding]:
     evidence = f"steps.jsonl, memory: {number(story.peak_gib)} of {number(story.total_gib)} GiB at the peak"
     free, recompute, accumulation = 1 - share, _decided(story, "recompute"), _decided(story, "accumulation")
     if share > MUCH_MEMORY:
-        yield _finding(
+        yield finding_of(
             "oom-risk",
             f"Peak memory is {percent(share)} of the device: a longer batch may not fit.",
             None,
@@ -163,7 +166,7 @@ def _memory(story: Story) -> Iterator[Finding]:
     elif not story.hardware.get("gpu") or share >= LITTLE_MEMORY:
         return  # the memory of a CPU need not be filled
     elif recompute not in (None, "none"):
-        yield _finding(
+        yield finding_of(
             "needless-recompute",
             f"Activations are recomputed although {percent(free)} of the device's memory is free.",
             None,
@@ -172,7 +175,7 @@ def _memory(story: Story) -> Iterator[Finding]:
             "plan.recompute=none",
         )
     elif (accumulation or 1) > 1 and _pinned_batch(story):
-        yield _finding(
+        yield finding_of(
             "small-batch",
             f"{percent(free)} of the device's memory is free while a step takes {accumulation} micro-batches.",
             None,
@@ -193,17 +196,16 @@ def _losses(story: Story) -> Iterator[Finding]:
     if bad := story.num_non_finite:
         lr = (story.config.get("train") or {}).get("lr")
         lower = f"train.lr={lr / 10:g}" if isinstance(lr, float) else "a tenth of train.lr"
-        yield _finding(
+        yield finding_of(
             "unstable-loss",
             f"The loss of {bad:,} of {story.num_steps:,} steps was not finite.",
-            bad / story.num_steps,
-            bad / story.num_steps,
+            None,
+            None,
             ["steps.jsonl, loss"],
             f"as advice: {lower}, a longer train.warmup_steps, train.clip=1.0; check the data of those steps",
         )
     else:
-        losses = [part.loss for part in story.parts if part.loss is not None]
-        yield from _maybe(loss_finding(losses, clipped=None, lr=story.last.extra.lr if story.last else None))
+        yield from _maybe(loss_finding(story.losses, clipped=None, lr=story.last.extra.lr if story.last else None))
 
 
 def _late(story: Story) -> Iterator[Finding]:
@@ -220,7 +222,7 @@ def _late(story: Story) -> Iterator[Finding]:
         return
     train = story.config.get("train") or {}
     speed = "it no longer falls" if fall <= 0 else f"at the rate since step {then} it needs {needed:,.0f} more steps"
-    yield _finding(
+    yield finding_of(
         "slow-convergence",
         f"The validation loss will not reach its target of {target:g} in this run.",
         None,
@@ -241,7 +243,7 @@ def _machine(story: Story) -> Iterator[Finding]:
 
 def _recompiled(story: Story) -> Iterator[Finding]:
     if story.recompiled > GRAPHS_OF_EVALUATION:
-        yield _finding(
+        yield finding_of(
             "recompiles",
             "Blocks were recompiled after the first steps, because their shapes change.",
             None,
@@ -256,7 +258,7 @@ def _stalled(story: Story) -> Iterator[Finding]:
         return
     silent = story.told_at - story.last.time
     if silent > max(STALL_S, STALL_STEPS * story.recent.step_s):
-        yield _finding(
+        yield finding_of(
             "stalled",
             f"No step has finished for {duration(silent)}; usual is {number(story.recent.step_s, unit=' s')} per step.",
             None,
@@ -268,7 +270,7 @@ def _stalled(story: Story) -> Iterator[Finding]:
 
 def _lost(story: Story) -> Iterator[Finding]:
     if failed := [event for event in story.events if isinstance(event, events.SaveFailed)]:
-        yield _finding(
+        yield finding_of(
             "checkpointing",
             f"{len(failed)} checkpoints could not be saved.",
             None,
@@ -277,7 +279,7 @@ def _lost(story: Story) -> Iterator[Finding]:
             "free space on that disk; the next save is attempted as planned",
         )
     if dropped := [event.num_lines for event in story.events if isinstance(event, events.LinesDropped)]:
-        yield _finding(
+        yield finding_of(
             "logging",
             f"{sum(dropped):,} lines of the record were dropped.",
             None,
@@ -285,6 +287,30 @@ def _lost(story: Story) -> Iterator[Finding]:
             ["events.jsonl, lines_dropped"],
             "free space on the disk of the run folder; the charts have gaps there",
         )
+
+
+def _unexplained(story: Story, found: Sequence[Finding]) -> Iterator[Finding]:
+    """A finished run far below the peak, without a cause."""
+    mfu, speed = story.speed.mfu, story.speed
+    if mfu is None or mfu >= FAR_BELOW or not story.state.over or any(f.cause not in NOT_OF_SPEED for f in found):
+        return
+    predicted = (story.plan.get("predicted") or {}).get("mfu")
+    ruled_out = [
+        f"waiting for data ({percent(speed.data_share)})",
+        f"time in no phase ({percent(speed.unattributed_share)})",
+    ]
+    if story.padded_tokens:
+        ruled_out.append(f"padding ({percent(1 - story.tokens / story.padded_tokens)})")
+    next_step = (
+        "profile.steps=[10, 12] writes a trace of the kernels; flatout hardware --selftest checks every fast path"
+    )
+    if predicted is not None:
+        ruled_out.append(f"the plan predicted {percent(predicted)}")
+        if predicted < FAR_BELOW:
+            next_step = (
+                f"a larger model or batch: the plan expects no more than {percent(predicted)} of this job; {next_step}"
+            )
+    yield low_mfu(mfu, {phase.name: phase.share for phase in story.phases}, ruled_out=ruled_out, next_step=next_step)
 
 
 def _decided(story: Story, name: str) -> Any:
