@@ -246,6 +246,10 @@ class View:
         rows.add_row("waiting for data", percent(speed.data_share))
         rows.add_row("unattributed", percent(speed.unattributed_share))
         rows.add_row("peak memory", f"{number(outcome.peak_gib, unit=' GiB')} ({percent(outcome.memory_share)})")
+        if outcome.reward_last_tenth is not None:
+            rewards = [number(outcome.reward_first_tenth, digits=3), number(outcome.reward_last_tenth, digits=3)]
+            rows.add_row("reward", f"{rewards[0]} in the first tenth, {rewards[1]} in the last")
+            rows.add_row("actor MFU", f"{percent(speed.actor_mfu)} without generation and grading")
         losses = [number(outcome.loss_first_tenth, digits=4), number(outcome.loss_last_tenth, digits=4)]
         rows.add_row("training loss", f"{losses[0]} in the first tenth, {losses[1]} in the last")
         if outcome.val_losses:

@@ -16,7 +16,8 @@ from typing import Any, Literal
 from flatout.cost import Rates
 from flatout.errors import EnvironmentLacks
 from flatout.record import Event, Sink, StepRecord, redacted
-from flatout.record.events import Ended, Evaluated, TasksScored
+from flatout.record.events import Ended, Evaluated, RolloutsGraded, TasksScored
+from flatout.verdict import actor_mfu
 
 # The numbers of a step's `extra` that are usually charted.
 _EXTRA = ("lr", "grad_norm")
@@ -42,7 +43,8 @@ def step_scalars(record: StepRecord, *, rates: Rates) -> dict[str, float]:
     if record.seconds > 0:
         shares = rates.shares(tokens=record.tokens, seconds=record.training_s)
         scalars["perf/throughput"] = record.tokens / record.training_s
-        mfu = {"perf/mfu/done": shares.mfu, "perf/mfu/common": shares.mfu_common}
+        actor = actor_mfu(rates, tokens=record.tokens, seconds=record.training_s, phases=record.phases)
+        mfu = {"perf/mfu/done": shares.mfu, "perf/mfu/common": shares.mfu_common, "perf/mfu/actor": actor}
         scalars |= {name: share for name, share in mfu.items() if share is not None}
     if "peak_gib" in record.memory:
         scalars["perf/memory_gib"] = record.memory["peak_gib"]
@@ -59,6 +61,13 @@ def event_scalars(event: Event) -> dict[str, float]:
             found = {"eval/loss": event.val_loss}
         case TasksScored():
             found = {f"eval/{task.task}": task.value for task in event.tasks}
+        case RolloutsGraded():
+            found = {
+                f"rollouts/{one.task}/{name}": value
+                for one in event.tasks
+                for name in ("reward", "accuracy", "length", "without_signal")
+                if (value := getattr(one, name)) is not None
+            }
         case Ended(outcome=outcome):
             speed = outcome.speed
             came_to = {"tokens_per_s": speed.tokens_per_s, "step_s": speed.step_s, "data_share": speed.data_share}

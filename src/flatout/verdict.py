@@ -16,6 +16,10 @@ from typing import Any
 from flatout.config.settings import CriteriaSettings
 from flatout.cost import Rates, Shares
 from flatout.record import LARGEST_LOSS, WARM_STEPS, Outcome, Rollup, Run, Speed, StepRecord, Verdict
+from flatout.record.events import RolloutsGraded
+
+# The phases in which a policy generates and its completions are graded.
+ROLLOUT_PHASES = ("generate", "grade")
 
 
 class Speedometer:
@@ -65,7 +69,16 @@ class Speedometer:
             data_share=max(0.0, self.data / self.seconds) if timed else None,
             # Two clocks never agree to the last digit.
             unattributed_share=max(0.0, 1 - sum(self._phases.values()) / self.wall) if timed else None,
+            actor_mfu=actor_mfu(self.rates, tokens=self.tokens, seconds=self.seconds, phases=self._phases),
         )
+
+
+def actor_mfu(rates: Rates | None, *, tokens: int, seconds: float, phases: Mapping[str, float]) -> float | None:
+    """MFU of the time in which a policy learns from rollouts; None for runs without rollouts."""
+    outside = sum(spent for phase, spent in phases.items() if phase.rpartition("/")[2] in ROLLOUT_PHASES)
+    if rates is None or not outside or seconds <= outside:
+        return None
+    return rates.shares(tokens=tokens, seconds=seconds - outside).mfu_common
 
 
 def speed_of(run: Run, parts: Sequence[Rollup], *, rates: Rates | None, rank: int = 0) -> Speed:
@@ -145,6 +158,16 @@ def _mean_loss(losses: Iterable[float]) -> float:
     return sum(known) / len(known) if known else math.nan
 
 
+def reward_ends(run: Run) -> tuple[float | None, float | None]:
+    """Mean reward of the first and the last tenth of the phases of rollouts; None without any."""
+    phases = {event.step: event.reward for event in run.events() if isinstance(event, RolloutsGraded)}
+    rewards = [reward for reward in phases.values() if reward is not None]
+    if len(rewards) < 2:
+        return None, None
+    tenth = max(1, len(rewards) // 10)
+    return sum(rewards[:tenth]) / tenth, sum(rewards[-tenth:]) / tenth
+
+
 def peak_words(rates: Rates | None, hardware: Mapping[str, Any]) -> str | None:
     """The peak that MFU refers to, such as `989 TFLOPS bf16 (datasheet)`; None if it is unknown."""
     if rates is None or not rates.peak_flops:
@@ -165,6 +188,9 @@ def judge(criteria: CriteriaSettings, outcome: Outcome) -> list[Verdict]:
         "memory_share": outcome.memory_share,
         "hours": outcome.hours,
         "saves": float(outcome.saves),
+        "actor_mfu": speed.actor_mfu,
+        "reward": outcome.reward_last_tenth,
+        "task_score": outcome.task_scores[-1] if outcome.task_scores else None,
     }
     at_most = {"memory_share", "hours"}
     verdicts = []

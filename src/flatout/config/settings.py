@@ -308,6 +308,9 @@ class CriteriaSettings:
     loss_falling: bool | None = setting(None, "the training loss of the last tenth is below the first tenth's")
     validation_improving: bool | None = setting(None, "the last validation loss is below the first")
     saves: int | None = setting(None, "at least this many checkpoints were saved", gt=0)
+    actor_mfu: float | None = setting(None, "recipe rl: at least this MFU while the policy learns", gt=0, le=1)
+    reward: float | None = setting(None, "recipe rl: at least this mean reward in the last tenth of the phases")
+    task_score: float | None = setting(None, "at least this mean score in the last evaluation of tasks", gt=0, le=1)
 
 
 @dataclass(frozen=True, kw_only=True)

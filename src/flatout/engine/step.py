@@ -288,7 +288,7 @@ class Engine:
         critic: Any = getattr(model, "critic", None)
 
         def head(hidden_NC: Tensor, weight_VC: Tensor) -> T:
-            values = None if critic is None else partial(critic, batch=batch, attend=attend)
+            values = critic and partial(critic, tokens_N=batch.tokens, positions_N=batch.positions, attend=attend)
             return compute(Head(hidden_NC=hidden_NC, weight_VC=weight_VC, loss=self.head_loss, critic=values))
 
         found: T = model(batch.tokens, batch.positions, attend, head)

@@ -38,6 +38,7 @@ from flatout.record.events import (
     PathsActive,
     Planned,
     Resumed,
+    RolloutsGraded,
     Saved,
     Started,
     TaskResult,
@@ -46,6 +47,8 @@ from flatout.record.events import (
 from flatout.verdict import judge, loss_ends, peak_words, speed_of, speed_of_steps, warm_up
 
 # Parts a history is drawn from, steps the current speed is averaged over, samples that are read of a long run.
+# Names of the metrics that combined gradients have, see `engine.conflicts`.
+COSINE = "cosine/"
 NUM_PARTS, RECENT_STEPS, NUM_SAMPLES = 240, 20, 400
 # A run with a possible gain above this share of step time is graded not good.
 MUCH_GAIN = 0.05
@@ -172,6 +175,23 @@ class Story:
     hardware: Mapping[str, Any]
     environment: Mapping[str, Any]
     told_at: float
+
+    @property
+    def rollouts(self) -> list[RolloutsGraded]:
+        """The phases of rollouts by step; of one that was repeated, the last."""
+        phases = {event.step or 0: event for event in self.events if isinstance(event, RolloutsGraded)}
+        return [phases[step] for step in sorted(phases)]
+
+    @property
+    def cosines(self) -> Mapping[str, float]:
+        """The mean cosine of every two tasks' gradients, if they were measured."""
+        names = dict.fromkeys(name for part in self.parts for name in part.extra if name.startswith(COSINE))
+        found = {}
+        for name in names:
+            with_it = [part for part in self.parts if name in part.extra]
+            total = sum(part.extra[name] * part.num_steps for part in with_it)
+            found[name.removeprefix(COSINE)] = total / sum(part.num_steps for part in with_it)
+        return found
 
     @property
     def memory_share(self) -> float | None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from flatout.data.stream import Batch
 from flatout.model.attention import Attend
 from flatout.model.decoder import Decoder
 
@@ -24,8 +23,8 @@ class Critic(nn.Module):
         if trunk is not None and trunk.head is not None:
             trunk.head.requires_grad_(False)  # no logits are taken from it
 
-    def forward(self, hidden_NC: Tensor, *, batch: Batch, attend: Attend) -> Tensor:
+    def forward(self, hidden_NC: Tensor, *, tokens_N: Tensor, positions_N: Tensor, attend: Attend) -> Tensor:
         """`hidden_NC` are the policy's last hidden states."""
         if self.trunk is not None:
-            hidden_NC = self.trunk.hidden(batch.tokens, batch.positions, attend)
+            hidden_NC = self.trunk.hidden(tokens_N, positions_N, attend)
         return hidden_NC.float() @ self.weight + self.bias

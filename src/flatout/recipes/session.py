@@ -27,7 +27,7 @@ from flatout.plan import Plan, compile_break_even
 from flatout.probe import Monitor, describe
 from flatout.record import WARM_STEPS, Outcome, Recorder, Run, Sink, StepExtra, StepRecord
 from flatout.record.events import Compiled, Notice, UpdateSkipped
-from flatout.verdict import LossTrend, Speedometer
+from flatout.verdict import LossTrend, Speedometer, reward_ends
 
 # Steps between garbage collections when the plan disables automatic ones.
 GC_STEPS = 500
@@ -189,6 +189,7 @@ class Ledger:
         memory = device_memory(self.active.device, self.session.monitor)
         peak, total = memory.get("peak_gib"), memory.get("total_gib")
         first, last = self.trend.ends()
+        rewards = reward_ends(self.session.run)
         return Outcome(
             steps=steps,
             tokens=self.tokens,
@@ -198,6 +199,8 @@ class Ledger:
             loss_last_tenth=last,
             val_losses=tuple(self.val_losses),
             task_scores=tuple(self.task_scores),
+            reward_first_tenth=rewards[0],
+            reward_last_tenth=rewards[1],
             peak_gib=peak,
             memory_share=peak / total if peak is not None and total else None,
             utilisation=sum(self._busy) / len(self._busy) if self._busy else None,

@@ -22,6 +22,7 @@ class Speed:
     mfu_common: Finite | None = None
     data_share: Finite | None = None
     unattributed_share: Finite | None = None
+    actor_mfu: Finite | None = None  # without the time of rollouts; None where there are none
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +41,8 @@ class Outcome:
     loss_last_tenth: float | None = None
     val_losses: tuple[float, ...] = ()
     task_scores: tuple[float, ...] = ()  # means over the tasks that have answers
+    reward_first_tenth: float | None = None
+    reward_last_tenth: float | None = None
     peak_gib: Finite | None = None
     memory_share: Finite | None = None
     utilisation: Finite | None = None

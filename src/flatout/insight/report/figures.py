@@ -34,9 +34,11 @@ ACTIVITY = {"busy": "GPU busy", "sm_active": "SM", "tensor_active": "tensor", "d
 
 
 def charts(story: Story, *, id: str) -> list[Chart | Bands]:
-    """All charts of one run; task scores where it has any."""
+    """All charts of one run; rewards and task scores where it has any."""
     scores = [_scores(story, id=f"{id}scores")] if any(score.metric != "perplexity" for score in story.tasks) else []
+    rewards = [_rewards(story, id=f"{id}rewards")] if story.rollouts else []
     return [
+        *rewards,
         loss_chart([story], id=f"{id}loss"),
         *scores,
         speed_chart([story], id=f"{id}speed"),
@@ -66,6 +68,17 @@ def loss_chart(stories: Sequence[Story], *, id: str) -> Chart:
         broken=broken,
         from_zero=False,
     )
+
+
+def _rewards(story: Story, *, id: str) -> Chart:
+    names = list(dict.fromkeys(one.task for phase in story.rollouts for one in phase.tasks))
+    lines = []
+    for at, name in enumerate(names):
+        found = [(phase.step or 0, one) for phase in story.rollouts for one in phase.tasks if one.task == name]
+        points = [Point(x=step, y=one.reward) for step, one in found if one.reward is not None]
+        lines.append(Line(name=name, colour=at % 6 + 1, points=points))
+    about = _about([story], "Mean reward of the completions of each phase", lines, number=short)
+    return Chart(id=id, title="Reward", about=about, show=short, lines=lines)
 
 
 def _scores(story: Story, *, id: str) -> Chart:

@@ -22,6 +22,8 @@ GRADES = {"good": "Good", "bad": "Not good", "open": "Open"}
 HEADLINE = ("tokens_per_s", "mfu", "step_s", "peak_gib", "data_share", "loss", "val_loss")
 # Rows of the table next to a chart, and of the list of events.
 NUM_ROWS, NUM_EVENTS = 9, 60
+# Phases of rollouts whose samples are shown.
+NUM_PHASES = 3
 GAUGES = {
     "busy": ("some kernel running", percent),
     "sm_active": ("SM active", percent),
@@ -41,6 +43,7 @@ def run_sections(story: Story, *, id: str = "", level: int = 2) -> list[Html]:
         findings(story, id=id, level=level),
         chart_section(story, id=id, level=level),
         *([tasks(story, id=id, level=level)] if story.tasks else []),
+        *([rollouts(story, id=id, level=level)] if story.rollouts else []),
         time_spent(story, id=id, level=level),
         plan(story, id=id, level=level),
         criteria(story, id=id, level=level),
@@ -57,6 +60,7 @@ def contents(story: Story, *, id: str = "") -> Html:
         "findings": "Findings",
         "charts": "Charts",
         **({"tasks": "Tasks"} if story.tasks else {}),
+        **({"rollouts": "Rollouts"} if story.rollouts else {}),
         "time": "Time",
         "plan": "Plan",
         "criteria": "Criteria",
@@ -249,6 +253,39 @@ def tasks(story: Story, *, id: str, level: int) -> Html:
         id=f"{id}tasks",
         level=level,
     )
+
+
+def rollouts(story: Story, *, id: str, level: int) -> Html:
+    """The first and the last phase by task, cosines of the tasks' gradients, and completions to read."""
+    first, last = story.rollouts[0], story.rollouts[-1]
+    rows: list[list[Child]] = [
+        [
+            one.task,
+            f"{phase.step or 0:,}",
+            number(one.reward, digits=3),
+            percent(one.accuracy),
+            percent(one.answered),
+            number(one.length),
+            percent(one.truncated),
+            percent(one.without_signal),
+        ]
+        for phase in ([first, last] if last is not first else [first])
+        for one in phase.tasks
+    ]
+    heads = ["task", "step", "reward", "correct", "answered", "tokens", "truncated", "no signal"]
+    parts: list[Child] = [table(heads, rows, caption="The first and the last phase, by task")]
+    if pairs := story.cosines:
+        shown: list[list[Child]] = [[pair, f"{cosine:+.3f}"] for pair, cosine in pairs.items()]
+        caption = "Mean cosine of the gradients of two tasks over the run; negative ones conflict"
+        parts.append(table(["tasks", "cosine"], shown, caption=caption))
+    texts: list[list[Child]] = [
+        [f"{phase.step or 0:,}", one.task, number(one.reward, digits=3), tag("pre", one.completion)]
+        for phase in story.rollouts[-NUM_PHASES:]
+        for one in phase.samples
+    ]
+    note = "Model-written text, shown as it is; source: events.jsonl, rollouts."
+    parts += [tag("p", note, class_="note"), table(["step", "task", "reward", "completion"], texts, caption="Samples")]
+    return _section("Rollouts", *parts, id=f"{id}rollouts", level=level)
 
 
 def _bar(value: float, colour: str) -> Html:
