@@ -132,10 +132,15 @@ def same_maths(got: str, want: str) -> bool:
         return int(got.replace(",", "")) == int(want.replace(",", ""))
     a, b = number(got), number(want)
     if a is not None and b is not None:
-        return close(a, b, relative=1e-9)
+        return close(a, b, relative=0.0 if _INTEGER.fullmatch(want) else 1e-9)
     if not has_maths():
         return False
     return verify(got, want) if workers.KILLABLE else workers.call("maths", got, want) is True
+
+
+def without_text(text: str) -> str:
+    r"""The text with \text{…} and the like replaced by what is inside."""
+    return _TEXT.sub(r"\1", tail(text))
 
 
 def has_maths() -> bool:
@@ -171,11 +176,6 @@ def _foreign_digits(text: str) -> bool:
 
 def _plain(text: str) -> str:
     return _SPACES.sub(" ", tail(text)).strip().rstrip(".").casefold()
-
-
-def without_text(text: str) -> str:
-    r"""The text with \text{…} and the like replaced by what is inside."""
-    return _TEXT.sub(r"\1", tail(text))
 
 
 def _without_markup(text: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import gzip
 import io
@@ -44,6 +45,7 @@ class Format:
 
     read: Callable[[Path], Iterator[Item]]
     patterns: tuple[str, ...]
+    without: str = ""  # files of a folder whose names end so are left out
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +56,7 @@ class Published:
     @classmethod
     def open(cls, path: Path, name: str) -> Published:
         form = FORMATS[name]
-        items = [item for file in _sources(path, form.patterns) for item in form.read(file)]
+        items = [item for file in _sources(path, form) for item in form.read(file)]
         for item in items:
             try:
                 VERIFIERS[item.verifier].read(item.gold)
@@ -143,10 +145,14 @@ def _bbh(path: Path) -> Iterator[Item]:
 
 def _wikitablequestions(path: Path) -> Iterator[Item]:
     """Tab-separated questions; their tables are in `csv`, or in csv_tables.zip, beside the file."""
-    lines = read_text(path).splitlines()
+    lines = [line.rstrip("\r") for line in read_text(path).rstrip("\n").split("\n")]
     if not lines or lines[0].split("\t") != ["id", "utterance", "context", "targetValue"]:
         raise UsageError(f"{path}: the first line must be id, utterance, context and targetValue, separated by tabs")
-    tables = _Tables(path.parent)
+    with contextlib.closing(_Tables(path.parent)) as tables:
+        yield from _table_questions(path, lines, tables)
+
+
+def _table_questions(path: Path, lines: Sequence[str], tables: _Tables) -> Iterator[Item]:
     for n, line in enumerate(lines[1:], start=2):
         cells = line.split("\t")
         if len(cells) != 4:
@@ -174,7 +180,9 @@ def _tatqa(path: Path) -> Iterator[Item]:
             scale = asked.value.get("scale")
             unit = f" Give numbers in {scale}." if scale else ""
             text = f"{shown}\n\n{words}\n\n{asked.text('question')}{unit}\n{SEVERAL}"
-            yield Item(text=text, gold=asked.value.get("answer"), verifier="table", where=row.where)
+            answer = asked.value.get("answer")
+            gold = [one for one in answer if one != ""] if isinstance(answer, list) else answer
+            yield Item(text=text, gold=gold, verifier="table", where=row.where)
 
 
 def _scibench(path: Path) -> Iterator[Item]:
@@ -193,17 +201,19 @@ FORMATS = {
     "bbh": Format(read=_bbh, patterns=("*.json",)),
     "wikitablequestions": Format(read=_wikitablequestions, patterns=("pristine-unseen-tables.tsv",)),
     "tatqa": Format(read=_tatqa, patterns=("tatqa_dataset_test_gold.json", "tatqa_dataset_dev.json")),
-    "scibench": Format(read=_scibench, patterns=("*.json",)),
+    "scibench": Format(read=_scibench, patterns=("*.json",), without="_sol.json"),
 }
 
 
-def _sources(path: Path, patterns: Sequence[str]) -> list[Path]:
+def _sources(path: Path, form: Format) -> list[Path]:
     if not path.is_dir():
         return [path]
-    for pattern in patterns:
-        if found := sorted(path.glob(pattern)):
+    for pattern in form.patterns:
+        if found := sorted(
+            file for file in path.glob(pattern) if not form.without or not file.match(f"*{form.without}")
+        ):
             return found
-    raise UsageError(f"{path} has no {' or '.join(patterns)}: name the file")
+    raise UsageError(f"{path} has no {' or '.join(form.patterns)}: name the file")
 
 
 class _Tables:
@@ -211,7 +221,12 @@ class _Tables:
 
     def __init__(self, folder: Path) -> None:
         self._folder, self._drawn = folder, dict[str, str]()
-        self._archive = folder / "csv_tables.zip"
+        self._archive: zipfile.ZipFile | None = None
+        if not (folder / "csv").is_dir() and (folder / "csv_tables.zip").is_file():
+            try:
+                self._archive = zipfile.ZipFile(folder / "csv_tables.zip")
+            except (OSError, zipfile.BadZipFile) as error:
+                raise UsageError(f"{folder / 'csv_tables.zip'} cannot be read: {error}") from None
 
     def drawn(self, name: str) -> str:
         if name not in self._drawn:
@@ -225,13 +240,25 @@ class _Tables:
     def _text(self, name: str) -> str:
         if not re.fullmatch(r"csv/[0-9]+-csv/[0-9]+\.csv", name):
             raise UsageError(f"{name!r:.100} is not the path of a table, such as csv/203-csv/733.csv")
-        if not (self._folder / "csv").is_dir() and self._archive.is_file():
-            try:
-                with zipfile.ZipFile(self._archive) as archive, archive.open(name) as member:
-                    return member.read(MOST_TABLE_BYTES).decode()
-            except (KeyError, OSError, ValueError, zipfile.BadZipFile, zlib.error) as error:
-                raise UsageError(f"{self._archive}: {name} cannot be read: {error}") from None
-        return read_text(self._folder / name, limit=MOST_TABLE_BYTES)
+        if self._archive is None:
+            return read_text(self._folder / name, limit=MOST_TABLE_BYTES)
+        try:
+            with self._archive.open(name) as member:
+                return member.read(MOST_TABLE_BYTES).decode()
+        except (
+            KeyError,
+            OSError,
+            ValueError,
+            NotImplementedError,
+            RuntimeError,
+            zipfile.BadZipFile,
+            zlib.error,
+        ) as error:
+            raise UsageError(f"{self._archive.filename}: {name} cannot be read: {error}") from None
+
+    def close(self) -> None:
+        if self._archive is not None:
+            self._archive.close()
 
 
 def _zipped_rows(path: Path) -> list[Row]:

@@ -289,7 +289,7 @@ def fenced(text: str) -> str | None:
 
 
 def last_object(text: str) -> str | None:
-    """The last {…} in a text, by balanced braces outside of strings, read from its end."""
+    """The last {…} in a text, by balanced braces outside of strings, read from its end; not a part of a longer one."""
     end = text.rfind("}")
     depth, quoted = 0, False
     for at in range(end, -1, -1):
@@ -298,7 +298,8 @@ def last_object(text: str) -> str | None:
         elif not quoted:
             depth += (text[at] == "}") - (text[at] == "{")
             if depth == 0:
-                return text[at : end + 1] if text[at] == "{" else None
+                whole = text[at] == "{" and text.count("{", 0, at) <= text.count("}", 0, at)
+                return text[at : end + 1] if whole else None
     return None
 
 
