@@ -96,6 +96,9 @@ def test_questions_never_end() -> None:
     assert task.question(10**12) == task.question(10**12)
     with pytest.raises(IndexError):
         Generated(name="math").question(200)
+    short, held = (open_task(f"math{split}?size=3") for split in (":train", ""))
+    assert (short.size, held.size, open_task("math?size=999").size) == (3, 3, 200)
+    assert short.prompt(2) == task.prompt(2)  # type: ignore[union-attr]
 
 
 def test_partial_credit_is_the_share_of_right_cells() -> None:
@@ -136,7 +139,8 @@ def test_a_domain_is_opened_by_its_spec_and_graded_in_a_worker(name: str) -> Non
         ("math:test", "the split must be train or valid"),
         ("logic?level=6", "level=6: must be a whole number from 1 to 5"),
         ("stem?level=", "level=: must be a whole number"),
-        ("table?size=3", "option 'size' is unknown; it takes level, prompt"),
+        ("table?size=0", "size=0: must be a number of questions"),
+        ("table?sizes=3", "option 'sizes' is unknown; it takes level, size, prompt"),
     ],
 )
 def test_mistakes_in_a_spec_are_told(spec: str, says: str) -> None:

@@ -125,7 +125,7 @@ def test_parquet_without_pyarrow_says_what_to_install(tmp_path: Path, monkeypatc
 def test_a_row_that_cannot_be_graded_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bad: dict[str, Any], says: str
 ) -> None:
-    monkeypatch.setattr("flatout.tasks.verifiers.CODE_MODULE", "flatout.tasks.no_such_module")
+    monkeypatch.setattr("flatout.tasks.guru.CODE_MODULE", "flatout.tasks.no_such_module")
     path = write(tmp_path / "rows.jsonl", row("math", "1"), bad)
     with pytest.raises(UsageError, match=says):
         open_task(f"guru:{path}")
@@ -134,19 +134,25 @@ def test_a_row_that_cannot_be_graded_is_told(
 def test_a_verifier_can_be_named_for_an_unknown_source(tmp_path: Path) -> None:
     path = write(tmp_path / "rows.jsonl", row("my_own", "Oslo"))
     assert opened(f"guru:{path}?verifier=text").reward(0, "<answer>oslo</answer>") == 1.0
-    with pytest.raises(UsageError, match="verifier 'texts' is unknown; use one of math"):
+    with pytest.raises(UsageError, match="verifier=texts: is unknown; use one of math"):
         open_task(f"guru:{path}?verifier=texts")
 
 
 def test_programs_go_to_the_module_that_runs_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The hook: a module with a VERIFIER, whose time limit becomes the task's."""
-    module = tmp_path / "stand_in_for_code.py"
-    module.write_text(
-        "from flatout.tasks.verifiers import Verifier, fenced\n"
-        "VERIFIER = Verifier(finders=(fenced,), read=str, same=lambda gold, got: gold in got, timeout_s=30.0)\n"
+    """What this reader expects of that module, with another in its place."""
+    (tmp_path / "stand_in_for_code.py").write_text(
+        "from types import SimpleNamespace\nTIMEOUT_S, PREPARED = 30.0, []\n"
+        "sandbox = SimpleNamespace(prepare=lambda: PREPARED.append(1))\n"
+        "def program(completion): return completion or None\n"
+        "def guru(truth, *, where, prefix):\n"
+        "    return SimpleNamespace(reward=lambda completion: float(prefix + completion == truth))\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr("flatout.tasks.verifiers.CODE_MODULE", "stand_in_for_code")
-    task = opened(f"guru:{write(tmp_path / 'rows.jsonl', row('codegen__mbpp', 'pass'))}")
+    monkeypatch.setattr("flatout.tasks.guru.CODE_MODULE", "stand_in_for_code")
+    rows = [row("codegen__mbpp", "a = pass", extra_info={"prefix": "a = "}), row("math", "2")]
+    task = opened(f"guru:{write(tmp_path / 'rows.jsonl', *rows)}")
     assert task.timeout_s == 30.0
-    assert task.reward(0, "```python\npass\n```") == 1.0
+    assert (task.reward(0, "pass"), task.reward(0, "fail"), task.reward(1, "\\boxed{2}")) == (1.0, 0.0, 1.0)
+    assert task.answer("pass") == "pass"
+    task.prepare()
+    assert sys.modules["stand_in_for_code"].PREPARED == [1]

@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from flatout.errors import UsageError
-from flatout.tasks.verifiers import VERIFIERS, verifier
+from flatout.tasks.verifiers import VERIFIERS
 
 ZEBRA = {"header": ["House", "Pet"], "rows": [["1", "cat"], ["2", "dog"]]}
 
@@ -185,8 +184,3 @@ def test_an_answer_counts_only_after_the_thinking_and_only_with_its_mark(name: s
 def test_a_right_answer_that_cannot_be_one_is_refused(name: str, gold: Any) -> None:
     with pytest.raises(ValueError, match="must be"):
         VERIFIERS[name].read(gold)
-
-
-def test_an_unknown_verifier_is_refused_with_the_list() -> None:
-    with pytest.raises(UsageError, match="'maths' is unknown; use one of math, number"):
-        verifier("maths")

@@ -17,7 +17,8 @@ class Task(Protocol):
     """Questions by index. An index always means the same question, in every process.
 
     A task may also have `timeout_s`, the seconds that grading an answer may take if the usual limit is too short;
-    `probe()`, which raises in a grading process if no answer can be graded; and `maths`, if it compares formulas.
+    `prepare()`, work of a grading process before it forks; `probe()`, which raises in a grading process if no answer
+    can be graded; and `maths`, if it compares formulas.
     """
 
     @property

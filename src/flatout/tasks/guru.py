@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +18,12 @@ from flatout.tasks import judge as judging
 from flatout.tasks.base import Messages
 from flatout.tasks.files import Row, is_text, read_rows, text_of
 from flatout.tasks.judge import Judge
-from flatout.tasks.verifiers import CODE, VERIFIERS, Verifier, verifier
+from flatout.tasks.verifiers import MARKED, VERIFIERS
 
-JUDGE = "judge"
+JUDGE, CODE = "judge", "code"
+# Runs programs: `guru(truth, where=…, prefix=…)` gives an object with `reward(completion)`, `program(completion)` the
+# program in a completion, `sandbox.prepare()` starts the sandbox, and TIMEOUT_S is the limit for one answer.
+CODE_MODULE = "flatout.tasks.code"
 # The verifier of a data source, by how its name begins; `logic__` and `simulation__` before it do not count.
 SOURCES = {
     "math": "math",
@@ -42,7 +48,7 @@ ROLES = ("system", "user", "assistant")
 @dataclass(frozen=True, kw_only=True)
 class Question:
     messages: Messages
-    gold: Any
+    gold: Any  # for programs, the problem
     verifier: str
     question: str  # for a judge
 
@@ -50,7 +56,6 @@ class Question:
 @dataclass(frozen=True, kw_only=True)
 class Guru:
     rows: Sequence[Question]
-    verifiers: Mapping[str, Verifier]  # those of the rows
     judge: Judge | None
     name: str = "guru"
 
@@ -64,9 +69,8 @@ class Guru:
         model: str | None = None,
         key: str | None = None,
     ) -> Guru:
-        asked, found = Judge.of(judge, model, key), dict[str, Verifier]()
-        rows = [_question(row, forced=verifier, judge=asked, found=found) for row in _rows(path)]
-        return cls(rows=rows, verifiers=found, judge=asked)
+        asked = Judge.of(judge, model, key)
+        return cls(rows=[_question(row, forced=verifier, judge=asked) for row in _rows(path)], judge=asked)
 
     @property
     def size(self) -> int:
@@ -74,15 +78,24 @@ class Guru:
 
     @property
     def maths(self) -> bool:
-        return any(one.maths for one in self.verifiers.values())
+        return "math" in self.kinds
+
+    @cached_property
+    def kinds(self) -> frozenset[str]:
+        return frozenset(row.verifier for row in self.rows)
 
     @property
     def timeout_s(self) -> float | None:
-        own = [one.timeout_s for one in self.verifiers.values() if one.timeout_s is not None]
-        return max([*own, *([judging.TIMEOUT_S] if self._judged() is not None else [])], default=None)
+        own = [_code().TIMEOUT_S] if CODE in self.kinds else []
+        return max([*own, *([judging.TIMEOUT_S] if JUDGE in self.kinds else [])], default=None)
+
+    def prepare(self) -> None:
+        if CODE in self.kinds:
+            _code().sandbox.prepare()
 
     def probe(self) -> None:
-        if (row := self._judged()) is not None:
+        row = next((row for row in self.rows if row.verifier == JUDGE), None)
+        if row is not None:
             assert self.judge is not None
             self.judge.probe(row.question, row.gold)
 
@@ -94,19 +107,30 @@ class Guru:
 
     def answer(self, completion: str) -> str | None:
         """Found by the verifier of any row."""
-        marked = [grade.find(completion, (grade.tagged, grade.boxed))] if self._judged() is not None else []
-        found = [*marked, *(one.answer(completion) for one in self.verifiers.values())]
+        found = (_answer(kind, completion) for kind in sorted(self.kinds))
         return next((answer for answer in found if answer is not None), None)
 
     def reward(self, i: int, completion: str) -> float:
         row = self.rows[i]
+        if row.verifier == CODE:
+            return float(row.gold.reward(completion))
         if row.verifier != JUDGE:
-            return self.verifiers[row.verifier](row.gold, completion)
+            return VERIFIERS[row.verifier](row.gold, completion)
         assert self.judge is not None
-        return self.judge.reward(row.question, row.gold, grade.find(completion, (grade.tagged, grade.boxed)))
+        return self.judge.reward(row.question, row.gold, _answer(JUDGE, completion))
 
-    def _judged(self) -> Question | None:
-        return next((row for row in self.rows if row.verifier == JUDGE), None)
+
+def _answer(kind: str, completion: str) -> str | None:
+    if kind == CODE:
+        program: str | None = _code().program(completion)
+        return program
+    return grade.find(completion, MARKED) if kind == JUDGE else VERIFIERS[kind].answer(completion)
+
+
+def _code() -> Any:
+    if importlib.util.find_spec(CODE_MODULE) is None:
+        raise UsageError("answers that are programs cannot be graded: this version of flatout does not run code")
+    return importlib.import_module(CODE_MODULE)
 
 
 def source_verifier(source: str) -> str | None:
@@ -115,13 +139,16 @@ def source_verifier(source: str) -> str | None:
     return next((name for prefix, name in SOURCES.items() if bare.startswith(prefix)), None)
 
 
-def _question(row: Row, *, forced: str | None, judge: Judge | None, found: dict[str, Verifier]) -> Question:
+def _question(row: Row, *, forced: str | None, judge: Judge | None) -> Question:
     source = row.text("data_source")
     name = forced or source_verifier(source)
+    known = [*VERIFIERS, CODE, JUDGE]
+    if forced is not None and forced not in known:
+        raise UsageError(f"verifier={forced:.80}: is unknown; use one of {', '.join(known)}")
     if name is None:
         raise UsageError(
             f"{row.where}: data_source {source!r:.100} is unknown; known are those that begin with "
-            f"{', '.join(SOURCES)}; ?verifier=NAME grades all rows by one of {', '.join([*VERIFIERS, CODE, JUDGE])}"
+            f"{', '.join(SOURCES)}; ?verifier=NAME grades all rows by one of {', '.join(known)}"
         )
     reward = row.value.get("reward_model")
     gold = reward.get("ground_truth") if isinstance(reward, dict) else None
@@ -129,7 +156,7 @@ def _question(row: Row, *, forced: str | None, judge: Judge | None, found: dict[
         raise UsageError(f"{row.where}: has no reward_model.ground_truth, so no answer to it can be graded")
     messages = _messages(row)
     extra = row.value.get("extra_info")
-    asked = extra.get("question") if isinstance(extra, dict) else None
+    asked, prefix = (extra.get("question"), extra.get("prefix")) if isinstance(extra, dict) else (None, None)
     question = asked if isinstance(asked, str) and asked else messages[-1]["content"]
     if name == JUDGE:
         if judge is None:
@@ -139,10 +166,11 @@ def _question(row: Row, *, forced: str | None, judge: Judge | None, found: dict[
         if not is_text(gold):
             raise UsageError(f"{row.where}: ground_truth must be text or a number for a judge")
         gold = text_of(gold, where=row.where)
+    elif name == CODE:
+        gold = _code().guru(gold, where=row.where, prefix=prefix if isinstance(prefix, str) else "")
     else:
-        found.setdefault(name, verifier(name))
         try:
-            found[name].read(gold)
+            VERIFIERS[name].read(gold)
         except ValueError as error:
             raise UsageError(f"{row.where}: ground_truth {error} (verifier {name})") from None
     return Question(messages=messages, gold=gold, verifier=name, question=question)

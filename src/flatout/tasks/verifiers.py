@@ -7,8 +7,6 @@ zebra puzzle, which give the share of right cells. No answer is ever guessed.
 from __future__ import annotations
 
 import ast
-import importlib
-import importlib.util
 import json
 import math
 import re
@@ -17,7 +15,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from flatout.errors import UsageError
 from flatout.tasks import grade
 
 LONGEST_LITERAL = 20_000
@@ -43,8 +40,6 @@ class Verifier:
     read: Callable[[Any], Any]
     same: Callable[[Any, str], float]
     maths: bool = False
-    # The time limit for one answer, in seconds; None: that of ordinary graders.
-    timeout_s: float | None = None
 
     def answer(self, completion: str) -> str | None:
         return grade.find(completion, self.finders)
@@ -406,16 +401,3 @@ VERIFIERS: dict[str, Verifier] = {
     "literal": Verifier(finders=(grade.tagged,), read=_value, same=_same_literal),
     "json": Verifier(finders=(grade.tagged, fenced, grade.boxed, last_object), read=_payload, same=_same_payload),
 }
-# Programs are graded by running them: the module that does it has a `VERIFIER`.
-CODE, CODE_MODULE = "code", "flatout.tasks.code"
-
-
-def verifier(name: str) -> Verifier:
-    if name in VERIFIERS:
-        return VERIFIERS[name]
-    if name == CODE:
-        module = importlib.import_module(CODE_MODULE) if importlib.util.find_spec(CODE_MODULE) else None
-        if isinstance(found := getattr(module, "VERIFIER", None), Verifier):
-            return found
-        raise UsageError("answers that are programs cannot be graded: this version of flatout does not run code")
-    raise UsageError(f"verifier {name!r:.80} is unknown; use one of {', '.join([*VERIFIERS, CODE])}")

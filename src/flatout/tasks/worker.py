@@ -48,9 +48,11 @@ def _probe(spec: str) -> dict[str, Any]:
 
 
 def _prepare_reward(spec: str, *_: Any) -> float | None:
-    if getattr(_task(spec), "maths", False):
+    task = _task(spec)
+    if getattr(task, "maths", False):
         grade.warm_maths()
-    return getattr(_task(spec), "timeout_s", None)
+    getattr(task, "prepare", lambda: None)()
+    return getattr(task, "timeout_s", None)
 
 
 def _prepare_maths(*_: Any) -> None:

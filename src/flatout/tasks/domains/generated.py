@@ -1,13 +1,14 @@
-"""A domain as a task: `math`, `math:train`, `logic:train?level=2`.
+"""A domain as a task: `math`, `math:train`, `logic:train?level=2&size=2000`.
 
-`train` never ends. `valid` has 200 different questions. A question belongs to one of them by a hash of its words in
-any order, so 3 + 5 and 5 + 3 are never in different splits. An index means the same question in every process, on
-every version of Python.
+`train` never ends, unless `size` says so. `valid` has 200 different questions. A question belongs to one of them by a
+hash of its words in any order, so 3 + 5 and 5 + 3 are never in different splits. An index means the same question in
+every process, on every version of Python.
 """
 
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache, lru_cache
@@ -48,18 +49,22 @@ class Generated:
     name: str
     split: str = "valid"
     level: int | None = None
+    most: int | None = None  # questions; None: all
 
     @classmethod
-    def open(cls, name: str, split: str, *, level: str | None = None) -> Generated:
+    def open(cls, name: str, split: str, *, level: str | None = None, size: str | None = None) -> Generated:
         if split not in SPLITS:
             raise UsageError(f"{name}:{split:.80}: the split must be {' or '.join(SPLITS)}")
         if level is not None and level not in map(str, range(1, LEVELS + 1)):
             raise UsageError(f"level={level:.80}: must be a whole number from 1 to {LEVELS}")
-        return cls(name=name, split=split, level=None if level is None else int(level))
+        if size is not None and not re.fullmatch("[1-9][0-9]{0,8}", size):
+            raise UsageError(f"size={size:.80}: must be a number of questions, such as 2000")
+        most = None if size is None else int(size)
+        return cls(name=name, split=split, level=None if level is None else int(level), most=most)
 
     @property
     def size(self) -> int | None:
-        return None if self.split == "train" else NUM_HELD_OUT
+        return self.most if self.split == "train" else min(self.most or NUM_HELD_OUT, NUM_HELD_OUT)
 
     @property
     def maths(self) -> bool:
@@ -69,7 +74,7 @@ class Generated:
         return self.level or 1 + i % LEVELS
 
     def question(self, i: int) -> Made:
-        if i < 0 or (self.split == "valid" and i >= NUM_HELD_OUT):
+        if i < 0 or (self.size is not None and i >= self.size):
             raise IndexError(i)
         return _held_out(self.name, self.level)[i] if self.split == "valid" else _train(self, i)
 
