@@ -1,4 +1,4 @@
-"""GURU rows: the verifier by data source, with any prefix; rows that cannot be graded are told by their place."""
+"""GURU rows: the verifier by data source, with any prefix; rows that cannot be graded are reported with their place."""
 
 from __future__ import annotations
 
@@ -115,14 +115,14 @@ def test_parquet_without_pyarrow_says_what_to_install(tmp_path: Path, monkeypatc
         (row("logic__zebra_puzzle", "no grid"), r"rows\.jsonl:2: ground_truth must be an object with header"),
         (row("stem__gpqa", "dog"), "must be the letter of an option"),
         (row("math", "1", prompt="text"), "prompt must be a list of messages"),
-        (row("math", "1", prompt=[{"role": "assistant", "content": "x"}]), "the last of a user"),
+        (row("math", "1", prompt=[{"role": "assistant", "content": "x"}]), "and end with a user"),
         (row("math", "1", prompt=[{"role": "user", "content": 7}]), "prompt must be a list of messages"),
         (row("stem_web", "x"), r"answers to stem_web are free text; name a judge: \?judge=URL&model=NAME"),
         (row("codegen__taco", "{}"), "answers that are programs cannot be graded"),
         ({"prompt": []}, "needs data_source"),
     ],
 )
-def test_a_row_that_cannot_be_graded_is_told(
+def test_a_row_that_cannot_be_graded_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bad: dict[str, Any], says: str
 ) -> None:
     monkeypatch.setattr("flatout.tasks.guru.CODE_MODULE", "flatout.tasks.no_such_module")

@@ -244,7 +244,7 @@ def test_guru_rows_of_free_text_go_to_the_judge(server: Server, tmp_path: Path) 
         ("key=HOME", "belong to judge=URL"),
     ],
 )
-def test_mistakes_in_the_options_are_told(questions: Path, options: str, says: str) -> None:
+def test_mistakes_in_the_options_are_reported(questions: Path, options: str, says: str) -> None:
     with pytest.raises(UsageError, match=says) as raised:
         open_task(f"jsonl:{questions}?{options}")
     assert "hunter2" not in str(raised.value)

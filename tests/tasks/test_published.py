@@ -1,10 +1,9 @@
-"""Published sets are read as distributed. Those on this machine are read whole; without them, small ones like them."""
+"""Published sets are read as distributed. Small files of each kind, and the real ones where they are available."""
 
 from __future__ import annotations
 
 import gzip
 import json
-import os
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -16,8 +15,6 @@ from flatout.errors import UsageError
 from flatout.tasks import open_task
 from flatout.tasks.published import Item, Published
 
-# Nothing of it is part of the package.
-DATA = Path(os.environ.get("FLATOUT_DATA") or Path(__file__).parents[2] / "shared" / "data")
 SIZES = {
     "math500:math500": 500,
     "cruxeval:cruxeval": 800,
@@ -50,11 +47,9 @@ def written(item: Item) -> str:
 
 
 @pytest.mark.parametrize("spec", SIZES)
-def test_the_real_files_are_read_whole_and_their_own_answers_are_right(spec: str) -> None:
+def test_the_real_files_are_read_whole_and_their_own_answers_are_right(real_data: Path, spec: str) -> None:
     name, _, path = spec.partition(":")
-    if not (DATA / path).exists():
-        pytest.skip(f"{DATA / path} is not there; FLATOUT_DATA names the folder of published data")
-    task = opened(f"{name}:{DATA / path}")
+    task = opened(f"{name}:{real_data / path}")
     assert task.size == SIZES[spec]
     step = max(1, task.size // 300)
     for i in range(0, task.size, step):
@@ -63,11 +58,9 @@ def test_the_real_files_are_read_whole_and_their_own_answers_are_right(spec: str
         assert task.prompt(i)[0]["content"].strip()
 
 
-def test_recorded_outputs_are_needed_to_ask_for_them() -> None:
-    if not (DATA / "codeio").exists():
-        pytest.skip(f"{DATA / 'codeio'} is not there; FLATOUT_DATA names the folder of published data")
+def test_recorded_outputs_are_needed_to_ask_for_them(real_data: Path) -> None:
     with pytest.raises(UsageError, match=r"codeio\.jsonl\.gz:1: has no recorded input and output"):
-        open_task(f"codeio:{DATA / 'codeio'}")
+        open_task(f"codeio:{real_data / 'codeio'}")
 
 
 def _lines(path: Path, *rows: object) -> None:
@@ -161,7 +154,7 @@ def test_a_small_file_of_each_kind(
         ("codeio", "codeio.jsonl.gz", "not gzip", "Not a gzipped file"),
     ],
 )
-def test_a_file_of_another_shape_is_told(tmp_path: Path, name: str, file: str, content: str, says: str) -> None:
+def test_a_file_of_another_shape_is_reported(tmp_path: Path, name: str, file: str, content: str, says: str) -> None:
     (tmp_path / file).write_text(content)
     with pytest.raises(UsageError, match=says):
         open_task(f"{name}:{tmp_path}")

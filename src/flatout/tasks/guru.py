@@ -182,7 +182,7 @@ def _messages(row: Row) -> Messages:
     said = value if isinstance(value, list) and all(isinstance(one, dict) for one in value) else []
     known = all(one.get("role") in ROLES and isinstance(one.get("content"), str) for one in said)
     if not said or not known or said[-1]["role"] != "user":
-        raise UsageError(f"{row.where}: prompt must be a list of messages with role and content, the last of a user")
+        raise UsageError(f"{row.where}: prompt must be a list of messages with role and content, and end with a user")
     return [{"role": one["role"], "content": text_of(one["content"], where=row.where)} for one in said]
 
 

@@ -127,9 +127,9 @@ def _arc_agi(path: Path) -> Iterator[Item]:
     for name, task in {path.stem: value}.items() if "train" in value else value.items():
         where = f"{path}, {name}"
         shown = [_pair(pair, where=where) for pair in _list(task, "train", where=where)]
-        examples = "\n\n".join(f"Input:\n{_drawn(a)}\nOutput:\n{_drawn(b)}" for a, b in shown)
+        examples = "\n\n".join(f"Input:\n{_grid_text(a)}\nOutput:\n{_grid_text(b)}" for a, b in shown)
         for given, wanted in (_pair(pair, where=where) for pair in _list(task, "test", where=where)):
-            text = f"{examples}\n\nInput:\n{_drawn(given)}\nWhat is its output? {TAGS}"
+            text = f"{examples}\n\nInput:\n{_grid_text(given)}\nWhat is its output? {TAGS}"
             yield Item(text=text, gold=wanted, verifier="grid", where=where)
 
 
@@ -158,7 +158,7 @@ def _table_questions(path: Path, lines: Sequence[str], tables: _Tables) -> Itera
         if len(cells) != 4:
             raise UsageError(f"{path}:{n}: has {len(cells)} cells, not 4")
         _, question, context, target = cells
-        text = f"{tables.drawn(context)}\n\n{_unescaped(question)}\n{SEVERAL}"
+        text = f"{tables.markdown(context)}\n\n{_unescaped(question)}\n{SEVERAL}"
         yield Item(
             text=text,
             gold=[_unescaped(one).replace("|", "/") for one in target.split("|")],
@@ -220,7 +220,7 @@ class _Tables:
     """Tables by their path, from a folder or an archive."""
 
     def __init__(self, folder: Path) -> None:
-        self._folder, self._drawn = folder, dict[str, str]()
+        self._folder, self._known = folder, dict[str, str]()
         self._archive: zipfile.ZipFile | None = None
         if not (folder / "csv").is_dir() and (folder / "csv_tables.zip").is_file():
             try:
@@ -228,14 +228,14 @@ class _Tables:
             except (OSError, zipfile.BadZipFile) as error:
                 raise UsageError(f"{folder / 'csv_tables.zip'} cannot be read: {error}") from None
 
-    def drawn(self, name: str) -> str:
-        if name not in self._drawn:
+    def markdown(self, name: str) -> str:
+        if name not in self._known:
             rows = csv.reader(io.StringIO(self._text(name)), doublequote=False, escapechar="\\", strict=True)
             try:
-                self._drawn[name] = _markdown([[" ".join(cell.split()) for cell in row] for row in rows])
+                self._known[name] = _markdown([[" ".join(cell.split()) for cell in row] for row in rows])
             except csv.Error as error:
                 raise UsageError(f"{self._folder / name} is not a CSV table: {error}") from None
-        return self._drawn[name]
+        return self._known[name]
 
     def _text(self, name: str) -> str:
         if not re.fullmatch(r"csv/[0-9]+-csv/[0-9]+\.csv", name):
@@ -296,7 +296,7 @@ def _pair(value: Any, *, where: str) -> tuple[Any, Any]:
     return pair
 
 
-def _drawn(grid: Sequence[Sequence[int]]) -> str:
+def _grid_text(grid: Sequence[Sequence[int]]) -> str:
     return "\n".join(" ".join(map(str, row)) for row in grid)
 
 

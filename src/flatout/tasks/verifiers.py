@@ -160,7 +160,7 @@ def _same_items(gold: list[str], found: str) -> bool:
 
 
 def _share_of_cells(gold: tuple[list[str], list[list[str]]], found: str) -> float:
-    """Rows in the order of the puzzle; columns by the header if there is one. Another shape is worth nothing."""
+    """Rows in the order of the puzzle; columns by the header if there is one. Another shape gets 0."""
     header, rows = gold
     own, got = _puzzle_grid(literal(found))
     if got is None or len(got) != len(rows) or any(len(row) != len(header) for row in got):
@@ -368,7 +368,7 @@ def _is_grid(value: Any) -> bool:
 
 
 def _puzzle_grid(value: Any) -> tuple[list[str] | None, list[list[str]] | None]:
-    """The header, if there is one, and the rows of a grid; (None, None) if it is no grid of texts."""
+    """The header, if there is one, and the rows of a grid; (None, None) if it is not a grid of texts."""
     header, rows = (value.get("header"), value.get("rows")) if isinstance(value, dict) else (None, value)
     if header is not None and not (isinstance(header, list) and all(map(_is_cell, header))):
         return None, None

@@ -74,7 +74,7 @@ def _ordering(chance: Random, /, *, level: int) -> Made:
     chance.shuffle(clues)
     steps = " ".join(f"{a}, then {b}." for a, b in pairwise(people))
     text = f"{' '.join(clues)} List all of them from {most} to {least}, separated by commas."
-    return Made(text=text, gold=list(people), verifier="ordering", steps=steps, written=", ".join(people))
+    return Made(text=text, gold=list(people), verifier="ordering", steps=steps, answer=", ".join(people))
 
 
 def _path(chance: Random, /, *, level: int) -> Made:

@@ -52,12 +52,12 @@ class Made:
     gold: Any
     verifier: str
     steps: str = ""
-    written: str = ""  # the answer inside the tags; "": the right answer as text
+    answer: str = ""  # the answer inside the tags; "": the right answer as text
 
     @property
     def solution(self) -> str:
-        written = self.written or (self.gold if isinstance(self.gold, str) else json.dumps(self.gold))
-        return f"{self.steps} <answer>{written}</answer>".lstrip()
+        answer = self.answer or (self.gold if isinstance(self.gold, str) else json.dumps(self.gold))
+        return f"{self.steps} <answer>{answer}</answer>".lstrip()
 
 
 class Maker(Protocol):

@@ -143,7 +143,7 @@ def _strings(chance: Random, /, *, level: int) -> Made:
             word, line = word.replace(old, new), f"s = s.replace('{old}', '{new}')"
         lines.append(line)
         steps.append(f"s = '{word}'.")
-    return _printed([*lines, "print(repr(s))"], word, " ".join(steps), written=f"'{word}'")
+    return _printed([*lines, "print(repr(s))"], word, " ".join(steps), answer=f"'{word}'")
 
 
 def _nested(chance: Random, /, *, level: int) -> Made:
@@ -163,14 +163,14 @@ def _nested(chance: Random, /, *, level: int) -> Made:
     return _printed(lines, found, steps)
 
 
-def _printed(lines: list[str], value: Any, steps: str, *, written: str | None = None) -> Made:
+def _printed(lines: list[str], value: Any, steps: str, *, answer: str | None = None) -> Made:
     text = "\n".join(lines) if len(lines) > 3 else "; ".join(lines)
-    return _value(text + ("\nWhat is printed?" if len(lines) > 3 else " prints?"), value, steps, written=written)
+    return _value(text + ("\nWhat is printed?" if len(lines) > 3 else " prints?"), value, steps, answer=answer)
 
 
-def _value(text: str, value: Any, steps: str, *, written: str | None = None) -> Made:
+def _value(text: str, value: Any, steps: str, *, answer: str | None = None) -> Made:
     shown = json.dumps(value)
-    return Made(text=text, gold=shown, verifier="literal", steps=steps, written=written or shown)
+    return Made(text=text, gold=shown, verifier="literal", steps=steps, answer=answer or shown)
 
 
 make = by_level(

@@ -246,7 +246,7 @@ def _written(name: str) -> str:
 
 def _numeric(text: str, value: float, steps: str) -> Made:
     gold = {"value": float(_short(value)), "tolerance": TOLERANCE}
-    return Made(text=text, gold=gold, verifier="number", steps=steps, written=_short(value))
+    return Made(text=text, gold=gold, verifier="number", steps=steps, answer=_short(value))
 
 
 def _chosen(question: str, options: list[str], right: int, steps: str) -> Made:

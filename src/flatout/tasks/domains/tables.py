@@ -25,7 +25,7 @@ def make(chance: Random, /, *, level: int) -> Made:
     question, answers, steps = chance.choice(KINDS[level - 1])(chance, rows, numbers)
     lines = [header, ["---"] * len(header), *([str(row[key]) for key in header] for row in rows)]
     text = "\n".join("|" + "|".join(line) + "|" for line in lines)
-    return Made(text=f"{text}\n{question}", gold=answers, verifier="table", steps=steps, written="|".join(answers))
+    return Made(text=f"{text}\n{question}", gold=answers, verifier="table", steps=steps, answer="|".join(answers))
 
 
 def _lookup(chance: Random, rows: list[Row], numbers: list[str]) -> Asked:
