@@ -59,6 +59,20 @@ def test_scores_as_json(folder: Path, tmp_path: Path) -> None:
     assert (document["step"], document["template"], document["on"]) == (None, False, "cpu, fp32")
 
 
+def test_generated_questions_are_scored(folder: Path) -> None:
+    tasks = "math?level=1,logic,simulation:train,table,stem?prompt=bare"
+    done = flatout("eval", folder, "--tasks", tasks, "--limit", 2, "--max-tokens", 4, "--json")
+    assert done.returncode == 0, done.stderr
+    found = [(score["task"], score["n"], score["of"]) for score in json.loads(done.stdout)["tasks"]]
+    assert found == [
+        ("math", 2, 200),
+        ("logic", 2, 200),
+        ("simulation", 2, None),
+        ("table", 2, 200),
+        ("stem", 2, 200),
+    ]
+
+
 def test_scores_as_a_table_and_beside_another_model(folder: Path) -> None:
     done = flatout("eval", folder, "--tasks", "units", "--limit", 2, "--max-tokens", 4, "--against", folder)
     assert done.returncode == 0, done.stderr

@@ -14,6 +14,7 @@ from flatout.errors import UsageError
 from flatout.evaluate import Score, chosen, compare, evaluate
 from flatout.sample import Completion, Sampling
 from flatout.sample.request import Prompt
+from flatout.tasks.domains import DOMAINS, Generated
 from flatout.tasks.units import Units
 
 TOKENIZER = ByteTokenizer()
@@ -74,6 +75,15 @@ def test_written_answers_are_graded() -> None:
     assert score.high is not None
     assert score.low < score.value < score.high
     assert all(reward == float(i < 250) for i, reward in zip(score.indices, score.rewards, strict=True))
+
+
+@pytest.mark.parametrize("name", DOMAINS)
+def test_worked_solutions_of_every_domain_score_in_full(name: str) -> None:
+    task = Generated(name=name)
+    solutions = {task.question(i).text: task.solution(i) for i in range(200)}
+    [score] = scores([name], Scripted(lambda prompt, _: next(s for q, s in solutions.items() if q in prompt)), limit=20)
+    assert (score.task, score.metric, score.value, score.n, score.of) == (name, "accuracy", 1.0, 20, 200)
+    assert score.details["answered"] == 1.0
 
 
 def test_several_samples_are_averaged_by_question() -> None:

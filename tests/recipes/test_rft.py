@@ -63,6 +63,21 @@ def write(path: Path, values: dict[str, Any]) -> Path:
     return path
 
 
+def test_a_generated_domain_is_taught_sampled_and_measured(tmp_path: Path) -> None:
+    values = config(tmp_path)
+    values["rft"] |= {
+        "task": "math:train?level=1",
+        "questions": 12,
+        "teach": "math:train?level=1&size=40",
+        "valid": None,
+    }
+    tasks = stages.RunTasks.of(from_mapping(values))
+    assert (tasks.measured, tasks.questions) == ("math?level=1&prompt=bare", list(range(12)))
+    values["rft"]["teach"] = "math:train"
+    with pytest.raises(UsageError, match="math:train has no worked solutions, or is endless"):
+        stages.RunTasks.of(from_mapping(values))
+
+
 def rows_of(run: Path, number: int = 1) -> list[dict[str, Any]]:
     lines = (Run.open(run).samples_dir / f"round-{number}.jsonl").read_text().splitlines()
     return [json.loads(line) for line in lines]

@@ -25,6 +25,7 @@ MERGE = "a: &a {k: 1}\n" + "".join(
 def test_what_is_no_file_is_told_and_never_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     takes = ["gsm8k:{}", "jsonl:{}", "choice:{}", "perplexity:{}", "units?prompt={}"]
+    takes += ["guru:{}", "math500:{}", "arc-agi:{}", "wikitablequestions:{}"]
     specs = [spec.format(path) for spec in takes for path in (tmp_path / "pipe", "/dev/zero", tmp_path)]
     # In a process of its own: nothing in here could interrupt a read that waits.
     code = (

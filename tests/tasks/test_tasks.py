@@ -215,7 +215,7 @@ def test_jsonl_graders(tmp_path: Path) -> None:
     ("spec", "says"),
     [
         ("unit", "did you mean units?"),
-        ("sudoku", "the known tasks are units, sums, gsm8k"),
+        ("sudoku", "the known tasks are units, sums, math, logic"),
         ("units:test", "train, valid or endless"),
         ("units?shots=2", "it takes prompt"),
         ("gsm8k", "gsm8k:PATH"),

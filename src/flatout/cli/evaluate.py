@@ -39,8 +39,8 @@ def evaluate(
     tasks: Annotated[
         list[str],
         typer.Option(
-            help="units[:train], sums[:train], gsm8k:FILE, mmlu-stem:FOLDER, arc-challenge:FOLDER, choice:FILE, "
-            "jsonl:FILE, perplexity:FILE; comma-separated"
+            help="units, sums, math, logic, simulation, table, stem, gsm8k:FILE, mmlu-stem:FOLDER, "
+            "arc-challenge:FOLDER, choice:FILE, jsonl:FILE, guru:FILE, perplexity:FILE …; comma-separated"
         ),
     ],
     limit: Annotated[int | None, typer.Option(help="measure at most this many questions of each task", min=1)] = None,

@@ -222,7 +222,7 @@ def _sampled(settings: Settings) -> Iterator[Breach]:
         yield Breach(keys=("rft.task", "recipe"), text="missing; name a task, such as units:train or jsonl:FILE")
     elif rft.valid is None and held_out(rft.task) is None and unknown_task(rft.task) is None:
         text = (
-            f"missing; {rft.task} has no held-out split, unlike units:train and sums:train; set rft.valid to the task "
+            f"missing; {rft.task} has no held-out split, unlike units:train and math:train; set rft.valid to the task "
             "to score"
         )
         yield Breach(keys=("rft.valid", "rft.task"), text=text)

@@ -8,6 +8,7 @@ from flatout.config.nearest import nearest
 TAKES = {
     "units": "nothing, or train, valid or endless",
     "sums": "nothing, or shown, train or valid",
+    **dict.fromkeys(("math", "logic", "simulation", "table", "stem"), "nothing, or train or valid"),
     "gsm8k": "a JSON-lines file",
     "mmlu-stem": "a file, or a folder with test.jsonl",
     "arc-challenge": "a file, or a folder with test.json",
@@ -16,8 +17,19 @@ TAKES = {
     "code": "nothing, or train or valid",
     "mbpp": "a file of MBPP",
     "humaneval": "a file of HumanEval",
+    "guru": "a file of rows in the format of GURU",
+    "math500": "a JSON-lines file, or a folder with test.jsonl",
+    "cruxeval": "a JSON-lines file, or a folder with cruxeval.jsonl",
+    "codeio": "a JSON-lines file of programs with recorded input and output",
+    "arc-agi": "a JSON file, or a folder with evaluation.json",
+    "bbh": "a JSON file, or a folder of them",
+    "wikitablequestions": "a TSV file, or a folder with pristine-unseen-tables.tsv",
+    "tatqa": "a JSON file, or a folder with tatqa_dataset_test_gold.json",
+    "scibench": "a JSON file, or a folder of them",
     "perplexity": "a text or JSON-lines file",
 }
+# Built-in tasks whose `train` questions have held-out ones beside them, which the bare name means.
+SPLIT = ("units", "sums", "math", "code", "logic", "simulation", "table", "stem")
 
 
 def unknown_task(spec: str) -> str | None:
@@ -34,4 +46,4 @@ def held_out(task: str) -> str | None:
     """The held-out split of a built-in task; None for files."""
     name, _, rest = task.partition(":")
     split, mark, options = rest.partition("?")
-    return f"{name}{mark}{options}" if name in ("units", "sums", "code") and split == "train" else None
+    return f"{name}{mark}{options}" if name in SPLIT and split == "train" else None

@@ -14,7 +14,12 @@ Messages = Sequence[Message]
 
 
 class Task(Protocol):
-    """Questions by index. An index always means the same question, in every process."""
+    """Questions by index. An index always means the same question, in every process.
+
+    A task may also have `timeout_s`, the seconds that grading an answer may take if the usual limit is too short;
+    `prepare()`, work of a grading process before it forks; `probe()`, which raises in a grading process if no answer
+    can be graded; and `maths`, if it compares formulas.
+    """
 
     @property
     def name(self) -> str: ...
@@ -42,6 +47,13 @@ class Worked(Protocol):
     """A task that also has a worked solution for each question, as a model should write it."""
 
     def solution(self, i: int) -> str: ...
+
+
+@runtime_checkable
+class Levelled(Protocol):
+    """A task whose questions have levels, from 1 (easy) to 5."""
+
+    def difficulty(self, i: int) -> int: ...
 
 
 @runtime_checkable

@@ -12,7 +12,9 @@ from typing import Any
 from flatout import files
 from flatout.errors import UsageError
 from flatout.tasks import grade
+from flatout.tasks import judge as judging
 from flatout.tasks.base import Messages, assistant, user
+from flatout.tasks.judge import Judge
 
 LETTERS = "ABCDEFGHIJ"
 # The largest published sets of questions have a few hundred megabytes.
@@ -250,7 +252,7 @@ class JsonLines:
     """Questions with answers in any file: `question` and `answer`, or the fields named in the spec.
 
     Graded exactly, as a number within `tolerance` (relative), or as mathematics; auto grades an answer as a number if
-    it is one, and as text otherwise.
+    it is one, and as text otherwise. With a judge, a language model decides.
     """
 
     rows: Sequence[Row]
@@ -258,6 +260,7 @@ class JsonLines:
     key: str
     grader: str
     tolerance: float
+    judge: Judge | None = None
     name: str = "jsonl"
 
     @classmethod
@@ -269,7 +272,11 @@ class JsonLines:
         answer: str = "answer",
         grader: str = "auto",
         tolerance: str = "0",
+        judge: str | None = None,
+        model: str | None = None,
+        key: str | None = None,
     ) -> JsonLines:
+        asked = Judge.of(judge, model, key)
         if grader not in GRADERS:
             raise UsageError(f"grader={grader}: must be one of {', '.join(GRADERS)}")
         within = grade.number(tolerance)
@@ -280,7 +287,7 @@ class JsonLines:
             row.text(question), row.text(answer)
             if grader == "number" and grade.number(row.text(answer)) is None:
                 raise UsageError(f"{row.where}: the answer {row.text(answer)!r} is not a number; use another grader")
-        return cls(rows=rows, question=question, key=answer, grader=grader, tolerance=within)
+        return cls(rows=rows, question=question, key=answer, grader=grader, tolerance=within, judge=asked)
 
     @property
     def size(self) -> int:
@@ -289,6 +296,14 @@ class JsonLines:
     @property
     def maths(self) -> bool:
         return self.grader == "math"
+
+    @property
+    def timeout_s(self) -> float | None:
+        return None if self.judge is None else judging.TIMEOUT_S
+
+    def probe(self) -> None:
+        if self.judge is not None:
+            self.judge.probe(self.rows[0].text(self.question), self.gold(0))
 
     def gold(self, i: int) -> str:
         text = self.rows[i].text(self.key)
@@ -305,7 +320,9 @@ class JsonLines:
         return grade.find(completion, grade.EXPLICIT)
 
     def reward(self, i: int, completion: str) -> float:
-        """Without a marked answer, the last line counts."""
+        """Without a marked answer, the last line counts, but a judge sees only marked answers."""
+        if self.judge is not None:
+            return self.judge.reward(self.rows[i].text(self.question), self.gold(i), self.answer(completion))
         got = grade.find(completion, (*grade.EXPLICIT, grade.last_line))
         return float(got is not None and self._same(got, self.gold(i)))
 

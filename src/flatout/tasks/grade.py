@@ -22,6 +22,7 @@ Finder = Callable[[str], str | None]
 _NUMBER = r"[-+]?(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)?(?:\.[0-9]+|(?<=[0-9])\.?)(?:[eE][-+]?[0-9]{1,3})?"
 _NUMBERS = re.compile(rf"(?<![\w.]){_NUMBER}(?![0-9])")
 _WHOLE_NUMBER = re.compile(_NUMBER)
+_INTEGER = re.compile(r"[-+]?(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]{1,1000})")
 _FRACTION = re.compile(r"([-+]?)\\?[dt]?frac\{([^{}]*)\}\{([^{}]*)\}|([^/]*)/([^/]*)")
 _SPACES = re.compile(r"\s+")
 # Markup that does not change the meaning of a formula.
@@ -127,12 +128,19 @@ def same_maths(got: str, want: str) -> bool:
         return False
     if got == want:
         return True
+    if _INTEGER.fullmatch(got) and _INTEGER.fullmatch(want):
+        return int(got.replace(",", "")) == int(want.replace(",", ""))
     a, b = number(got), number(want)
     if a is not None and b is not None:
-        return close(a, b, relative=1e-9)
+        return close(a, b, relative=0.0 if _INTEGER.fullmatch(want) else 1e-9)
     if not has_maths():
         return False
     return verify(got, want) if workers.KILLABLE else workers.call("maths", got, want) is True
+
+
+def without_text(text: str) -> str:
+    r"""The text with \text{…} and the like replaced by what is inside."""
+    return _TEXT.sub(r"\1", tail(text))
 
 
 def has_maths() -> bool:
@@ -171,5 +179,5 @@ def _plain(text: str) -> str:
 
 
 def _without_markup(text: str) -> str:
-    text = _TEXT.sub(r"\1", tail(text).replace("\\dfrac", "\\frac").replace("\\tfrac", "\\frac"))
+    text = without_text(text).replace("\\dfrac", "\\frac").replace("\\tfrac", "\\frac")
     return _MARKUP.sub("", text).rstrip(".")

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from flatout.errors import RunFailed
+from flatout.tasks import judge
 from flatout.tasks.grade import tail
 from flatout.tasks.workers import TIMEOUT_S, Killed, Worker
 
@@ -28,20 +29,23 @@ class Grader:
 
     def __init__(self, spec: str, *, timeout_s: float = TIMEOUT_S) -> None:
         self.spec = spec
-        self._worker = Worker(timeout_s=timeout_s)
+        self._worker = Worker(timeout_s=timeout_s, variables=judge.variables(spec))
 
     def grade(self, i: int, completion: str) -> Graded:
         """Raises RunFailed if no completion at all can be graded: that is not a score of 0."""
         reply = self._worker.call("reward", self.spec, i, tail(completion))
         if isinstance(reply, Killed):
-            probe = self._worker.call("probe", self.spec, timeout_s=PROBE_S)
-            if isinstance(probe, Killed):
-                raise RunFailed(
-                    f"the grader of {self.spec} does not work: even a trivial answer is not graded within "
-                    f"{PROBE_S:g} s{self._worker.stderr_end()}"
-                )
+            self.probe()
             return Graded(reward=0.0, answered=False, status="killed")
         return self._graded(reply)
+
+    def probe(self) -> None:
+        """Raises RunFailed if not even a trivial answer can be graded."""
+        if isinstance(self._worker.call("probe", self.spec, timeout_s=PROBE_S), Killed):
+            raise RunFailed(
+                f"the grader of {self.spec} does not work: even a trivial answer is not graded within "
+                f"{PROBE_S:g} s{self._worker.stderr_end()}"
+            )
 
     def _graded(self, reply: Any) -> Graded:
         match reply:

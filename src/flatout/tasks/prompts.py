@@ -10,6 +10,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -83,17 +84,6 @@ class Prompted:
     def size(self) -> int | None:
         return self.task.size
 
-    @property
-    def maths(self) -> bool:
-        return bool(getattr(self.task, "maths", False))
-
-    @property
-    def timeout_s(self) -> float:
-        return float(getattr(self.task, "timeout_s", 0.0))
-
-    def prepare(self) -> None:
-        getattr(self.task, "prepare", lambda: None)()
-
     def prompt(self, i: int) -> Messages:
         return self.template.messages(self.task.prompt(i)[-1]["content"])
 
@@ -105,6 +95,10 @@ class Prompted:
 
     def reward(self, i: int, completion: str) -> float:
         return self.task.reward(i, completion)
+
+    def __getattr__(self, name: str) -> Any:
+        """The attributes that only some tasks have, such as the level of a question."""
+        return getattr(self.task, name)
 
 
 def _examples(value: object, path: Path) -> tuple[tuple[str, str], ...]:

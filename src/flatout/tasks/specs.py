@@ -7,15 +7,21 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from urllib.parse import parse_qsl, quote
 
 from flatout.config.tasks import TAKES, unknown_task
 from flatout.errors import UsageError
+from flatout.tasks import workers
 from flatout.tasks.base import Task, Texts
 from flatout.tasks.code import Code, humaneval, mbpp
+from flatout.tasks.domains import DOMAINS, Generated
 from flatout.tasks.files import Gsm8k, JsonLines, MultipleChoice, PlainText
+from flatout.tasks.grader import Grader
+from flatout.tasks.guru import Guru
 from flatout.tasks.prompts import Prompted, Template
+from flatout.tasks.published import FORMATS, Published
 from flatout.tasks.sums import Sums
 from flatout.tasks.units import Units
 
@@ -31,6 +37,8 @@ def open_task(spec: str) -> Task | Texts:
         return _built(lambda: Sums(split=path or "valid"), spec, query)
     if name == "code":
         return _built(Code.open, spec, query, path or "valid")
+    if name in DOMAINS:
+        return _built(Generated.open, spec, query, name, path or "valid")
     if not path:
         raise UsageError(f"task {name} needs {TAKES[name]}: {name}:PATH")
     try:
@@ -46,8 +54,12 @@ def open_task(spec: str) -> Task | Texts:
             return _built(humaneval, spec, query, file)
         case "jsonl":
             return _built(JsonLines.open, spec, query, file)
+        case "guru":
+            return _built(Guru.open, spec, query, file)
         case "perplexity":
             return _built(lambda: PlainText.open(file), spec, query)
+        case _ if name in FORMATS:
+            return _built(Published.open, spec, query, file, name)
         case _:
             return _built(MultipleChoice.open, spec, query, file, name)
 
@@ -61,11 +73,20 @@ def _built(build: Callable[..., Task | Texts], spec: str, query: str, *arguments
         if key not in takes:
             raise UsageError(f"task {spec!r}: option {key!r} is unknown; it takes {', '.join([*takes, 'prompt'])}")
     task = build(*arguments, **options)
+    if "judge" in options and not workers.SERVING:
+        _probe(spec)
     if prompt is None:
         return task
     if isinstance(task, Texts):
         raise UsageError(f"task {spec!r} has no questions, so it takes no prompt")
     return Prompted(task=task, template=Template.open(prompt))
+
+
+@cache
+def _probe(spec: str) -> None:
+    """A judge that does not answer is an error before any work is done. It is asked in a grading process."""
+    with Grader(spec) as grader:
+        grader.probe()
 
 
 def with_prompt(spec: str, prompt: str | None) -> str:

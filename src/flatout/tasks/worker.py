@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from typing import Any, BinaryIO
 
-from flatout.errors import first_line
+from flatout.errors import FlatoutError, first_line
 from flatout.tasks import grade, workers
 from flatout.tasks.base import Task, Texts
 from flatout.tasks.specs import open_task
@@ -41,23 +41,29 @@ def _probe(spec: str) -> dict[str, Any]:
     """A request that any working grader can answer."""
     if getattr(_task(spec), "maths", False) and grade.has_maths():
         grade.verify("2x", "x+x")
-    return _reward(spec, 0, "<answer>1</answer>")
+    if (probe := getattr(_task(spec), "probe", None)) is not None:
+        probe()
+    judged = getattr(_task(spec), "judge", None) is not None  # it has just been asked
+    return _reward(spec, 0, "" if judged else "<answer>1</answer>")
 
 
-def _prepare_reward(spec: str, *_: Any) -> float:
-    """Work of the task before the fork; the time limit that the task asks for."""
+def _prepare_reward(spec: str, *_: Any) -> float | None:
     task = _task(spec)
     if getattr(task, "maths", False):
         grade.warm_maths()
     getattr(task, "prepare", lambda: None)()
-    return getattr(task, "timeout_s", 0.0)
+    return getattr(task, "timeout_s", None)
 
 
-# Each operation, with the work to do before the fork, which may ask for more time.
+def _prepare_maths(*_: Any) -> None:
+    grade.warm_maths()
+
+
+# Each operation, with the work to do once before the fork, which gives the time limit if the usual one is too short.
 OPERATIONS: dict[str, tuple[Callable[..., Any], Callable[..., float | None]]] = {
     "reward": (_reward, _prepare_reward),
     "probe": (_probe, _prepare_reward),
-    "maths": (grade.verify, lambda *_: grade.warm_maths()),
+    "maths": (grade.verify, _prepare_maths),
 }
 
 
@@ -66,8 +72,12 @@ def serve(requests: BinaryIO, replies: BinaryIO) -> None:
         try:
             request = json.loads(line)
             work, prepare = OPERATIONS[request["op"]]
-            own_s = prepare(*request["args"]) or 0.0
-            reply = _forked(work, request["args"], timeout_s=max(own_s, request["timeout_s"]))
+            timeout_s, needs_s = request["timeout_s"], prepare(*request["args"])
+            if needs_s is not None and needs_s > timeout_s:
+                timeout_s = min(needs_s, workers.LONGEST_S)
+                replies.write(json.dumps({"needs_s": timeout_s}).encode() + b"\n")
+                replies.flush()
+            reply = _forked(work, request["args"], timeout_s=timeout_s)
         except Exception as error:  # a fault of the task or its library, not of the completion: nothing can be graded
             reply = json.dumps({"error": f"{type(error).__name__}: {error}"[: workers.WORDS_BYTES]}).encode()
         replies.write(reply + b"\n")
@@ -107,6 +117,8 @@ def _child(work: Callable[..., Any], arguments: list[Any], writing: int, *, time
             allowed = wanted if most == resource.RLIM_INFINITY else min(wanted, most)
             resource.setrlimit(limit, (allowed, allowed))
         os.write(writing, json.dumps({"result": work(*arguments)}).encode())
+    except FlatoutError as error:  # of the grader, not of the completion
+        os.write(writing, json.dumps({"error": str(error)[: workers.WORDS_BYTES]}).encode())
     except BaseException as error:
         # One line for the error message if nothing can be graded at all.
         os.write(words, f"{type(error).__name__}: {first_line(error)[:200]}\n".encode(errors="replace"))
@@ -121,6 +133,7 @@ def main() -> None:
     for standard in (0, 1):
         os.dup2(nothing, standard)
     sys.setrecursionlimit(2000)
+    workers.SERVING = True
     serve(requests, replies)
 
 

@@ -16,12 +16,15 @@ import subprocess
 import tempfile
 import threading
 import time
+from collections.abc import Sequence
 from typing import IO, Any
 
 from flatout.errors import EnvironmentLacks, RunFailed
 from flatout.files import own_python, own_python_path
 
 TIMEOUT_S = 2.0
+# The longest limit that a task may state for itself.
+LONGEST_S = 3600.0
 # Time to import computer algebra on a busy machine; only the first request waits for it.
 START_S = 120.0
 # A lost worker is restarted and the request repeated, up to this many attempts.
@@ -32,6 +35,8 @@ WORDS_BYTES = 2000
 
 # True in a forked child: there, expensive comparisons may run in the same process.
 KILLABLE = False
+# True in a worker process and in its children.
+SERVING = False
 
 
 class Killed:
@@ -48,8 +53,10 @@ class _Lost(Exception):
 class Worker:
     """Answers requests, one at a time; may be called from any thread."""
 
-    def __init__(self, *, timeout_s: float = TIMEOUT_S) -> None:
+    def __init__(self, *, timeout_s: float = TIMEOUT_S, variables: Sequence[str] = ()) -> None:
+        """`variables` are the names of environment variables that the process also gets."""
         self.timeout_s = timeout_s
+        self._variables = tuple(variables)
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._stderr: IO[bytes] | None = None
@@ -101,12 +108,11 @@ class Worker:
     def _reply_to(self, request: bytes, *, timeout_s: float) -> dict[str, Any]:
         fresh = self._process is None
         process = self._started()
-        line = self._exchanged(process, request, within_s=timeout_s + (START_S if fresh else START_S / 4))
-        try:
-            reply = json.loads(line)
-        except (ValueError, RecursionError):
-            raise _Lost("its reply is not JSON") from None
-        if not isinstance(reply, dict) or not reply.keys() & {"result", "error", "killed"}:
+        reply = _parsed(self._exchanged(process, request, within_s=timeout_s + (START_S if fresh else START_S / 4)))
+        match reply:
+            case {"needs_s": int() | float() as needs_s} if 0 <= needs_s <= LONGEST_S:
+                reply = _parsed(self._exchanged(process, b"", within_s=needs_s + START_S / 4))
+        if not reply.keys() & {"result", "error", "killed"}:
             raise _Lost("its reply has no result")
         return reply
 
@@ -122,7 +128,7 @@ class Worker:
                     stdout=subprocess.PIPE,
                     stderr=self._stderr,
                     start_new_session=True,
-                    env=_environment(),
+                    env=_environment(self._variables),
                 )
                 assert self._process.stdin is not None
                 os.set_blocking(self._process.stdin.fileno(), False)
@@ -170,6 +176,16 @@ class Worker:
                     pipe.close()
 
 
+def _parsed(line: bytes) -> dict[str, Any]:
+    try:
+        reply = json.loads(line)
+    except (ValueError, RecursionError):
+        raise _Lost("its reply is not JSON") from None
+    if not isinstance(reply, dict):
+        raise _Lost("its reply has no result")
+    return reply
+
+
 def _ended(process: subprocess.Popen[bytes]) -> str:
     try:
         code = process.wait(START_S)
@@ -190,7 +206,7 @@ def call(operation: str, *arguments: Any) -> Any:
     return _shared.call(operation, *arguments)
 
 
-def _environment() -> dict[str, str]:
-    """The variables that Python needs to find this package, without secrets."""
-    kept = {name: os.environ[name] for name in ("PATH", "HOME", "LANG", "LC_ALL", "TMPDIR") if name in os.environ}
-    return kept | {"PYTHONPATH": own_python_path()}
+def _environment(variables: Sequence[str] = ()) -> dict[str, str]:
+    """The variables that Python needs to find this package, and those named; no other secrets."""
+    names = ("PATH", "HOME", "LANG", "LC_ALL", "TMPDIR", *variables)
+    return {name: os.environ[name] for name in names if name in os.environ} | {"PYTHONPATH": own_python_path()}

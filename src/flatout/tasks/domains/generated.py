@@ -1,0 +1,122 @@
+"""A domain as a task: `math`, `math:train`, `logic:train?level=2&size=2000`.
+
+`train` never ends, unless `size` says so. `valid` has 200 different questions. A question belongs to one of them by a
+hash of its words in any order, so 3 + 5 and 5 + 3 are never in different splits. An index means the same question in
+every process, on every version of Python.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache, lru_cache
+from random import Random
+
+from flatout.errors import UsageError
+from flatout.tasks import grade
+from flatout.tasks.base import Messages, system, user
+from flatout.tasks.domains import arithmetic, logic, simulation, stem, tables
+from flatout.tasks.domains.made import Made, Maker
+from flatout.tasks.verifiers import MARKED, VERIFIERS
+
+LEVELS = 5
+NUM_HELD_OUT = 200
+# One question in this many is held out.
+HELD_OUT_SHARE = 8
+# Enough for any domain with a few thousand questions at each level.
+MOST_ATTEMPTS = 10_000
+SEED = 20251116
+SPLITS = ("train", "valid")
+
+DOMAINS: Mapping[str, Maker] = {
+    "math": arithmetic.make,
+    "logic": logic.make,
+    "simulation": simulation.make,
+    "table": tables.make,
+    "stem": stem.make,
+}
+# These also accept \\boxed{} instead of the tags.
+BOXED = ("math", "table")
+SYSTEM = "Put the final answer in <answer> tags."
+
+
+@dataclass(frozen=True, kw_only=True)
+class Generated:
+    """The questions of a domain. Without a level, question i has level 1 + i % 5."""
+
+    name: str
+    split: str = "valid"
+    level: int | None = None
+    most: int | None = None  # questions; None: all
+
+    @classmethod
+    def open(cls, name: str, split: str, *, level: str | None = None, size: str | None = None) -> Generated:
+        if split not in SPLITS:
+            raise UsageError(f"{name}:{split:.80}: the split must be {' or '.join(SPLITS)}")
+        if level is not None and level not in map(str, range(1, LEVELS + 1)):
+            raise UsageError(f"level={level:.80}: must be a whole number from 1 to {LEVELS}")
+        if size is not None and not re.fullmatch("[1-9][0-9]{0,8}", size):
+            raise UsageError(f"size={size:.80}: must be a number of questions, such as 2000")
+        most = None if size is None else int(size)
+        return cls(name=name, split=split, level=None if level is None else int(level), most=most)
+
+    @property
+    def size(self) -> int | None:
+        return self.most if self.split == "train" else min(self.most or NUM_HELD_OUT, NUM_HELD_OUT)
+
+    @property
+    def maths(self) -> bool:
+        return self.name == "math"
+
+    def difficulty(self, i: int) -> int:
+        return self.level or 1 + i % LEVELS
+
+    def question(self, i: int) -> Made:
+        if i < 0 or (self.size is not None and i >= self.size):
+            raise IndexError(i)
+        return _held_out(self.name, self.level)[i] if self.split == "valid" else _train(self, i)
+
+    def prompt(self, i: int) -> Messages:
+        return [system(SYSTEM), user(self.question(i).text)]
+
+    def solution(self, i: int) -> str:
+        return self.question(i).solution
+
+    def choices(self, i: int) -> None:
+        return None
+
+    def answer(self, completion: str) -> str | None:
+        return grade.find(completion, MARKED if self.name in BOXED else (grade.tagged,))
+
+    def reward(self, i: int, completion: str) -> float:
+        made = self.question(i)
+        return VERIFIERS[made.verifier](made.gold, completion) if self.answer(completion) is not None else 0.0
+
+
+@lru_cache(maxsize=4096)
+def _train(task: Generated, i: int) -> Made:
+    return _made(task.name, task.difficulty(i), i, held_out=False, seen=frozenset())
+
+
+@cache
+def _held_out(name: str, level: int | None) -> list[Made]:
+    task, found, seen = Generated(name=name, level=level), [], set[str]()
+    for i in range(NUM_HELD_OUT):
+        found.append(_made(name, task.difficulty(i), i, held_out=True, seen=seen))
+        seen.add(_words(found[-1].text))
+    return found
+
+
+def _made(name: str, level: int, i: int, *, held_out: bool, seen: set[str] | frozenset[str]) -> Made:
+    for attempt in range(MOST_ATTEMPTS):
+        made = DOMAINS[name](Random(f"{SEED}:{name}:{level}:{i}:{attempt}"), level=level)
+        words = _words(made.text)
+        if (hashlib.sha256(words.encode()).digest()[0] % HELD_OUT_SHARE == 0) == held_out and words not in seen:
+            return made
+    raise AssertionError(f"{name}, level {level}: too few different questions for question {i}")
+
+
+def _words(text: str) -> str:
+    return " ".join(sorted(text.split()))
