@@ -118,14 +118,11 @@ def test_parquet_without_pyarrow_says_what_to_install(tmp_path: Path, monkeypatc
         (row("math", "1", prompt=[{"role": "assistant", "content": "x"}]), "and end with a user"),
         (row("math", "1", prompt=[{"role": "user", "content": 7}]), "prompt must be a list of messages"),
         (row("stem_web", "x"), r"answers to stem_web are free text; name a judge: \?judge=URL&model=NAME"),
-        (row("codegen__taco", "{}"), "answers that are programs cannot be graded"),
+        (row("codegen__taco", "{}"), "functional"),
         ({"prompt": []}, "needs data_source"),
     ],
 )
-def test_a_row_that_cannot_be_graded_is_reported(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bad: dict[str, Any], says: str
-) -> None:
-    monkeypatch.setattr("flatout.tasks.guru.CODE_MODULE", "flatout.tasks.no_such_module")
+def test_a_row_that_cannot_be_graded_is_reported(tmp_path: Path, bad: dict[str, Any], says: str) -> None:
     path = write(tmp_path / "rows.jsonl", row("math", "1"), bad)
     with pytest.raises(UsageError, match=says):
         open_task(f"guru:{path}")
@@ -138,21 +135,15 @@ def test_a_verifier_can_be_named_for_an_unknown_source(tmp_path: Path) -> None:
         open_task(f"guru:{path}?verifier=texts")
 
 
-def test_programs_go_to_the_module_that_runs_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What this reader expects of that module, with another in its place."""
-    (tmp_path / "stand_in_for_code.py").write_text(
-        "from types import SimpleNamespace\nTIMEOUT_S, PREPARED = 30.0, []\n"
-        "sandbox = SimpleNamespace(prepare=lambda: PREPARED.append(1))\n"
-        "def program(completion): return completion or None\n"
-        "def guru(truth, *, where, prefix):\n"
-        "    return SimpleNamespace(reward=lambda completion: float(prefix + completion == truth))\n"
-    )
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr("flatout.tasks.guru.CODE_MODULE", "stand_in_for_code")
-    rows = [row("codegen__mbpp", "a = pass", extra_info={"prefix": "a = "}), row("math", "2")]
-    task = opened(f"guru:{write(tmp_path / 'rows.jsonl', *rows)}")
-    assert task.timeout_s == 30.0
-    assert (task.reward(0, "pass"), task.reward(0, "fail"), task.reward(1, "\\boxed{2}")) == (1.0, 0.0, 1.0)
-    assert task.answer("pass") == "pass"
+def test_programs_run_in_the_sandbox(tmp_path: Path) -> None:
+    truth = json.dumps({"inputs": ["1 2\n", "5 6\n"], "outputs": ["3\n", "11\n"]})
+    task = opened(f"guru:{write(tmp_path / 'rows.jsonl', row('codegen__taco', truth), row('math', '2'))}")
+    assert (task.timeout_s or 0) > 2
     task.prepare()
-    assert sys.modules["stand_in_for_code"].PREPARED == [1]
+    right = "```python\na, b = map(int, input().split())\nprint(a + b)\n```"
+    assert (task.reward(0, right), task.reward(0, right.replace("+", "-")), task.reward(1, "\\boxed{2}")) == (
+        1.0,
+        0.0,
+        1.0,
+    )
+    assert "print" in (task.answer(right) or "")

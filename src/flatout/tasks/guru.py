@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,7 +11,7 @@ from typing import Any
 
 from flatout import files
 from flatout.errors import EnvironmentLacks, UsageError, first_line
-from flatout.tasks import grade
+from flatout.tasks import code, grade, sandbox
 from flatout.tasks import judge as judging
 from flatout.tasks.base import Messages
 from flatout.tasks.files import Row, is_text, read_rows, text_of
@@ -21,9 +19,6 @@ from flatout.tasks.judge import Judge
 from flatout.tasks.verifiers import MARKED, VERIFIERS
 
 JUDGE, CODE = "judge", "code"
-# Runs programs: `guru(truth, where=…, prefix=…)` gives an object with `reward(completion)`, `program(completion)` the
-# program in a completion, `sandbox.prepare()` starts the sandbox, and TIMEOUT_S is the limit for one answer.
-CODE_MODULE = "flatout.tasks.code"
 # The verifier of a data source, by how its name begins; `logic__` and `simulation__` before it do not count.
 SOURCES = {
     "math": "math",
@@ -86,12 +81,12 @@ class Guru:
 
     @property
     def timeout_s(self) -> float | None:
-        own = [_code().TIMEOUT_S] if CODE in self.kinds else []
+        own = [code.TIMEOUT_S] if CODE in self.kinds else []
         return max([*own, *([judging.TIMEOUT_S] if JUDGE in self.kinds else [])], default=None)
 
     def prepare(self) -> None:
         if CODE in self.kinds:
-            _code().sandbox.prepare()
+            sandbox.prepare()
 
     def probe(self) -> None:
         row = next((row for row in self.rows if row.verifier == JUDGE), None)
@@ -122,15 +117,8 @@ class Guru:
 
 def _answer(kind: str, completion: str) -> str | None:
     if kind == CODE:
-        program: str | None = _code().program(completion)
-        return program
+        return code.program(completion)
     return grade.find(completion, MARKED) if kind == JUDGE else VERIFIERS[kind].answer(completion)
-
-
-def _code() -> Any:
-    if importlib.util.find_spec(CODE_MODULE) is None:
-        raise UsageError("answers that are programs cannot be graded: this version of flatout does not run code")
-    return importlib.import_module(CODE_MODULE)
 
 
 def source_verifier(source: str) -> str | None:
@@ -167,7 +155,7 @@ def _question(row: Row, *, forced: str | None, judge: Judge | None) -> Question:
             raise UsageError(f"{row.where}: ground_truth must be text or a number for a judge")
         gold = text_of(gold, where=row.where)
     elif name == CODE:
-        gold = _code().guru(gold, where=row.where, prefix=prefix if isinstance(prefix, str) else "")
+        gold = code.guru(gold, where=row.where, prefix=prefix if isinstance(prefix, str) else "")
     else:
         try:
             VERIFIERS[name].read(gold)
