@@ -54,7 +54,7 @@ class PolicyGradient:
 
     def __init__(self, rl: RlSettings, *, temperature: float) -> None:
         self.rl, self.method, self.temperature = rl, policy.ALGORITHMS[rl.algorithm], temperature
-        self.metrics: dict[str, Rule] = dict.fromkeys(("entropy", "clipped", "policy_kl", "mismatch"), "mean")
+        self.metrics: dict[str, Rule] = dict.fromkeys(("entropy", "nll", "clipped", "policy_kl", "mismatch"), "mean")
         self.metrics |= {"reference_kl": "mean"} if rl.kl else {}
         self.metrics |= {"value_loss": "mean"} if self.method.estimator is None else {}
 
@@ -79,6 +79,7 @@ class PolicyGradient:
             losses = losses * policy.importance_weights(old, sampled, limit=self.rl.correction)
         found = {
             "entropy": entropy.sum(),
+            "nll": -logp.detach().sum(),
             "clipped": (clipped * trained).sum(),
             "policy_kl": (policy.kl(old, logp.detach(), estimator="k3") * trained).sum(),
             "mismatch": ((logp.detach() - sampled).abs() * trained).sum(),
