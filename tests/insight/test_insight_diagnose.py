@@ -254,7 +254,7 @@ def test_a_measured_gain_replaces_the_estimate_and_may_change_the_order() -> Non
         ("needless-recompute", "measured"),
         ("fp32-matmul", "measured"),
     ]
-    assert proved.findings[0].gain == pytest.approx(0.31)
+    assert proved.findings[0].gain == pytest.approx(0.31, abs=1e-3)
 
 
 def test_a_guess_at_a_rate_far_too_low_is_slow_convergence() -> None:

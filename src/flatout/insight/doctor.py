@@ -252,10 +252,9 @@ def _print(diagnosis: Diagnosis, *, console: Console, proofs: Sequence[Proof]) -
 def print_proofs(proofs: Sequence[Proof], *, console: Console, fixes: Mapping[str, str] | None = None) -> None:
     """Prints the measured effect of each fix; with `fixes`, also the change to make."""
     last = () if fixes is None else ("make it permanent",)
-    rows = table("Proof", "fix for", "time saved", "spread", "repeats", "loss difference", *last)
+    rows = table("Proof", "fix for", "time saved", "95 % interval", "repeats", "loss difference", *last)
     for proof in proofs:
-        spread = f"{percent(min(proof.gains))} to {percent(max(proof.gains))}" if proof.gains else "n/a"
-        spread = f"failed: {proof.problem}" if proof.problem and fixes is None else spread
+        spread = f"failed: {proof.problem}" if proof.problem and fixes is None else proof.told
         cells = [proof.cause, percent(proof.gain), spread, str(len(proof.gains)), number(proof.loss_difference)]
         if fixes is not None:
             patch = "every change above" if proof.cause == ALL_TOGETHER else fixes.get(proof.cause, "")
