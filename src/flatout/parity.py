@@ -135,11 +135,9 @@ def t_tail(t: float, df: int) -> float:
     for k in range(3 if df % 2 else 2, df - 1, 2):
         term *= cosine**2 * (k - 1) / k
         total += term
-    if df % 2:
-        inside = 2 / math.pi * (theta + (sine * total if df > 1 else 0.0))
-    else:
-        inside = sine * total
-    return max(0.0, 1.0 - inside)
+    if df % 2 == 0:
+        return max(0.0, 1.0 - sine * total)
+    return max(0.0, 1.0 - 2 / math.pi * (theta + (sine * total if df > 1 else 0.0)))
 
 
 @lru_cache(maxsize=256)

@@ -185,7 +185,12 @@ class Observed:
         busy = self.profile.get("busy_s")
         if not self.on_gpu or not busy:
             return None
-        return max(0.0, 1.0 - float(busy) / self.step_s)
+        return max(0.0, 1.0 - float(busy) / self.step_s - self.paused_share)
+
+    @property
+    def paused_share(self) -> float:
+        """Share of step time that was not profiled, because text was generated in it."""
+        return float(self.profile.get("paused_s") or 0.0) / self.step_s
 
     @cached_property
     def losses(self) -> list[float]:

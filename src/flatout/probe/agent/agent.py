@@ -28,6 +28,7 @@ from .torch_hooks import TorchHooks
 from .writing import Writer
 
 PROFILED_STEPS = 2
+PROFILING_COSTS = 3.0  # times the time of a step, reading included
 FEWEST_TIMED = 3  # however long they take
 
 
@@ -47,6 +48,7 @@ class Agent:
         self.totals: Counter[str] = Counter()
         self.profile_until, self.num_profiled = 0, PROFILED_STEPS
         self.compile_seen = 0.0
+        self.activity = ""  # of the agent itself, where it takes long
         self.probing = False  # inside our own replay: nothing is counted
         self.ended = False
         self.timeline, self.patches = Timeline(), Patches()
@@ -69,6 +71,8 @@ class Agent:
         )
         self.hooks.install(torch)
         self.switches.install(torch)
+        if self.settings.stop:
+            threading.Thread(target=self.writer.tell_phases, name="flatout-phases", daemon=True).start()
 
     # -- phases
 
@@ -82,6 +86,7 @@ class Agent:
             yield
             return
         before = self.timeline.enter(name)
+        quietly(self.profiler.check)()
         try:
             yield
         finally:
@@ -170,6 +175,7 @@ class Agent:
         self.writer.waiting.append(line)
         self.writer.write_ready()
         self.num_steps += 1
+        self.writer.write_sometimes()
         self._next_stage(now)
         self.step_began, self.cpu_began = time.perf_counter(), time.process_time()
         self.timeline.take()  # what we did ourselves just now belongs to no step
@@ -189,13 +195,18 @@ class Agent:
             over = self.agreed(over and self.num_steps >= asked.warm + FEWEST_TIMED)
             if self.num_steps >= asked.steps - profiled or over:
                 self.sampler.stop()
+                each = (now - self.began) / max(1, self.num_steps - asked.warm)
+                if asked.ends_at - time.monotonic() < PROFILING_COSTS * profiled * each:
+                    profiled = 0  # the time limit would end the watch in the middle of it
                 self.stage = "profiled" if profiled else "done"
                 self.profile_until = self.num_steps + profiled
                 if profiled:
                     self.profiler.begin()
         elif self.stage == "profiled" and self.num_steps >= self.profile_until:
+            self.writer.write_facts("running")  # reading the profile may take long, and the watch may end meanwhile
+            self.activity = "reading the profile"
             self.profiler.end(self.num_profiled)
-            self.stage = "done"
+            self.activity, self.stage = "", "done"
 
     def agreed(self, over: bool) -> bool:
         """All ranks leave the window at the same step, so none waits forever; rank 0 announces it 2 steps ahead."""
@@ -239,7 +250,7 @@ class Agent:
         if self.facts.get("cuda_used"):
             self.facts["gpu"] = quietly(gpu_facts)(self.torch)  # before replays with larger batches
         if asked.stop and asked.look:
-            self.probing = True
+            self.probing, self.activity = True, "replaying the last batch"
             quietly(Replays(self, optimizer).run)()
         quietly(self.writer.write_ready)(wait=asked.stop)
         quietly(self.writer.write_facts)("stopped" if asked.stop else "watched")

@@ -16,6 +16,10 @@ if TYPE_CHECKING:
     from .agent import Agent
 
 
+# More forward passes without gradients than this in a row are a loop that generates text.
+MOST_WITHOUT_GRADIENT = 8
+
+
 class Model:
     """One root module: the one that is trained, or another that only runs."""
 
@@ -38,10 +42,12 @@ class Forwards:
         self.mixed: tuple[bool, Any] = (False, None)  # autocast, as it was around the forward pass
         self.counts: Counter[tuple[str, int, int]] = Counter()
         self._outside: str | None = None
+        self._without_gradient = 0
 
     def take(self) -> list[dict[str, Any]]:
         """The micro-batches of the step that ends."""
         taken, self.micro, self.depth = self.micro, [], 0
+        self._follow(training=True)
         return taken
 
     def discover(self, optimizer: Any) -> None:
@@ -105,6 +111,7 @@ class Forwards:
         self._outside = None
         training = model.trained and torch.is_grad_enabled() and module.training
         batch = Batch(torch, args, kwargs)
+        self._follow(training=training)
         if training:
             self.agent.end_evaluation()
             # The Trainer's way: the model divides its sum by the tokens of all micro-batches.
@@ -123,6 +130,15 @@ class Forwards:
             # An evaluation lasts until training continues: its data and its metrics are part of it.
             before = self.agent.timeline.enter(phase)
             self._outside = None if phase == "eval" else before
+
+    def _follow(self, *, training: bool) -> None:
+        """The profiler pauses in a long row of forward passes without gradients, until training continues."""
+        self._without_gradient = 0 if training else self._without_gradient + 1
+        if training:
+            self.agent.profiler.resume()
+        elif self._without_gradient > MOST_WITHOUT_GRADIENT:
+            self.agent.profiler.pause()
+        self.agent.profiler.check()
 
     @quietly
     def _after_forward(self) -> None:

@@ -137,7 +137,7 @@ class TorchHooks:
             def generate(model: Any, *args: Any, **kwargs: Any) -> Any:
                 agent.switches.generation(kwargs)
                 began = time.perf_counter()
-                with agent.phase("generate"):
+                with agent.phase("generate"), agent.profiler.paused():
                     out = original(model, *args, **kwargs)
                 if agent.is_training_thread():
                     self._note_generation(model, args, kwargs, out, time.perf_counter() - began)
