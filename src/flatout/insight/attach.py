@@ -43,6 +43,7 @@ _TELL_S = 10.0
 _PHASES = {
     "other": "between the phases of a step",
     "data": "waiting for data",
+    "loss": "computing the loss",
     "forward": "in the forward pass",
     "backward": "in the backward pass",
     "optimizer": "in the optimizer",
@@ -83,8 +84,12 @@ class Rank:
 
     @property
     def timed(self) -> list[Mapping[str, Any]]:
-        """The steps that count: after warm-up and before the profiler."""
-        return [step for step in self.steps if step["stage"] == "timed" and step["seconds"]]
+        """The steps that count: after the last warm-up and before the profiler.
+
+        A further optimizer that steps for the first time makes the warm-up begin again.
+        """
+        last = max((i for i, step in enumerate(self.steps) if step["stage"] == "warm"), default=-1)
+        return [step for step in self.steps[last + 1 :] if step["stage"] == "timed" and step["seconds"]]
 
 
 @dataclass(frozen=True, kw_only=True)

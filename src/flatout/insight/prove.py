@@ -1,7 +1,7 @@
 """Measures fixes on the script itself (`flatout doctor --prove`): the agent applies each fix that is a global switch.
 
 The script runs again for a few steps: unchanged, with each fix alone, with all of them, and unchanged once more; the
-next round runs the fixes in reverse. So a drifting machine affects all alike, and the two unchanged runs of a round show
+next round runs the fixes in reverse. So drift affects all alike, and the two unchanged runs of a round show
 how much the script differs from itself. `flatout.parity` decides whether a fix has an effect.
 """
 

@@ -327,7 +327,7 @@ def idle_gpu(seen: Observed) -> Finding | None:
     if idle is None:
         return None
     # Waits in a named phase belong to another cause.
-    own = ("forward", "backward", "other") if slow_optimizer(seen) else ("forward", "backward", "optimizer", "other")
+    own = ("forward", "loss", "backward", "other") + (() if slow_optimizer(seen) else ("optimizer",))
     named = max(0.0, seen.share(*(p for p in seen.phases if p not in own)) - seen.paused_share)
     sync, launch = waits(seen, "sync"), waits(seen, "launch")
     inside = max(0.0, idle - named)

@@ -14,7 +14,9 @@ from flatout.hardware import Hardware
 from flatout.insight.diagnose.ranks import Straggler
 
 # In these phases the training thread's stack shows the activity; the other phases name it themselves.
-_OPEN = ("other", "eval", "reference")
+_OPEN = ("other", "eval", "reference", "loss")
+# In these, whatever has no name of its own is the work of the phase, and no wait for data.
+_OWN_WORK = ("eval", "reference", "loss")
 # Fewer stack samples than this are ignored.
 _FEWEST_SAMPLES = 5
 
@@ -89,11 +91,11 @@ class Observed:
             counts = self._counts(phase)
             total = sum(counts.values())
             if total < _FEWEST_SAMPLES:
-                shares["eval" if phase == "eval" else ""] += self.share(phase)
+                shares[phase if phase in _OWN_WORK else ""] += self.share(phase)
                 continue
             for (kind, _), count in counts.items():
-                # An evaluation's own data and its metrics are part of it.
-                known = kind if phase != "eval" or kind in ("reward", "generate", "save", "log") else "eval"
+                # An evaluation's own data and its metrics are part of it, as is what a second model computes.
+                known = kind if phase not in _OWN_WORK or kind in ("reward", "generate", "save", "log") else phase
                 shares[known] += self.share(phase) * count / total
         for phase, kind in (("data", "data"), ("save", "save"), ("generate", "generate")):
             shares[kind] += self.share(phase)

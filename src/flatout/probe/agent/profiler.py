@@ -27,8 +27,8 @@ OWN_EVENTS = ("[", "profiler::", "ProfilerStep", "PyTorch Profiler")
 class Profiler:
     """Runs torch's profiler over some steps, and times the calls that wait for the device.
 
-    It pauses while text is generated, because one call launches as many operators as a hundred training steps, and stops
-    recording after a few seconds. A pause ends one recording, and the next one begins after it.
+    It pauses while text is generated, because one call launches as many operators as a hundred training steps, and it
+    stops recording after a few seconds. A pause ends one recording, and the next one begins after it.
     """
 
     def __init__(self, agent: Agent) -> None:

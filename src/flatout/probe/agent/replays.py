@@ -12,12 +12,17 @@ from typing import TYPE_CHECKING, Any
 from .facts import matmul_precision
 from .hooks import quietly
 from .switches import Switches
-from .tensors import Batch, mapped, scalar_loss, tensors_of
+from .tensors import Batch, detached, mapped, scalar_loss, tensors_of
 
 if TYPE_CHECKING:
     from .agent import Agent
 
 ENOUGH_TOKENS = 2048  # in a micro-batch on a GPU: thin work is no matter of the batch from there on
+
+
+def unwrapped(module: Any) -> Any:
+    """The module inside DistributedDataParallel, which would reduce gradients."""
+    return module.module if hasattr(module, "require_backward_grad_sync") else module
 
 
 class Replays:
@@ -40,15 +45,15 @@ class Replays:
         self.found["matmul_flops"] = quietly(self.matmul_peak)()
         quietly(self.optimizers)()
         quietly(self.attention)()
-        if agent.forwards.last is None or agent.facts["model"]["compiled"]:
+        # Without a backward pass of torch.autograd, what was called last.
+        calls = agent.forwards.last or agent.forwards.calls
+        if not calls or agent.facts["model"]["compiled"]:
             return  # compiled code would be recompiled for every change
-        module, args, kwargs = agent.forwards.last
         self.mixed = agent.forwards.mixed
-        if self.is_sharded(module):
+        if any(self.is_sharded(module) for module, _, _ in calls):
             return  # a collective that the other ranks do not join would hang
-        self.synced = module
-        self.module = module.module if hasattr(module, "require_backward_grad_sync") else module
-        self.args, self.kwargs = args, kwargs
+        self.synced = calls[0][0]
+        self.calls = [(unwrapped(module), args, kwargs) for module, args, kwargs in calls]
         doubles = "float64" in agent.facts["model"]["dtypes"]
         for question in (self.no_sync, self.switches, self.precision, self.single if doubles else self.larger_batch):
             quietly(question)()
@@ -60,18 +65,23 @@ class Replays:
     # -- the machinery
 
     def replay(self, module: Any = None, times: int = 1) -> None:
+        """One micro-batch: each part that the script called, forward and backward, with the inputs it had."""
+        for part, args, kwargs in self.calls:
+            self.replay_part(module or part, args, kwargs, times=times)
+
+    def replay_part(self, module: Any, args: Any, kwargs: Any, *, times: int) -> None:
         torch = self.torch
-        rows = next((t.shape[0] for _, t in tensors_of([self.args, self.kwargs]) if t.dim() > 0), None)
+        rows = next((t.shape[0] for _, t in tensors_of([args, kwargs]) if t.dim() > 0), None)
 
         def grown(tensor: Any) -> Any:
             if times > 1 and tensor.dim() > 0 and tensor.shape[0] == rows:
                 return torch.cat([tensor] * times)
             return tensor
 
-        args, kwargs = mapped(list(self.args), grown), mapped(dict(self.kwargs), grown)
+        args, kwargs = mapped(list(args), grown), mapped(dict(kwargs), grown)
         on, dtype = self.mixed
         with torch.enable_grad(), torch.autocast(self.device, dtype=dtype, enabled=on):
-            loss = scalar_loss(torch, (module or self.module)(*args, **kwargs))
+            loss = scalar_loss(torch, module(*args, **kwargs))
         if loss is not None:
             loss.backward()
 
@@ -133,7 +143,7 @@ class Replays:
     # -- the questions
 
     def no_sync(self) -> None:
-        if self.synced is self.module or self.agent.facts["accumulation"] < 2:
+        if self.synced is self.calls[0][0] or len(self.calls) > 1 or self.agent.facts["accumulation"] < 2:
             return
         # Fixed counts: every rank must take part in the same collectives.
         best: dict[bool, float] = {True: float("inf"), False: float("inf")}
@@ -168,7 +178,7 @@ class Replays:
             self.measure("bf16", self.in_bf16)
 
     def larger_batch(self) -> None:
-        ids = Batch(self.torch, self.args, self.kwargs).ids
+        ids = Batch(self.torch, *self.calls[0][1:]).ids
         if self.device == "cuda" and ids is not None and ids.numel() >= ENOUGH_TOKENS:
             return
         self.anomaly = False  # what a stack for every operation costs is not the batch's fault
@@ -180,9 +190,14 @@ class Replays:
         torch = self.torch
         plain_s = self.compare(self.replay_unchanged, self.replay_unchanged)
         torch.set_default_dtype(torch.float32)
-        self.module.float()
-        self.args = mapped(list(self.args), lambda t: t.float() if t.is_floating_point() else t)
-        self.kwargs = mapped(dict(self.kwargs), lambda t: t.float() if t.is_floating_point() else t)
+
+        def single(tensor: Any) -> Any:
+            return detached(tensor.float()) if tensor.is_floating_point() else tensor
+
+        self.calls = [
+            (module.float(), mapped(list(args), single), mapped(dict(kwargs), single))
+            for module, args, kwargs in self.calls
+        ]
         single_s = self.compare(self.replay_unchanged, self.replay_unchanged)
         if plain_s and single_s:
             self.found["single"] = [min(plain_s), min(single_s)]

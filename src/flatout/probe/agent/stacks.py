@@ -58,17 +58,18 @@ class Sampler:
         self.agent = agent
         self.counts: Counter[tuple[str, str, str]] = Counter()
         self._stopping = threading.Event()
-        self._thread = threading.Thread(target=self._loop, name="flatout-sampler", daemon=True)
 
     def start(self) -> None:
-        self._thread.start()
+        """Begins to sample; what was sampled before is dropped."""
+        self.counts, self._stopping = Counter(), threading.Event()
+        threading.Thread(target=self._loop, args=(self._stopping,), name="flatout-sampler", daemon=True).start()
 
     def stop(self) -> None:
         self._stopping.set()
 
-    def _loop(self) -> None:
+    def _loop(self, stopping: threading.Event) -> None:
         look = quietly(self._look)
-        while not self._stopping.wait(SAMPLE_EVERY_S):
+        while not stopping.wait(SAMPLE_EVERY_S):
             look()
 
     def _look(self) -> None:

@@ -172,6 +172,10 @@ class TorchHooks:
         def backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
             self.agent.losses.note(tensors)
             self.agent.end_evaluation()
+            if self.agent.is_training_thread():
+                quietly(self.agent.forwards.passed_back)()
+                if self.agent.timeline.phase == "loss":
+                    self.agent.timeline.enter("other")
             with self.agent.phase("backward"):
                 return original(tensors, *args, **kwargs)
 
