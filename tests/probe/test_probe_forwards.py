@@ -98,3 +98,15 @@ def test_the_weights_of_attention_are_counted(agent: Any, tmp_path: Path) -> Non
     attention(x, x, x)[0].mean().backward()
     optimizer.step()
     assert agent.facts["model"]["matmul_weights"] == 4 * 8 * 8
+
+
+def test_the_plain_path_of_torchs_own_attention_is_not_written_out_attention(agent: Any) -> None:
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=0.1)
+    softmax = ["aten::_softmax", "[[2, 2, 8, 8]]", 4.0, 0.1]
+    product = ["aten::bmm", "[[4, 8, 4], [4, 4, 8]]", 4.0, 0.1]
+    for own, found in ((4.0, False), (0.0, True)):
+        operators = [softmax, product, ["aten::_scaled_dot_product_attention_math", "[]", own, 0.1]]
+        agent.facts["profile"] = {"operators": operators}
+        replays = Replays(agent, optimizer)
+        replays.attention()
+        assert ("attention" in replays.found) == found

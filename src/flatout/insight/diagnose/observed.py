@@ -12,6 +12,7 @@ from typing import Any
 
 from flatout.hardware import Hardware
 from flatout.insight.diagnose.ranks import Straggler
+from flatout.parity import FEWEST_PAIRS, paired
 
 # In these phases the training thread's stack shows the activity; the other phases name it themselves.
 _OPEN = ("other", "eval", "reference", "loss")
@@ -214,7 +215,17 @@ class Observed:
         found = self.replay(name)
         if found is None or found[0] <= 0:
             return None
+        if not self.is_shown(name):
+            return 0.0
         return (1 - found[1] / found[0]) * self.replayed_share(found[0])
+
+    def is_shown(self, name: str) -> bool:
+        """Whether the turns of a replay agree that the change saves time; true if they were not recorded."""
+        found = (self.facts.get("replays") or {}).get(name)
+        logs = found[2] if isinstance(found, list) and len(found) == 3 else None
+        if not isinstance(logs, list) or len(logs) < FEWEST_PAIRS:  # too few for an interval: all must agree
+            return all(log < 0 for log in logs or ())
+        return paired([0.0] * len(logs), logs, looks=(len(logs),)).verdict == "faster"
 
     def replayed_share(self, seconds: float) -> float:
         """Share of step time that replays cover; with several ranks, without the gradient all-reduce."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -34,6 +35,7 @@ class Replays:
     def __init__(self, agent: Agent, optimizer: Any) -> None:
         self.agent, self.torch, self.optimizer = agent, agent.torch, optimizer
         self.found: dict[str, Any] = {}
+        self.logs: list[float] = []  # of the last comparison
         self.replay_s = agent.settings.replay_s
         self.deadline = time.perf_counter() + agent.settings.replays_s
         self.device = agent.facts.get("device") or "cpu"
@@ -96,14 +98,15 @@ class Replays:
         return time.perf_counter() - began
 
     def compare(self, plain_call: Callable[[], None], changed: Callable[[], None]) -> tuple[float, float] | None:
-        """Best seconds of either, taken in turns so that a busy machine slows both."""
-        best = [float("inf"), float("inf")]
+        """Best seconds of either, in ABBA order so that a busy machine slows both; `logs` has each turn's ratio."""
+        best, self.logs = [float("inf"), float("inf")], []
         began = time.perf_counter()
         for turn in range(10):
-            for which, call in enumerate((plain_call, changed)):
-                seconds = self.timed(call)
-                if turn > 0:  # the first turn warms up
-                    best[which] = min(best[which], seconds)
+            calls = [(0, plain_call), (1, changed)]
+            taken = {which: self.timed(call) for which, call in (calls if turn % 2 else reversed(calls))}
+            if turn > 0:  # the first turn warms up
+                best = [min(best[which], taken[which]) for which in (0, 1)]
+                self.logs.append(math.log(taken[1] / taken[0]))
             spent = time.perf_counter() - began
             if (turn >= 3 and spent > self.replay_s) or (turn >= 2 and spent > 5 * self.replay_s):
                 break
@@ -125,7 +128,7 @@ class Replays:
             self.torch.cuda.empty_cache()
             return
         if taken:
-            self.found[name] = [taken[0], taken[1] / times]
+            self.found[name] = [taken[0], taken[1] / times, [log - math.log(times) for log in self.logs]]
 
     def replay_unchanged(self) -> None:
         with self.state(anomaly=self.anomaly):
@@ -262,6 +265,11 @@ class Replays:
         side = 4096 if self.device == "cuda" else 1024
         a, b = (torch.randn(side, side, device=self.device, dtype=torch.float32) for _ in range(2))
         best = min(self.timed(lambda: torch.mm(a, b)) for _ in range(4))
+        if self.device == "cpu" and self.agent.facts.get("compute_dtype") == "bfloat16":
+            half = [a.bfloat16(), b.bfloat16()]
+            taken = self.compare(lambda: torch.mm(*half), lambda: torch.mm(a, b))
+            if taken:
+                self.found["float32_product"] = [*taken, self.logs]
         return float(2 * side**3 / best)
 
     def optimizers(self) -> None:
@@ -297,19 +305,25 @@ class Replays:
             return
         taken = self.compare(lambda: plain_one.step(), lambda: fused_one.step())
         if taken:
-            self.found["fused"] = list(taken)
+            self.found["fused"] = [*taken, self.logs]
 
     def attention(self) -> None:
         """Attention written out as products and a softmax, against the fused operator, in the shapes that were seen."""
         torch = self.torch
         shapes = Counter[tuple[int, ...]]()
+        own = 0.0  # the softmax of torch's own attention, where it takes its plain path
         for name, text, count, _ in (self.agent.facts.get("profile") or {}).get("operators", []):
             first = (json.loads(text) or [[]])[0]
             if name == "aten::_softmax" and len(first) in (3, 4) and first[-1] == first[-2] and first[-1] > 1:
                 shapes[tuple(first)] += count
+            elif name == "aten::_scaled_dot_product_attention_math":
+                own += count
         if not shapes:
             return
         shape, count = shapes.most_common(1)[0]
+        count -= own
+        if count < 0.5:
+            return
         width = self.head_width(shape)
         if width is None:
             return

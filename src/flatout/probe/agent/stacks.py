@@ -114,5 +114,10 @@ def framework_of_stack() -> str:
     found = set()
     while frame is not None:
         found |= {name for name, part in FRAMEWORKS if part in frame.f_code.co_filename}
+        # TRL's trainers inherit the loop of transformers, so only the object tells them apart.
+        if "trainer" in found and any(
+            c.__module__.startswith("trl.") for c in type(frame.f_locals.get("self")).__mro__
+        ):
+            found.add("trl")
         frame = frame.f_back
     return next((name for name, _ in FRAMEWORKS if name in found), "torch")
