@@ -169,3 +169,37 @@ def test_a_number_that_means_another_process_by_now_is_not_signalled() -> None:
     finally:
         other.kill()
         other.wait()
+
+
+# Six steps, and then a generation that never ends.
+GENERATES = """
+import time, torch
+model = torch.nn.Linear(8, 8)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(6):
+    model(torch.randn(4, 8)).pow(2).mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+open("ready", "w").close()
+def generate():
+    time.sleep(3600)
+generate()
+"""
+
+
+def test_a_doctor_that_is_told_to_end_reports_what_it_has_seen(place: Path) -> None:
+    doctor = started(place, GENERATES, options=("--json", str(place / "found.json"), "--steps", "7"))
+    until((place / "ready").exists)
+    doctor.send_signal(signal.SIGTERM)
+    out, err = doctor.communicate(timeout=HANG_S)
+    assert doctor.returncode == 130, err
+    assert "Doctor" in out
+    assert "limit" in (place / "found.json").read_text()
+
+
+def test_what_takes_long_is_told_with_its_time(capsys: pytest.CaptureFixture[str]) -> None:
+    progress = attach._Progress(0.0)
+    for now, seen in ((1.0, ("forward", 4)), (2.0, ("generate", 4)), (9.0, ("generate", 4)), (43.0, ("generate", 4))):
+        progress.tell(seen, now=now)
+    progress.tell(("forward", 5), now=44.0)
+    assert capsys.readouterr().err == "flatout: still in generation, 41 s (4 optimizer steps so far)\n"

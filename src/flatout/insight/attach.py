@@ -38,6 +38,21 @@ _ENDS = supervisor.PASSED_ON - {signal.SIGUSR1, signal.SIGUSR2}
 _POLL_S = 0.2
 # A script that does not stop gets this many seconds, and as many again after SIGTERM.
 _GRACE_S = 10.0
+# A phase that lasts longer than this is told, and told again as often.
+_TELL_S = 10.0
+_PHASES = {
+    "other": "between the phases of a step",
+    "data": "waiting for data",
+    "loss": "computing the loss",
+    "forward": "in the forward pass",
+    "backward": "in the backward pass",
+    "optimizer": "in the optimizer",
+    "generate": "in generation",
+    "reward": "in the reward function",
+    "reference": "in a forward pass without gradients",
+    "eval": "in evaluation",
+    "save": "saving",
+}
 _TAIL_LINES, _TAIL_BYTES = 40, 1 << 14
 # At this signal the script's Python writes its stack to a file. Scripts use SIGUSR1 and SIGUSR2, so this one is free.
 _STACK_SIGNAL = signal.SIGRTMAX - 2
@@ -69,8 +84,12 @@ class Rank:
 
     @property
     def timed(self) -> list[Mapping[str, Any]]:
-        """The steps that count: after warm-up and before the profiler."""
-        return [step for step in self.steps if step["stage"] == "timed" and step["seconds"]]
+        """The steps that count: after the last warm-up and before the profiler.
+
+        A further optimizer that steps for the first time makes the warm-up begin again.
+        """
+        last = max((i for i, step in enumerate(self.steps) if step["stage"] == "warm"), default=-1)
+        return [step for step in self.steps[last + 1 :] if step["stage"] == "timed" and step["seconds"]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -210,6 +229,7 @@ class _Script:
     def wait(self, books: _AgentFiles) -> None:
         """Waits until the script ends; meanwhile reads its steps and forwards signals to it."""
         end_at: float | None = None
+        progress = _Progress(self._began)
         while self.process.poll() is None:
             got = signal.sigtimedwait(supervisor.PASSED_ON | {signal.SIGCHLD}, _POLL_S)
             if got is not None and got.si_signo in supervisor.PASSED_ON:
@@ -221,6 +241,8 @@ class _Script:
             if self.asked.then == "continue":
                 continue  # as without the doctor: the script may handle a signal slowly, or ignore it
             now = time.monotonic()
+            if not self.asked.quiet and end_at is None:
+                progress.tell(books.phase(), now=now)
             if end_at is None:
                 if self.signalled or books.is_over():
                     end_at = now + _GRACE_S
@@ -258,6 +280,27 @@ class _Script:
         frames = list(_FRAME.finditer(able[0].read_bytes()[: 1 << 16].decode(errors="replace")))
         of_user = [one for one in frames if "site-packages" not in one["file"] and "/lib/python" not in one["file"]]
         return next((f"{one['file']}:{one['line']} in {one['name']}" for one in [*of_user, *frames]), None)
+
+
+class _Progress:
+    """Tells the user what takes long: a phase that does not end, or a script that takes no step."""
+
+    def __init__(self, now: float) -> None:
+        self._seen: tuple[str, int] | None = None
+        self._since = self._told = now
+
+    def tell(self, seen: tuple[str, int] | None, *, now: float) -> None:
+        if seen != self._seen:
+            self._seen, self._since, self._told = seen, now, now
+        if now - self._told < _TELL_S:
+            return
+        self._told = now
+        phase, steps = seen or ("", 0)
+        where = _PHASES.get(phase, phase) or "starting"
+        # Our own stderr may be closed, or not a file in a test.
+        with suppress(OSError, ValueError, AttributeError):
+            sys.stderr.write(f"flatout: still {where}, {now - self._since:.0f} s ({steps} optimizer steps so far)\n")
+            sys.stderr.flush()
 
 
 def _environment(asked: Asked, folder: Path) -> dict[str, str]:
@@ -334,6 +377,14 @@ class _AgentFiles:
                 lines = read_bytes(steps).split(b"\n")[:-1]
                 found[facts["rank"]] = Rank(facts=facts, steps=[parse_json(line, source=steps) for line in lines])
         return found
+
+    def phase(self) -> tuple[str, int] | None:
+        """The phase that the first rank is in, and the number of its steps so far."""
+        path = self._first_rank("phase-*.json")
+        if path is None:
+            return None
+        told = read_json(path)
+        return str(told["phase"]), int(told["steps"])
 
     def is_over(self) -> bool:
         seen = self.facts()

@@ -274,11 +274,11 @@ def _print(diagnosis: Diagnosis, *, console: Console, proofs: Sequence[Proof]) -
 
 def print_proofs(proofs: Sequence[Proof], *, console: Console, fixes: Mapping[str, str] | None = None) -> None:
     """Prints the measured effect of each fix; with `fixes`, also the change to make, below the table."""
-    rows = table("Proof", "fix for", "time saved", "spread", "repeats", "loss difference")
+    rows = table("Proof", "fix for", "time saved", "95 % interval", "repeats", "loss difference")
     for column in rows.columns:  # names and numbers stay whole; a failure may be long and goes below
         column.no_wrap, column.overflow = True, "ellipsis"
     for proof in proofs:
-        spread = f"{percent(min(proof.gains))} to {percent(max(proof.gains))}" if proof.gains else "n/a"
+        spread = proof.told
         cells = [proof.cause, percent(proof.gain), spread, str(len(proof.gains)), number(proof.loss_difference)]
         rows.add_row(*(escape(redact(cell)) for cell in cells))
     console.print("", rows)

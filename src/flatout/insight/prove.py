@@ -1,23 +1,28 @@
 """Measures fixes on the script itself (`flatout doctor --prove`): the agent applies each fix that is a global switch.
 
-The script runs again for a few steps unchanged, with each fix alone, and with all of them, in turns and several times,
-so that a drifting machine affects all alike. The results are measured: time per token, its spread, and the difference
-of the losses from the unchanged script's.
+The script runs again for a few steps: unchanged, with each fix alone, with all of them, and unchanged once more; the
+next round runs the fixes in reverse. So drift affects all alike, and the two unchanged runs of a round show
+how much the script differs from itself. `flatout.parity` decides whether a fix has an effect.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from statistics import fmean
+from statistics import fmean, median
 from typing import Any
 
 from flatout.insight.attach import Asked, Watched, watch
 from flatout.insight.diagnose import ranked, verdict_of
+from flatout.insight.diagnose.host import WORTH
 from flatout.insight.diagnose.observed import Observed, seconds_of
+from flatout.parity import Difference, paired, typical
 from flatout.record import Diagnosis, Finding, redact
 
 ALL_TOGETHER = "all together"
+# These cost time in some steps only, which the median of the steps would not show: the whole run counts.
+_IN_SOME_STEPS = ("evaluation", "checkpointing", "logging", "recompiles", "data-starvation", ALL_TOGETHER)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,10 +41,39 @@ class Proof:
     gains: tuple[float, ...]
     loss_difference: float | None  # largest between steps of the same number
     problem: str | None = None  # how the script failed with the fix
+    noise: float | None = None  # by how much the unchanged script typically differed from itself
+    verdict: str | None = field(init=False)
+    interval: tuple[float, float] | None = field(init=False)  # of the gain, at 95 %
+
+    def __post_init__(self) -> None:
+        found = self.difference
+        bounded = found is not None and found.verdict != "too few pairs"
+        object.__setattr__(self, "verdict", None if found is None else found.verdict)
+        object.__setattr__(self, "interval", (1 - found.high, 1 - found.low) if found and bounded else None)
+
+    @property
+    def difference(self) -> Difference | None:
+        if not self.gains:
+            return None
+        logs = [math.log1p(-gain) for gain in self.gains]
+        floor = math.log1p(self.noise or 0.0)
+        return paired([0.0] * len(logs), logs, looks=(len(logs),), margin=WORTH, floor=floor)
 
     @property
     def gain(self) -> float | None:
-        return fmean(self.gains) if self.gains else None
+        return None if self.difference is None else 1 - self.difference.ratio
+
+    @property
+    def told(self) -> str:
+        """How sure the gain is, in words."""
+        if self.difference is None:
+            return "n/a"
+        if self.interval is None:
+            times = "1 repeat gives" if len(self.gains) == 1 else f"{len(self.gains)} repeats give"
+            same = "" if self.noise is None else f"; the unchanged script differed from itself by {self.noise:.1%}"
+            return f"{times} no interval{same}"
+        low, high = self.interval
+        return f"{self.verdict}: {low:.1%} to {high:.1%}"
 
 
 def change_for(finding: Finding, seen: Observed) -> Change | None:
@@ -63,17 +97,20 @@ def prove(
         return []
     if len(changes) > 1:
         changes[ALL_TOGETHER] = _merged(list(changes.values()))
-    plain: list[Watched] = []
-    changed: dict[str, list[Watched]] = {cause: [] for cause in changes}
+    rounds: list[tuple[list[Watched], dict[str, Watched]]] = []
     timed = replace(asked, then="stop", look=False, stdout_to_stderr=True)
     for repeat in range(repeats):
-        say(f"proof {repeat + 1} of {repeats}: unchanged")
-        plain.append(_timed(command, timed))
-        for cause, change in changes.items():
-            say(f"proof {repeat + 1} of {repeats}: {cause}")
+        said = f"proof {repeat + 1} of {repeats}"
+        say(f"{said}: unchanged")
+        plain, changed = [_timed(command, timed)], {}
+        for cause in list(changes) if repeat % 2 == 0 else reversed(changes):
+            say(f"{said}: {cause}")
+            change = changes[cause]
             with_it = replace(timed, switch=change.switch, variables={**timed.variables, **change.variables})
-            changed[cause].append(_timed(command, with_it))
-    return [_proof(cause, plain, runs) for cause, runs in changed.items()]
+            changed[cause] = _timed(command, with_it)
+        say(f"{said}: unchanged again")
+        rounds.append(([*plain, _timed(command, timed)], changed))
+    return [_proof(cause, [(plain, changed[cause]) for plain, changed in rounds]) for cause in changes]
 
 
 def _timed(command: Sequence[str], asked: Asked) -> Watched:
@@ -84,7 +121,11 @@ def _timed(command: Sequence[str], asked: Asked) -> Watched:
 
 
 def measured(diagnosis: Diagnosis, proofs: Sequence[Proof]) -> Diagnosis:
-    """The diagnosis with measured gains instead of estimated ones; the estimates are kept as evidence."""
+    """The diagnosis with measured gains instead of estimated ones; the estimates are kept as evidence.
+
+    A finding whose fix was shown to save less than is worth reporting is left out. Where the measurement was too noisy,
+    the estimate remains.
+    """
     by_cause = {proof.cause: proof for proof in proofs}
     told_of: list[Finding] = []
     for finding in diagnosis.findings:
@@ -92,10 +133,13 @@ def measured(diagnosis: Diagnosis, proofs: Sequence[Proof]) -> Diagnosis:
         if proof is None or proof.gain is None:
             told_of.append(finding)
             continue
+        if proof.interval is not None and proof.interval[1] < WORTH and finding.share is not None:
+            continue
         was = "unknown" if finding.gain is None else f"{finding.gain:.0%}"
-        low, high = min(proof.gains), max(proof.gains)
-        told = f"measured: {proof.gain:.1%} of the time per token ({low:.1%} to {high:.1%}); estimated before: {was}"
-        told_of.append(replace(finding, gain=proof.gain, status="measured", evidence=(*finding.evidence, told)))
+        told = f"measured: {proof.gain:.1%} of the time per token ({proof.told}); estimated before: {was}"
+        noted = replace(finding, evidence=(*finding.evidence, told))
+        unclear = proof.verdict in ("too noisy to tell", "no effect shown")
+        told_of.append(noted if unclear else replace(noted, gain=proof.gain, status="measured"))
     findings = ranked(told_of)
     verdict = verdict_of(findings, diagnosis.limit) if by_cause else diagnosis.verdict
     together = by_cause.get(ALL_TOGETHER)
@@ -104,29 +148,46 @@ def measured(diagnosis: Diagnosis, proofs: Sequence[Proof]) -> Diagnosis:
     return replace(diagnosis, verdict=verdict, findings=findings)
 
 
-def _proof(cause: str, plain: Sequence[Watched], changed: Sequence[Watched]) -> Proof:
-    gains, differences = [], []
-    for before, after in zip(plain, changed, strict=True):
-        was, now = seconds_per_token(before), seconds_per_token(after)
-        if was is not None and now is not None:
-            gains.append(1 - now / was)
-            differences.extend(_loss_differences(before, after))
-    problem = next((run.crash for run in changed if run.crash), None)
+def _proof(cause: str, rounds: Sequence[tuple[Sequence[Watched], Watched]]) -> Proof:
+    gains, differences, noise = [], [], []
+    for plain, changed in rounds:
+        known = [log for run in plain if (log := log_time(run, cause=cause)) is not None]
+        now = log_time(changed, cause=cause)
+        if len(known) == 2:
+            noise.append(abs(known[1] - known[0]))
+        if known and now is not None:
+            gains.append(1 - math.exp(now - fmean(known)))
+            differences.extend(_loss_differences(plain[0], changed))
+    problem = next((run.crash for _, run in rounds if run.crash), None)
     return Proof(
         cause=cause,
         gains=tuple(gains),
         loss_difference=max(differences) if differences else None,
         problem=redact(problem.splitlines()[-1]) if problem else None,
+        noise=math.expm1(median(noise)) if noise else None,
     )
 
 
-def seconds_per_token(run: Watched) -> float | None:
-    """Seconds per token over the timed steps; a step without token ids counts as one token."""
+def log_time(run: Watched, *, cause: str) -> float | None:
+    """The logarithm of the seconds per token of a run's timed steps: of the typical step, or of all of them together.
+
+    Rows count where no token ids were observed, and steps where there are not even rows.
+    """
     steps = run.timed
     if len(steps) < 2:
         return None
-    tokens = sum(m["real"] if m["real"] is not None else m["tokens"] or 0 for s in steps for m in s["micro"])
-    return sum(map(seconds_of, steps)) / (tokens or len(steps))
+    work = [_work(step) for step in steps]
+    if not all(work):
+        work = [1.0] * len(steps)
+    seconds = [seconds_of(step) for step in steps]
+    if cause in _IN_SOME_STEPS:
+        return math.log(sum(seconds) / sum(work))
+    return typical([taken / done for taken, done in zip(seconds, work, strict=True)])
+
+
+def _work(step: Mapping[str, Any]) -> float:
+    tokens = sum(m["real"] if m["real"] is not None else m["tokens"] or 0 for m in step["micro"])
+    return float(tokens or sum(m["rows"] or 0 for m in step["micro"]))
 
 
 def _loss_differences(before: Watched, after: Watched) -> list[float]:

@@ -42,6 +42,7 @@ CAUSES = (
     "throttled",
     "no-kv-cache",
     "generation-batch",
+    "generation-bound",
     "reward-bound",
     "offload",
     "oom-risk",

@@ -190,6 +190,38 @@ def generation_batch(seen: Observed) -> Finding | None:
     )
 
 
+def generation_bound(seen: Observed) -> Finding | None:
+    """Most of a step is spent generating text, as in reinforcement learning."""
+    share = seen.activities.get("generate", 0.0)
+    if share < 0.3:
+        return None
+    reward, passive = seen.activities.get("reward", 0.0), seen.activities.get("reference", 0.0)
+    evidence = [
+        f"{share:.0%} of step time in generation, {reward:.0%} in rewards, {passive:.0%} in log-probabilities without "
+        f"gradients, {seen.share('forward', 'loss', 'backward', 'optimizer'):.0%} in the update"
+    ]
+    if calls := seen.facts["generations"]:
+        evidence.append(
+            f"{_mean(calls, 'rows'):.0f} rows, {_mean(calls, 'new'):.0f} new tokens after {_mean(calls, 'prompt'):.0f}"
+        )
+    advice = {
+        "trl": "GRPOConfig(use_vllm=True), a smaller max_completion_length, more completions per call "
+        "(num_generations, generation_batch_size), and use_cache=True"
+    }.get(
+        seen.framework,
+        "generate with an inference engine (vLLM: use_vllm=True in TRL, actor_rollout_ref.rollout.name=vllm in verl, "
+        "--vllm_num_engines in OpenRLHF), all prompts in one call, with the key/value cache on",
+    )
+    return finding_of(
+        "generation-bound",
+        f"Generation takes {share:.0%} of the step; the update waits for it.",
+        share,
+        None,
+        evidence,
+        advice,
+    )
+
+
 def _grows(seen: Observed) -> tuple[float, float] | None:
     """First length and number of gradient-free forward passes that grow by one token: a generation loop."""
     by_rows: dict[int, set[int]] = {}
@@ -240,4 +272,5 @@ ALL = (
     reward_bound,
     no_kv_cache,
     generation_batch,
+    generation_bound,
 )

@@ -12,9 +12,12 @@ from typing import Any
 
 from flatout.hardware import Hardware
 from flatout.insight.diagnose.ranks import Straggler
+from flatout.parity import FEWEST_PAIRS, paired
 
 # In these phases the training thread's stack shows the activity; the other phases name it themselves.
-_OPEN = ("other", "eval", "reference")
+_OPEN = ("other", "eval", "reference", "loss")
+# In these, whatever has no name of its own is the work of the phase, and no wait for data.
+_OWN_WORK = ("eval", "reference", "loss")
 # Fewer stack samples than this are ignored.
 _FEWEST_SAMPLES = 5
 
@@ -90,11 +93,11 @@ class Observed:
             counts = self._counts(phase)
             total = sum(counts.values())
             if total < _FEWEST_SAMPLES:
-                shares["eval" if phase == "eval" else ""] += self.share(phase)
+                shares[phase if phase in _OWN_WORK else ""] += self.share(phase)
                 continue
             for (kind, _), count in counts.items():
-                # An evaluation's own data and its metrics are part of it.
-                known = kind if phase != "eval" or kind in ("reward", "generate", "save", "log") else "eval"
+                # An evaluation's own data and its metrics are part of it, as is what a second model computes.
+                known = kind if phase not in _OWN_WORK or kind in ("reward", "generate", "save", "log") else phase
                 shares[known] += self.share(phase) * count / total
         for phase, kind in (("data", "data"), ("save", "save"), ("generate", "generate")):
             shares[kind] += self.share(phase)
@@ -186,7 +189,12 @@ class Observed:
         busy = self.profile.get("busy_s")
         if not self.on_gpu or not busy:
             return None
-        return max(0.0, 1.0 - float(busy) / self.step_s)
+        return max(0.0, 1.0 - float(busy) / self.step_s - self.paused_share)
+
+    @property
+    def paused_share(self) -> float:
+        """Share of step time that was not profiled, because text was generated in it."""
+        return float(self.profile.get("paused_s") or 0.0) / self.step_s
 
     @cached_property
     def losses(self) -> list[float]:
@@ -208,7 +216,17 @@ class Observed:
         found = self.replay(name)
         if found is None or found[0] <= 0:
             return None
+        if not self.is_shown(name):
+            return 0.0
         return (1 - found[1] / found[0]) * self.replayed_share(found[0])
+
+    def is_shown(self, name: str) -> bool:
+        """Whether the turns of a replay agree that the change saves time; true if they were not recorded."""
+        found = (self.facts.get("replays") or {}).get(name)
+        logs = found[2] if isinstance(found, list) and len(found) == 3 else None
+        if not isinstance(logs, list) or len(logs) < FEWEST_PAIRS:  # too few for an interval: all must agree
+            return all(log < 0 for log in logs or ())
+        return paired([0.0] * len(logs), logs, looks=(len(logs),)).verdict == "faster"
 
     def replayed_share(self, seconds: float) -> float:
         """Share of step time that replays cover; with several ranks, without the gradient all-reduce."""

@@ -28,6 +28,8 @@ from .torch_hooks import TorchHooks
 from .writing import Writer
 
 PROFILED_STEPS = 2
+PROFILING_COSTS = 3.0  # times the time of a step, reading included
+LONGEST_ROUND = 8  # steps of one optimizer for each of another; a rarer one is not waited for
 FEWEST_TIMED = 3  # however long they take
 
 
@@ -44,9 +46,12 @@ class Agent:
         self.num_steps, self.began, self.step_began, self.cpu_began = 0, 0.0, 0.0, 0.0
         self.facts: dict[str, Any] = {"framework": "torch", "loaders": [], "optimizers": {}}
         self.counts: Counter[str] = Counter()  # of this step
+        self.stepped: Counter[int] = Counter()  # the steps of each optimizer
+        self.warm_until, self.extra_steps = settings.warm, 0
         self.totals: Counter[str] = Counter()
         self.profile_until, self.num_profiled = 0, PROFILED_STEPS
         self.compile_seen = 0.0
+        self.activity = ""  # of the agent itself, where it takes long
         self.probing = False  # inside our own replay: nothing is counted
         self.ended = False
         self.timeline, self.patches = Timeline(), Patches()
@@ -69,6 +74,8 @@ class Agent:
         )
         self.hooks.install(torch)
         self.switches.install(torch)
+        if self.settings.stop:
+            threading.Thread(target=self.writer.tell_phases, name="flatout-phases", daemon=True).start()
 
     # -- phases
 
@@ -82,6 +89,7 @@ class Agent:
             yield
             return
         before = self.timeline.enter(name)
+        quietly(self.profiler.check)()
         try:
             yield
         finally:
@@ -103,17 +111,28 @@ class Agent:
         return self.is_training_thread()
 
     def _before_optimizer(self, optimizer: Any) -> None:
+        self.stepped[id(optimizer)] += 1
         if self.primary is None:
             self.primary = id(optimizer)
             self.facts["framework"] = framework_of_stack()
             self.facts["step_site"] = user_site()
-            self.forwards.discover(optimizer)
             self._note_device(optimizer)
             self.stage = "warm"
         if str(id(optimizer)) not in self.facts["optimizers"]:
             self.facts["optimizers"][str(id(optimizer))] = optimizer_facts(optimizer)
+            self.forwards.discover(optimizer)
+            if self.stepped[self.primary] <= LONGEST_ROUND:
+                self._count_by(id(optimizer))
         self.end_evaluation()
         self.timeline.enter("optimizer")
+
+    def _count_by(self, optimizer: int) -> None:
+        """Let a step end with this optimizer: where several alternate, a step is one round of all of them."""
+        if optimizer != self.primary and self.stage in ("warm", "timed"):
+            self.primary, self.stage = optimizer, "warm"
+            self.sampler.stop()
+            self.warm_until = self.num_steps + self.settings.warm
+            self.extra_steps = self.num_steps
 
     def after_optimizer(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         if not self.is_training_thread() or self.ended:
@@ -170,6 +189,7 @@ class Agent:
         self.writer.waiting.append(line)
         self.writer.write_ready()
         self.num_steps += 1
+        self.writer.write_sometimes()
         self._next_stage(now)
         self.step_began, self.cpu_began = time.perf_counter(), time.process_time()
         self.timeline.take()  # what we did ourselves just now belongs to no step
@@ -179,23 +199,32 @@ class Agent:
         if self.stage == "warm" and self.facts["accumulation"] > 8:
             self.num_profiled = 1  # reading a profile takes a tenth of a millisecond an event
         profiled = self.num_profiled if asked.look else 0
-        if self.stage == "warm" and self.num_steps >= asked.warm:
+        if self.stage == "warm" and self.num_steps >= self.warm_until:
+            rarest = min(self.stepped.values())
+            if self.stepped[self.primary or 0] > rarest and self.stepped[self.primary or 0] <= LONGEST_ROUND:
+                self._count_by(next(one for one in reversed(self.stepped) if self.stepped[one] == rarest))
+                return
             self.stage, self.began = "timed", now
             asked.fit()
             if asked.look:
                 self.sampler.start()
         elif self.stage == "timed":
             over = now - self.began > asked.seconds * (0.7 if asked.look else 1.0)
-            over = self.agreed(over and self.num_steps >= asked.warm + FEWEST_TIMED)
-            if self.num_steps >= asked.steps - profiled or over:
+            over = self.agreed(over and self.num_steps >= self.warm_until + FEWEST_TIMED)
+            if self.num_steps >= asked.steps + self.extra_steps - profiled or over:
                 self.sampler.stop()
+                each = (now - self.began) / max(1, self.num_steps - self.warm_until)
+                if asked.ends_at - time.monotonic() < PROFILING_COSTS * profiled * each:
+                    profiled = 0  # the time limit would end the watch in the middle of it
                 self.stage = "profiled" if profiled else "done"
                 self.profile_until = self.num_steps + profiled
                 if profiled:
                     self.profiler.begin()
         elif self.stage == "profiled" and self.num_steps >= self.profile_until:
+            self.writer.write_facts("running")  # reading the profile may take long, and the watch may end meanwhile
+            self.activity = "reading the profile"
             self.profiler.end(self.num_profiled)
-            self.stage = "done"
+            self.activity, self.stage = "", "done"
 
     def agreed(self, over: bool) -> bool:
         """All ranks leave the window at the same step, so none waits forever; rank 0 announces it 2 steps ahead."""
@@ -239,7 +268,7 @@ class Agent:
         if self.facts.get("cuda_used"):
             self.facts["gpu"] = quietly(gpu_facts)(self.torch)  # before replays with larger batches
         if asked.stop and asked.look:
-            self.probing = True
+            self.probing, self.activity = True, "replaying the last batch"
             quietly(Replays(self, optimizer).run)()
         quietly(self.writer.write_ready)(wait=asked.stop)
         quietly(self.writer.write_facts)("stopped" if asked.stop else "watched")

@@ -48,6 +48,16 @@ def is_linear(module: Any) -> bool:
     )
 
 
+def matmul_weights(module: Any) -> list[Any]:
+    """The matrices of this module, without its children's, that multiply its input."""
+    if is_linear(module):
+        return [module.weight]
+    if type(module).__name__ != "MultiheadAttention":
+        return []
+    names = ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight")
+    return [weight for weight in (getattr(module, name, None) for name in names) if weight is not None]
+
+
 def config_of(config: Any) -> dict[str, Any]:
     """The numbers and words of a model's configuration; nothing nested, nothing executable."""
     values = config.to_dict() if hasattr(config, "to_dict") else getattr(config, "__dict__", {})

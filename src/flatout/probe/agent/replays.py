@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -12,12 +13,17 @@ from typing import TYPE_CHECKING, Any
 from .facts import matmul_precision
 from .hooks import quietly
 from .switches import Switches
-from .tensors import Batch, mapped, scalar_loss, tensors_of
+from .tensors import Batch, detached, mapped, scalar_loss, tensors_of
 
 if TYPE_CHECKING:
     from .agent import Agent
 
 ENOUGH_TOKENS = 2048  # in a micro-batch on a GPU: thin work is no matter of the batch from there on
+
+
+def unwrapped(module: Any) -> Any:
+    """The module inside DistributedDataParallel, which would reduce gradients."""
+    return module.module if hasattr(module, "require_backward_grad_sync") else module
 
 
 class Replays:
@@ -29,6 +35,7 @@ class Replays:
     def __init__(self, agent: Agent, optimizer: Any) -> None:
         self.agent, self.torch, self.optimizer = agent, agent.torch, optimizer
         self.found: dict[str, Any] = {}
+        self.logs: list[float] = []  # of the last comparison
         self.replay_s = agent.settings.replay_s
         self.deadline = time.perf_counter() + agent.settings.replays_s
         self.device = agent.facts.get("device") or "cpu"
@@ -40,15 +47,15 @@ class Replays:
         self.found["matmul_flops"] = quietly(self.matmul_peak)()
         quietly(self.optimizers)()
         quietly(self.attention)()
-        if agent.forwards.last is None or agent.facts["model"]["compiled"]:
+        # Without a backward pass of torch.autograd, what was called last.
+        calls = agent.forwards.last or agent.forwards.calls
+        if not calls or agent.facts["model"]["compiled"]:
             return  # compiled code would be recompiled for every change
-        module, args, kwargs = agent.forwards.last
         self.mixed = agent.forwards.mixed
-        if self.is_sharded(module):
+        if any(self.is_sharded(module) for module, _, _ in calls):
             return  # a collective that the other ranks do not join would hang
-        self.synced = module
-        self.module = module.module if hasattr(module, "require_backward_grad_sync") else module
-        self.args, self.kwargs = args, kwargs
+        self.synced = calls[0][0]
+        self.calls = [(unwrapped(module), args, kwargs) for module, args, kwargs in calls]
         doubles = "float64" in agent.facts["model"]["dtypes"]
         for question in (self.no_sync, self.switches, self.precision, self.single if doubles else self.larger_batch):
             quietly(question)()
@@ -60,18 +67,23 @@ class Replays:
     # -- the machinery
 
     def replay(self, module: Any = None, times: int = 1) -> None:
+        """One micro-batch: each part that the script called, forward and backward, with the inputs it had."""
+        for part, args, kwargs in self.calls:
+            self.replay_part(module or part, args, kwargs, times=times)
+
+    def replay_part(self, module: Any, args: Any, kwargs: Any, *, times: int) -> None:
         torch = self.torch
-        rows = next((t.shape[0] for _, t in tensors_of([self.args, self.kwargs]) if t.dim() > 0), None)
+        rows = next((t.shape[0] for _, t in tensors_of([args, kwargs]) if t.dim() > 0), None)
 
         def grown(tensor: Any) -> Any:
             if times > 1 and tensor.dim() > 0 and tensor.shape[0] == rows:
                 return torch.cat([tensor] * times)
             return tensor
 
-        args, kwargs = mapped(list(self.args), grown), mapped(dict(self.kwargs), grown)
+        args, kwargs = mapped(list(args), grown), mapped(dict(kwargs), grown)
         on, dtype = self.mixed
         with torch.enable_grad(), torch.autocast(self.device, dtype=dtype, enabled=on):
-            loss = scalar_loss(torch, (module or self.module)(*args, **kwargs))
+            loss = scalar_loss(torch, module(*args, **kwargs))
         if loss is not None:
             loss.backward()
 
@@ -86,14 +98,15 @@ class Replays:
         return time.perf_counter() - began
 
     def compare(self, plain_call: Callable[[], None], changed: Callable[[], None]) -> tuple[float, float] | None:
-        """Best seconds of either, taken in turns so that a busy machine slows both."""
-        best = [float("inf"), float("inf")]
+        """Best seconds of either, in ABBA order so that a busy machine slows both; `logs` has each turn's ratio."""
+        best, self.logs = [float("inf"), float("inf")], []
         began = time.perf_counter()
         for turn in range(10):
-            for which, call in enumerate((plain_call, changed)):
-                seconds = self.timed(call)
-                if turn > 0:  # the first turn warms up
-                    best[which] = min(best[which], seconds)
+            calls = [(0, plain_call), (1, changed)]
+            taken = {which: self.timed(call) for which, call in (calls if turn % 2 else reversed(calls))}
+            if turn > 0:  # the first turn warms up
+                best = [min(best[which], taken[which]) for which in (0, 1)]
+                self.logs.append(math.log(taken[1] / taken[0]))
             spent = time.perf_counter() - began
             if (turn >= 3 and spent > self.replay_s) or (turn >= 2 and spent > 5 * self.replay_s):
                 break
@@ -115,7 +128,7 @@ class Replays:
             self.torch.cuda.empty_cache()
             return
         if taken:
-            self.found[name] = [taken[0], taken[1] / times]
+            self.found[name] = [taken[0], taken[1] / times, [log - math.log(times) for log in self.logs]]
 
     def replay_unchanged(self) -> None:
         with self.state(anomaly=self.anomaly):
@@ -133,7 +146,7 @@ class Replays:
     # -- the questions
 
     def no_sync(self) -> None:
-        if self.synced is self.module or self.agent.facts["accumulation"] < 2:
+        if self.synced is self.calls[0][0] or len(self.calls) > 1 or self.agent.facts["accumulation"] < 2:
             return
         # Fixed counts: every rank must take part in the same collectives.
         best: dict[bool, float] = {True: float("inf"), False: float("inf")}
@@ -168,7 +181,7 @@ class Replays:
             self.measure("bf16", self.in_bf16)
 
     def larger_batch(self) -> None:
-        ids = Batch(self.torch, self.args, self.kwargs).ids
+        ids = Batch(self.torch, *self.calls[0][1:]).ids
         if self.device == "cuda" and ids is not None and ids.numel() >= ENOUGH_TOKENS:
             return
         self.anomaly = False  # what a stack for every operation costs is not the batch's fault
@@ -180,9 +193,14 @@ class Replays:
         torch = self.torch
         plain_s = self.compare(self.replay_unchanged, self.replay_unchanged)
         torch.set_default_dtype(torch.float32)
-        self.module.float()
-        self.args = mapped(list(self.args), lambda t: t.float() if t.is_floating_point() else t)
-        self.kwargs = mapped(dict(self.kwargs), lambda t: t.float() if t.is_floating_point() else t)
+
+        def single(tensor: Any) -> Any:
+            return detached(tensor.float()) if tensor.is_floating_point() else tensor
+
+        self.calls = [
+            (module.float(), mapped(list(args), single), mapped(dict(kwargs), single))
+            for module, args, kwargs in self.calls
+        ]
         single_s = self.compare(self.replay_unchanged, self.replay_unchanged)
         if plain_s and single_s:
             self.found["single"] = [min(plain_s), min(single_s)]
@@ -247,6 +265,11 @@ class Replays:
         side = 4096 if self.device == "cuda" else 1024
         a, b = (torch.randn(side, side, device=self.device, dtype=torch.float32) for _ in range(2))
         best = min(self.timed(lambda: torch.mm(a, b)) for _ in range(4))
+        if self.device == "cpu" and self.agent.facts.get("compute_dtype") == "bfloat16":
+            half = [a.bfloat16(), b.bfloat16()]
+            taken = self.compare(lambda: torch.mm(*half), lambda: torch.mm(a, b))
+            if taken:
+                self.found["float32_product"] = [*taken, self.logs]
         return float(2 * side**3 / best)
 
     def optimizers(self) -> None:
@@ -282,19 +305,25 @@ class Replays:
             return
         taken = self.compare(lambda: plain_one.step(), lambda: fused_one.step())
         if taken:
-            self.found["fused"] = list(taken)
+            self.found["fused"] = [*taken, self.logs]
 
     def attention(self) -> None:
         """Attention written out as products and a softmax, against the fused operator, in the shapes that were seen."""
         torch = self.torch
         shapes = Counter[tuple[int, ...]]()
+        own = 0.0  # the softmax of torch's own attention, where it takes its plain path
         for name, text, count, _ in (self.agent.facts.get("profile") or {}).get("operators", []):
             first = (json.loads(text) or [[]])[0]
             if name == "aten::_softmax" and len(first) in (3, 4) and first[-1] == first[-2] and first[-1] > 1:
                 shapes[tuple(first)] += count
+            elif name == "aten::_scaled_dot_product_attention_math":
+                own += count
         if not shapes:
             return
         shape, count = shapes.most_common(1)[0]
+        count -= own
+        if count < 0.5:
+            return
         width = self.head_width(shape)
         if width is None:
             return

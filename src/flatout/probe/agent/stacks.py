@@ -58,17 +58,18 @@ class Sampler:
         self.agent = agent
         self.counts: Counter[tuple[str, str, str]] = Counter()
         self._stopping = threading.Event()
-        self._thread = threading.Thread(target=self._loop, name="flatout-sampler", daemon=True)
 
     def start(self) -> None:
-        self._thread.start()
+        """Begins to sample; what was sampled before is dropped."""
+        self.counts, self._stopping = Counter(), threading.Event()
+        threading.Thread(target=self._loop, args=(self._stopping,), name="flatout-sampler", daemon=True).start()
 
     def stop(self) -> None:
         self._stopping.set()
 
-    def _loop(self) -> None:
+    def _loop(self, stopping: threading.Event) -> None:
         look = quietly(self._look)
-        while not self._stopping.wait(SAMPLE_EVERY_S):
+        while not stopping.wait(SAMPLE_EVERY_S):
             look()
 
     def _look(self) -> None:
@@ -113,5 +114,10 @@ def framework_of_stack() -> str:
     found = set()
     while frame is not None:
         found |= {name for name, part in FRAMEWORKS if part in frame.f_code.co_filename}
+        # TRL's trainers inherit the loop of transformers, so only the object tells them apart.
+        if "trainer" in found and any(
+            c.__module__.startswith("trl.") for c in type(frame.f_locals.get("self")).__mro__
+        ):
+            found.add("trl")
         frame = frame.f_back
     return next((name for name, _ in FRAMEWORKS if name in found), "torch")

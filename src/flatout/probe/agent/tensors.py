@@ -30,6 +30,11 @@ def mapped(value: Any, function: Callable[[Any], Any], depth: int = 0) -> Any:
     return value
 
 
+def detached(tensor: Any) -> Any:
+    """The same values without the graph that made them; a gradient is computed for it where one was."""
+    return tensor.detach().requires_grad_(tensor.requires_grad) if hasattr(tensor, "detach") else tensor
+
+
 class Batch:
     """Token ids and mask found in a forward's arguments."""
 

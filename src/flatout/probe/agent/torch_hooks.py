@@ -137,7 +137,7 @@ class TorchHooks:
             def generate(model: Any, *args: Any, **kwargs: Any) -> Any:
                 agent.switches.generation(kwargs)
                 began = time.perf_counter()
-                with agent.phase("generate"):
+                with agent.phase("generate"), agent.profiler.paused():
                     out = original(model, *args, **kwargs)
                 if agent.is_training_thread():
                     self._note_generation(model, args, kwargs, out, time.perf_counter() - began)
@@ -172,6 +172,10 @@ class TorchHooks:
         def backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
             self.agent.losses.note(tensors)
             self.agent.end_evaluation()
+            if self.agent.is_training_thread():
+                quietly(self.agent.forwards.passed_back)()
+                if self.agent.timeline.phase == "loss":
+                    self.agent.timeline.enter("other")
             with self.agent.phase("backward"):
                 return original(tensors, *args, **kwargs)
 

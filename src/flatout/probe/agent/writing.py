@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import sys
+import time
 from collections import defaultdict
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,10 @@ if TYPE_CHECKING:
     from .agent import Agent
 
 
+# The facts are written this often, so that whatever ends the script, few of them are lost.
+FACTS_EVERY_S, PHASE_EVERY_S = 2.0, 2.0
+
+
 class Writer:
     """Writes the steps once the device has passed them, and the facts."""
 
@@ -24,6 +29,23 @@ class Writer:
         self.agent = agent
         self.waiting: list[dict[str, Any]] = []  # steps whose device times are not read yet
         self._file: int | None = None
+        self._facts_at = 0.0
+
+    def tell_phases(self) -> None:
+        """A thread that writes the present phase to a file from time to time, so that the doctor can tell the user."""
+        path = os.path.join(self.agent.settings.out, f"phase-{os.environ.get('RANK', '0')}-{self.agent.pid}.json")
+        while not self.agent.ended or self.agent.activity:
+            timeline = self.agent.timeline
+            told = {"phase": self.agent.activity or timeline.phase, "steps": self.agent.num_steps}
+            with contextlib.suppress(OSError):
+                with open(path + ".tmp", "w") as file:
+                    json.dump(told, file)
+                os.replace(path + ".tmp", path)
+            time.sleep(PHASE_EVERY_S)
+
+    def write_sometimes(self) -> None:
+        if time.monotonic() - self._facts_at > FACTS_EVERY_S:
+            self.write_facts("running")
 
     def write_ready(self, wait: bool = False) -> None:
         """Write the steps whose events the device has passed; on a CPU that is all of them.
@@ -58,6 +80,7 @@ class Writer:
         os.write(self._file, (json.dumps(line) + "\n").encode())
 
     def write_facts(self, state: str) -> None:
+        self._facts_at = time.monotonic()
         torch = self.agent.torch
         facts = {
             **self.agent.facts,
@@ -80,7 +103,7 @@ class Writer:
             "gpu": self.agent.facts.get("gpu") or (gpu_facts(torch) if self.agent.facts.get("cuda_used") else None),
             "forwards": [[*key, count] for key, count in self.agent.forwards.counts.most_common(200)],
             "generations": self.agent.hooks.generations,
-            "samples": [[*key, count] for key, count in self.agent.sampler.counts.most_common(200)],
+            "samples": [[*key, count] for key, count in self.agent.sampler.counts.copy().most_common(200)],
             "recompiles": {"count": graph_count(), "reasons": dict(self.agent.hooks.recompile_reasons.most_common(8))},
             "num_steps": self.agent.num_steps,
             "errors": ERRORS,
