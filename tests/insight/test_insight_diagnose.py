@@ -285,13 +285,16 @@ def test_the_headline_is_what_was_measured() -> None:
 
 def test_the_proof_table_breaks_no_word(capsys: pytest.CaptureFixture[str]) -> None:
     proofs = [
-        Proof(cause="needless-recompute", gains=(0.297, 0.31), loss_difference=1.25e-05),
+        Proof(cause="needless-recompute", gains=(0.297, 0.31, 0.3, 0.305), loss_difference=1.25e-05),
+        Proof(cause="low-occupancy-here", gains=(0.297, 0.31), loss_difference=1.25e-05),
         Proof(cause="data-starvation", gains=(), loss_difference=None, problem="RuntimeError: " + "x" * 150),
     ]
     fixes = {"needless-recompute": "TrainingArguments(gradient_checkpointing=False)"}
     doctor.print_proofs(proofs, console=Console(width=80), fixes=fixes)
     said = capsys.readouterr().out.splitlines()
-    assert any("needless-recompute" in line and "29.7 % to 31.0 %" in line and "1.25e-05" in line for line in said)
+    rows = [line.split() for line in said]
+    assert ["needless-recompute", "30.3", "%", "29.4", "%", "to", "31.2", "%", "faster", "1.25e-05"] in rows
+    assert ["low-occupancy-here", "30.4", "%", "none", "too", "few", "repeats", "1.25e-05"] in rows
     assert "make it permanent, needless-recompute: TrainingArguments(gradient_checkpointing=False)" in said
     assert "data-starvation failed: RuntimeError: " + "x" * 150 in said
 

@@ -274,12 +274,14 @@ def _print(diagnosis: Diagnosis, *, console: Console, proofs: Sequence[Proof]) -
 
 def print_proofs(proofs: Sequence[Proof], *, console: Console, fixes: Mapping[str, str] | None = None) -> None:
     """Prints the measured effect of each fix; with `fixes`, also the change to make, below the table."""
-    rows = table("Proof", "fix for", "time saved", "95 % interval", "repeats", "loss difference")
+    rows = table("Proof", "fix for", "time saved", "95 % interval", "verdict", "loss change")
     for column in rows.columns:  # names and numbers stay whole; a failure may be long and goes below
         column.no_wrap, column.overflow = True, "ellipsis"
     for proof in proofs:
-        spread = proof.told
-        cells = [proof.cause, percent(proof.gain), spread, str(len(proof.gains)), number(proof.loss_difference)]
+        interval = " to ".join(map(percent, proof.interval)) if proof.interval else "none"
+        few = "too few repeats" if proof.gains else "n/a"
+        verdict = (proof.verdict if proof.interval else None) or few
+        cells = [proof.cause, percent(proof.gain), interval, verdict, number(proof.loss_difference)]
         rows.add_row(*(escape(redact(cell)) for cell in cells))
     console.print("", rows)
     for proof in proofs:
