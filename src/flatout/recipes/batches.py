@@ -57,13 +57,7 @@ class StreamBatches:
         self.feed = self._open(step)
 
     def shrink(self, step: int, *, cause: OutOfMemory) -> tuple[int, int]:
-        before = self.micro_batch
-        if before == 1:
-            raise RunFailed(
-                f"step {step} ran out of memory even with micro-batch 1 ({cause}). "
-                + largest(self.plan.predicted.memory_gib)
-            )
-        self.micro_batch = smaller(before)
+        before, self.micro_batch = self.micro_batch, shrunk(self.micro_batch, self.plan, step=step, cause=cause)
         self.again(step)
         return before, self.micro_batch
 
@@ -86,3 +80,11 @@ class StreamBatches:
             prefetch=decisions.prefetch,
             pin=decisions.pin_memory,
         )
+
+
+def shrunk(micro_batch: int, plan: Plan, *, step: int, cause: OutOfMemory) -> int:
+    """The next smaller micro-batch after a step ran out of memory."""
+    if micro_batch == 1:
+        largest_parts = largest(plan.predicted.memory_gib)
+        raise RunFailed(f"step {step} ran out of memory even with micro-batch 1 ({cause}). {largest_parts}")
+    return smaller(micro_batch)

@@ -20,13 +20,14 @@ from numpy.typing import NDArray
 from flatout.config.settings import Settings
 from flatout.data.stream import Batch, permute
 from flatout.data.tokenizer import Tokenizer
-from flatout.engine.faults import OutOfMemory, largest, smaller
+from flatout.engine.faults import OutOfMemory
 from flatout.engine.opening import stop_ids
 from flatout.engine.prepare import unprepared
 from flatout.engine.ranks import Ranks
 from flatout.engine.step import Engine
-from flatout.errors import RunFailed, UsageError
+from flatout.errors import UsageError
 from flatout.plan import Plan
+from flatout.recipes.batches import shrunk
 from flatout.recipes.experience import Experience, Group, Prompt, Update, full_batch, packed
 from flatout.recipes.levels import Levels
 from flatout.recipes.questions import Live
@@ -137,12 +138,7 @@ class RolloutBatches:
 
     def shrink(self, step: int, *, cause: OutOfMemory) -> tuple[int, int]:
         before = self.micro_batch
-        if before == 1:
-            raise RunFailed(
-                f"step {step} ran out of memory even with micro-batch 1 ({cause}). "
-                + largest(self.plan.predicted.memory_gib)
-            )
-        self.micro_batch = self.experience.micro_batch = smaller(before)
+        self.micro_batch = self.experience.micro_batch = shrunk(before, self.plan, step=step, cause=cause)
         return before, self.micro_batch
 
     def resumable(self, step: int) -> bool:
