@@ -25,6 +25,7 @@ from flatout.recipes import pretrain
 from flatout.recipes.batches import Streamed
 from flatout.recipes.loop import train
 from flatout.recipes.material import Material
+from flatout.recipes.session import Session
 from flatout.record import Run
 
 PHASE, OVERRIDES = 3, ["train.steps=12", "save.every=2", "eval.every=4", "plan.micro_batch=2"]
@@ -103,7 +104,9 @@ class Live(Streamed):
     short_at: int | None = None
 
     @contextmanager
-    def batches(self, engine: Engine, plan: Plan, ranks: Ranks, *, start: int, stop: int) -> Iterator[Rollouts]:
+    def batches(
+        self, engine: Engine, plan: Plan, session: Session, ranks: Ranks, *, start: int, stop: int
+    ) -> Iterator[Rollouts]:
         yield Rollouts(self.stream, engine, plan.decisions.micro_batch or 1, self.fails_at, self.short_at, {})
 
 

@@ -14,6 +14,7 @@ from flatout.record.events import EVENTS, Evaluated, Facts, MicroBatchSearched, 
 
 OUTCOME = {"stopped_by": "end", "val_losses": [3.0, 2.0], "speed": {"steps": 4, "tokens_per_s": 9.5}}
 TASK = {"task": "t", "spec": "t", "metric": "accuracy", "value": 0.5, "low": 0.4, "high": 0.6, "n": 9, "samples": 1}
+ROLLOUTS = {"task": "t", "prompts": 2, "reward": 0.5, "accuracy": 0.5, "answered": 1.0, "length": 9.0, "truncated": 0.0}
 # A value for each field that has no default, by its name.
 VALUES: dict[str, Any] = {
     **dict.fromkeys(
@@ -35,7 +36,8 @@ def data_of(kind: str) -> dict[str, Any]:
     known = EVENTS[kind]
     if issubclass(known, Facts):
         return {"device": "CPU"}
-    return {one.name: VALUES.get(one.name, 1) for one in fields(known) if one.name not in ("attempt", "time", "step")}
+    values = VALUES | ({"tasks": [ROLLOUTS | {"without_signal": 0.0}]} if kind == "rollouts" else {})
+    return {one.name: values.get(one.name, 1) for one in fields(known) if one.name not in ("attempt", "time", "step")}
 
 
 @pytest.mark.parametrize("kind", EVENTS)
