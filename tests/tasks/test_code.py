@@ -12,6 +12,8 @@ from flatout.tasks import Grader, open_task, sandbox
 from flatout.tasks.code import LEVELS, VALID, Code, Problem, Written, as_problem, guru, program
 from flatout.tasks.sandbox import client
 
+pytestmark = pytest.mark.usefixtures("sandboxed")
+
 
 @pytest.fixture(scope="module", autouse=True)
 def _shared() -> Iterator[None]:

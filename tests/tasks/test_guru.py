@@ -135,6 +135,7 @@ def test_a_verifier_can_be_named_for_an_unknown_source(tmp_path: Path) -> None:
         open_task(f"guru:{path}?verifier=texts")
 
 
+@pytest.mark.usefixtures("sandboxed")
 def test_programs_run_in_the_sandbox(tmp_path: Path) -> None:
     truth = json.dumps({"inputs": ["1 2\n", "5 6\n"], "outputs": ["3\n", "11\n"]})
     task = opened(f"guru:{write(tmp_path / 'rows.jsonl', row('codegen__taco', truth), row('math', '2'))}")

@@ -21,6 +21,8 @@ from flatout.tasks import sandbox
 from flatout.tasks.code import Problem
 from flatout.tasks.sandbox import Call, Sandbox, Stopped, agent, client, same_output
 
+pytestmark = pytest.mark.usefixtures("sandboxed")
+
 SECRET = "the-secret-of-this-machine"
 ANSWER = 918_273_645
 HONEST = f"def f(x): return {ANSWER} + x"
