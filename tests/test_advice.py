@@ -19,6 +19,7 @@ HOLE = "\N{WHITE SQUARE}"
 ADVICE = re.compile(rf"(?<![\w./-])((?:{'|'.join(sorted(SECTIONS))})\.[a-z_0-9]+)(?:=|: )(\[[^\]]*\]|[^\s,;)`'\"|]+)")
 # What some settings need beside them, and what their place in a sentence stands for.
 NEEDS = {
+    "rl": ["recipe=rl", "rl.tasks=[math]"],
     "lora": ["recipe=sft", "data.source=jsonl", "data.path=rows.jsonl", "lora.rank=8"],
     "rft": ["recipe=rft", "rft.task=units:train", "rft.teach=units:train"],
     "save": ["eval.every=5"],
