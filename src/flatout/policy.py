@@ -70,12 +70,6 @@ def group_advantages(rewards_PS: Floats, *, estimator: Estimator) -> Floats:
     return advantages
 
 
-def has_signal(rewards_PS: Floats) -> NDArray[np.bool_]:
-    """The prompts whose samples did not all get the same reward; compared exactly, not by their deviation."""
-    found: NDArray[np.bool_] = (rewards_PS != rewards_PS[:, :1]).any(axis=1)
-    return found
-
-
 def overlong_penalty(length: int, *, limit: int, buffer: int) -> float:
     """0 up to `limit - buffer` tokens, then down linearly to -1 at `limit`."""
     return -min(1.0, max(0.0, (length - (limit - buffer)) / buffer)) if buffer > 0 else 0.0
@@ -117,12 +111,6 @@ def gae(rewards_T: Floats, values_T: Floats, *, gamma: float, lam: float) -> tup
         following = delta + gamma * lam * following
         advantages[t], following_value = following, values_T[t]
     return advantages, advantages + values_T
-
-
-def whitened(values_N: Floats) -> Floats:
-    """With mean 0 and variance 1 over all tokens of a step."""
-    found: Floats = (values_N - values_N.mean()) / (values_N.std() + 1e-8)
-    return found
 
 
 def log_ratio(logp_N: Tensor, old_logp_N: Tensor) -> Tensor:

@@ -15,14 +15,16 @@ import torch
 from tests.warm import two_ranks
 
 from flatout.config import from_mapping
-from flatout.config.settings import Settings
+from flatout.config.settings import RlSettings, Settings
+from flatout.engine.trained import open_trained
 from flatout.errors import UsageError
 from flatout.recipes import rl, rollouts, run
 from flatout.recipes.experience import Experience
+from flatout.recipes.levels import Levels
 from flatout.recipes.rollouts import RolloutBatches
 from flatout.record import Run
-from flatout.record.events import MemoryRanOut, RolloutsGraded
-from flatout.tasks import Graded
+from flatout.record.events import MemoryRanOut, Notice, RolloutsGraded, TaskRollouts
+from flatout.tasks import Graded, open_task
 
 CONFIG: dict[str, Any] = {
     "recipe": "rl",
@@ -218,6 +220,43 @@ def one_rank(folder: str, changes: str) -> None:
     patch = pytest.MonkeyPatch()
     letters.__wrapped__(patch)  # type: ignore[attr-defined]
     run(settings(**json.loads(changes), plan={"micro_batch": 1}), folder=Path(folder))
+
+
+def test_levels_follow_the_accuracy_and_are_recalled_from_the_record() -> None:
+    tasks = ("math:train", "logic:train")
+    levels = Levels(RlSettings(tasks=tasks, curriculum=True))
+    nothing = dict.fromkeys(("reward", "answered", "length", "truncated", "without_signal"), None)
+
+    def phase(step: int, *accuracies: float) -> RolloutsGraded:
+        found = [
+            TaskRollouts(task=task, prompts=1, accuracy=accuracy, **nothing)
+            for task, accuracy in zip(tasks, accuracies, strict=True)
+        ]
+        return RolloutsGraded(step=step, tasks=tuple(found), tokens=1, seconds=1.0, grading_s=0.0)
+
+    seen = [phase(0, 0.9, 0.5), phase(1, 0.9, 0.8), phase(2, 0.1, 0.0)]
+    expected = [(2, 1), (3, 2), (2, 1)]
+    for event, now in zip(seen, expected, strict=True):
+        levels.see(event)
+        assert (levels.level(tasks[0]), levels.level(tasks[1])) == now
+    again = Levels(RlSettings(tasks=tasks, curriculum=True))
+    again.recall([phase(1, 0.0, 0.0), *seen], before=2)  # the first was repeated after a kill
+    assert (again.level(tasks[0]), again.level(tasks[1])) == (3, 2)
+    assert again.task(tasks[0], level=3).prompt(0) == open_task("math:train?level=3").prompt(0)
+
+
+def test_a_run_with_a_critic_is_opened_without_it(tmp_path: Path) -> None:
+    run(settings(rl={"algorithm": "ppo", "critic": "own"}, train={"steps": 2}), folder=tmp_path / "run")
+    opened = open_trained(Run.open(tmp_path / "run"))
+    assert not [name for name, _ in opened.model.named_parameters() if name.startswith("critic")]
+
+
+def test_questions_that_do_not_fit_are_reported_once(tmp_path: Path) -> None:
+    rows = [{"question": "x" * (60 if i % 2 else 600), "answer": "1"} for i in range(64)]
+    (tmp_path / "q.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    run(settings(rl={"tasks": [f"jsonl:{tmp_path}/q.jsonl"]}), folder=tmp_path / "run")
+    told = [event.text for event in Run.open(tmp_path / "run").events() if isinstance(event, Notice)]
+    assert len([text for text in told if "such questions are left out" in text]) == 1
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from torch import Tensor
 Method = Literal["pcgrad", "cagrad", "mgda"]
 # Elements of each gradient that are in float64 at a time.
 CHUNK = 1 << 22
-# Iterations of the two small minimisations. Both have a few unknowns and converge in fewer.
+# Iterations of the two small minimisations over the simplex; the tests say how close they come.
 ITERATIONS = 100
 # How far from the mean gradient CAGrad searches, as a share of its norm; its authors' default.
 CAGRAD_C = 0.5

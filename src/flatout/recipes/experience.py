@@ -80,7 +80,7 @@ class Update:
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """A completion with its prompt. Of `values` each has one number for every token of the completion, by column."""
+    """A completion with its prompt. `values` holds the columns: one number for each token of the completion."""
 
     slot: int
     task: str
@@ -92,6 +92,8 @@ class Row:
 
 
 class Experience:
+    """Turns the graded completions of a phase into the examples of its optimizer steps."""
+
     def __init__(self, settings: Settings, plan: Plan, engine: Engine, ranks: Ranks) -> None:
         self.settings, self.rl, self.engine, self.ranks = settings, settings.rl, engine, ranks
         self.method = policy.ALGORITHMS[self.rl.algorithm]

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from functools import cache
 
 from flatout.config.settings import RlSettings
 from flatout.errors import UsageError
+from flatout.recipes.questions import questions_of
 from flatout.record import Event
 from flatout.record.events import RolloutsGraded
-from flatout.tasks import Task, Texts, open_task
+from flatout.tasks import Task
 
 # A task gets harder above the first accuracy and easier below the second.
 HARDER, EASIER = 0.7, 0.2
@@ -17,14 +17,17 @@ FIRST, LAST = 1, 5
 
 
 class Levels:
+    """The tasks of `rl.tasks`, each at its present level."""
+
     def __init__(self, rl: RlSettings) -> None:
         self.tasks, self.curriculum = rl.tasks, rl.curriculum
         self._levels = dict.fromkeys(rl.tasks, FIRST) if rl.curriculum else {}
-        for spec in self.specs if rl.curriculum else ():
-            try:
-                questions_of(spec)
-            except UsageError as error:
-                raise UsageError(f"rl.curriculum needs tasks with levels 1 to 5, such as math: {error}") from None
+        try:
+            self._opened = {spec: questions_of(spec) for spec in self.specs}
+        except UsageError as error:
+            if not rl.curriculum:
+                raise
+            raise UsageError(f"rl.curriculum needs tasks with levels 1 to 5, such as math: {error}") from None
 
     @property
     def specs(self) -> list[str]:
@@ -41,7 +44,7 @@ class Levels:
         return task if level is None else f"{task}{'&' if '?' in task else '?'}level={level}"
 
     def task(self, task: str, *, level: int | None) -> Task:
-        return questions_of(self.spec(task, level=level))
+        return self._opened[self.spec(task, level=level)]
 
     def see(self, event: RolloutsGraded) -> None:
         """Moves the levels after a phase."""
@@ -55,11 +58,3 @@ class Levels:
         phases = {e.step: e for e in events if isinstance(e, RolloutsGraded) and e.step is not None and e.step < before}
         for step in sorted(phases):
             self.see(phases[step])
-
-
-@cache
-def questions_of(spec: str) -> Task:
-    task = open_task(spec)
-    if isinstance(task, Texts):
-        raise UsageError(f"{spec} has no questions: use a task with questions")
-    return task

@@ -17,12 +17,20 @@ from flatout.engine.opening import stop_ids
 from flatout.engine.prepare import unprepared
 from flatout.engine.ranks import Ranks
 from flatout.engine.step import Engine
+from flatout.errors import UsageError
 from flatout.evaluate import chosen, evaluate
 from flatout.model import Model
 from flatout.recipes.session import Session
 from flatout.record.events import TaskResult, TasksScored
 from flatout.sample import Sampling, sampler_of
-from flatout.tasks import open_task
+from flatout.tasks import Task, Texts, open_task
+
+
+def questions_of(spec: str) -> Task:
+    task = open_task(spec)
+    if isinstance(task, Texts):
+        raise UsageError(f"{spec} has no questions: this recipe takes tasks with questions")
+    return task
 
 
 def check_tasks(settings: Settings) -> None:

@@ -33,7 +33,7 @@ from flatout.recipes.levels import Levels
 from flatout.recipes.questions import Live
 from flatout.recipes.sampling import Fitting, Graders
 from flatout.recipes.session import Session
-from flatout.record.events import RolloutSample, RolloutsGraded, TaskRollouts
+from flatout.record.events import Notice, RolloutSample, RolloutsGraded, TaskRollouts
 from flatout.sample import Completion, Sampler, Sampling, prompt_ids, sampler_of, stop_texts, text_of
 from flatout.tasks import Graded, Task, Worked
 
@@ -62,7 +62,7 @@ class Rollouts:
         self.settings, self.tokenizer = settings, tokenizer
         self.levels = Levels(settings.rl)
         for spec in settings.rl.tasks:
-            self._check(spec, self.levels.task(spec, level=None))
+            self._check(spec, self.levels.task(spec, level=self.levels.level(spec)))
 
     def _check(self, spec: str, task: Task) -> None:
         """Refuses a task whose prompts do not fit, or that has no solutions to learn from first."""
@@ -91,6 +91,8 @@ class Rollouts:
 
 
 class RolloutBatches:
+    """The batches of a run that learns from its own completions, phase by phase."""
+
     def __init__(
         self,
         source: Rollouts,
@@ -118,6 +120,7 @@ class RolloutBatches:
         rows = sample.rows or min(share, MOST_ROWS[engine.active.device.type])
         self.fitting = Fitting(self._sampler, rows=rows, tell=session.recorder.event)
         self.experience = Experience(self.settings, plan, engine, ranks)
+        self._told: set[str] = set()  # tasks whose first question that does not fit was reported
         self._phase: int | None = None
         self._updates: list[list[Update]] = []  # by step in an epoch of the phase
 
@@ -208,6 +211,11 @@ class RolloutBatches:
             ids = tuple(prompt_ids(self.tokenizer, asked.prompt(question)))
             if len(ids) + self.sampling.max_tokens <= self.settings.data.sequence_length:
                 found.append(Prompt(slot=slot, task=spec, level=level, question=question, ids=ids))
+            elif spec not in self._told:
+                self._told.add(spec)
+                text = f"{spec}: question {question} has a prompt of {len(ids)} tokens, which does not fit"
+                tell = f"{text} data.sequence_length with sample.max_tokens; such questions are left out"
+                self.session.recorder.event(Notice(text=tell))
         return found
 
     def _generated(self, prompts: Sequence[Prompt], *, phase: int) -> tuple[list[list[Completion]], list[list[Grade]]]:

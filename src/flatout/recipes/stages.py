@@ -35,12 +35,13 @@ from flatout.model import Decoder, lora
 from flatout.model.loading import export_model
 from flatout.plan import Plan
 from flatout.recipes import sft
+from flatout.recipes.questions import questions_of
 from flatout.recipes.sampling import Chunk, Counts, Fitting, Kept, Sampled, Stopped, free_memory
 from flatout.recipes.sealed import Seals, seal_of, unwritable
 from flatout.recipes.session import Session, device_memory, identity_of
 from flatout.record import Outcome, Run, Speed, events
 from flatout.sample import Sampler, Sampling, plain_prompt, sampler_of, stop_texts
-from flatout.tasks import Messages, Task, Texts, Worked, open_task, with_prompt
+from flatout.tasks import Messages, Worked, open_task, with_prompt
 
 # Used where the plan cannot predict how many completions fit.
 ROWS = 64
@@ -83,13 +84,6 @@ class RunTasks:
             measured=made[2],
             questions=chosen(sampled.size, limit=rft.questions, name=sampled.name),
         )
-
-
-def questions_of(spec: str) -> Task:
-    task = open_task(spec)
-    if isinstance(task, Texts):
-        raise UsageError(f"{spec} has no questions: recipe rft takes tasks with questions")
-    return task
 
 
 @dataclass(frozen=True, kw_only=True)
