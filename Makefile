@@ -5,6 +5,9 @@ BIN := $(VENV)/bin
 
 COMPAT ?= .venv-compat
 
+# The tests start hundreds of processes; each would compile the package again.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: demo test test-doctor test-speed test-faults test-busy record-doctor test-compat bench-gpu check format clean
 
 demo: $(VENV)/.train

@@ -51,12 +51,10 @@ TWO = {
     "two_float64_and_garbage.py": {"wrong-dtype", "empty-cache"},
 }
 HEALTHY = ("healthy_plain.py", "healthy_nanogpt.py", "healthy_trainer.py")
-# These run each time, with `healthy_plain.py`. None of them sleeps: where other processes take the cores, what it does
-# wrong takes longer with all the rest.
+# These run each time, with `healthy_plain.py` and a script that collects garbage (test_doctor_prove.py). None of them
+# sleeps: where other processes take the cores, what it does wrong takes longer with all the rest.
 EACH_TIME = (
     "plain_float64.py",
-    "plain_collects_garbage.py",
-    "plain_logs_everything.py",
     "trainer_pads_to_the_maximum.py",
     "lightning_slow_dataset.py",
     "ddp_syncs_every_micro_batch.py",

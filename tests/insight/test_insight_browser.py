@@ -83,8 +83,7 @@ def pages(tmp_path_factory: pytest.TempPathFactory, h200: Run, long_run: Run) ->
     return found
 
 
-@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
-@pytest.mark.parametrize("width", [DESKTOP, 768, PHONE])
+@pytest.mark.parametrize(("width", "dark"), [(DESKTOP, False), (768, True), (PHONE, False)])
 @pytest.mark.parametrize("name", ["one", "long", "bad", "two", "empty"])
 def test_nothing_lies_over_anything(browser: Browser, pages: dict[str, str], name: str, width: int, dark: bool):
     browser.look(width=width, dark=dark)

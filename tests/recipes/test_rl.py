@@ -26,11 +26,12 @@ from flatout.record import Run
 from flatout.record.events import MemoryRanOut, Notice, RolloutsGraded, TaskRollouts
 from flatout.tasks import Graded, open_task
 
+TRAIN, SHOWN = "sums:train?prompt=bare", "sums:shown?prompt=bare"
 CONFIG: dict[str, Any] = {
     "recipe": "rl",
-    "model": {"layers": 2, "hidden": 32, "heads": 2, "positions": 512},
-    "data": {"sequence_length": 512},
-    "rl": {"tasks": ["sums:train", "sums:shown"], "prompts": 4, "samples": 3, "updates": 2},
+    "model": {"layers": 2, "hidden": 32, "heads": 2},
+    "data": {"sequence_length": 64},
+    "rl": {"tasks": [TRAIN, SHOWN], "prompts": 4, "samples": 3, "updates": 2},
     "sample": {"max_tokens": 8},
     "train": {"steps": 6, "lr": 1e-3},
     "plan": {"precision": "fp32", "threads": 1, "micro_batch": 2},
@@ -117,12 +118,12 @@ def test_mixed_and_equal_batches_ask_the_same_questions(tmp_path: Path, monkeypa
     assert sorted(flat["mixed"]) == sorted(flat["equal"])
     assert len(set(flat["equal"])) == 12, "no question twice"
     for phase in asked["equal"]:
-        assert [task for task, _ in phase] == ["sums:train"] * 2 + ["sums:shown"] * 2
+        assert [task for task, _ in phase] == [TRAIN] * 2 + [SHOWN] * 2
     events = phases(tmp_path / "pcgrad")
     assert [event.step for event in events] == [0, 2, 4]
     assert all(one.prompts == 2 for event in events for one in event.tasks)
     metrics = [step.extra.metrics for step in Run.open(tmp_path / "pcgrad").latest_steps()]
-    assert all(-1 <= found["cosine/sums:train/sums:shown"] <= 1 for found in metrics)
+    assert all(-1 <= found[f"cosine/{TRAIN}/{SHOWN}"] <= 1 for found in metrics)
 
 
 @pytest.mark.parametrize("algorithm", ["grpo", "ppo"])
@@ -131,6 +132,7 @@ def test_the_reward_rises_where_it_can(algorithm: str, tmp_path: Path) -> None:
         rl={"prompts": 8, "samples": 8, "updates": 1, "algorithm": algorithm},
         train={"steps": 24, "lr": 1e-2},
         save={"every": None},
+        plan={"micro_batch": 16},
     )
     run(longer, folder=tmp_path / "run")
     rewards = [phase.reward or 0.0 for phase in phases(tmp_path / "run")]
@@ -252,9 +254,10 @@ def test_a_run_with_a_critic_is_opened_without_it(tmp_path: Path) -> None:
 
 
 def test_questions_that_do_not_fit_are_reported_once(tmp_path: Path) -> None:
-    rows = [{"question": "x" * (60 if i % 2 else 600), "answer": "1"} for i in range(64)]
+    rows = [{"question": "x" * (20 if i % 2 else 200), "answer": "1"} for i in range(64)]
     (tmp_path / "q.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    run(settings(rl={"tasks": [f"jsonl:{tmp_path}/q.jsonl"]}), folder=tmp_path / "run")
+    chosen = settings(rl={"tasks": [f"jsonl:{tmp_path}/q.jsonl?prompt=bare"]}, data={"sequence_length": 128})
+    run(chosen, folder=tmp_path / "run")
     told = [event.text for event in Run.open(tmp_path / "run").events() if isinstance(event, Notice)]
     assert len([text for text in told if "such questions are left out" in text]) == 1
 
@@ -270,8 +273,8 @@ def test_questions_that_do_not_fit_are_reported_once(tmp_path: Path) -> None:
         ({"rl": {"tasks": ["sums:train"]}, "mtl": {"method": "pcgrad"}}, "at least two tasks"),
         ({"rl": {"tasks": ["unitz", "sums:train"]}}, "unitz"),
         ({"rl": {"tasks": ["sums:train", "sums:train"]}}, "twice"),
-        ({"sample": {"max_tokens": 512}}, "no room for a prompt"),
-        ({"sample": {"max_tokens": 400}}, "do not fit data.sequence_length"),
+        ({"sample": {"max_tokens": 64}}, "no room for a prompt"),
+        ({"sample": {"max_tokens": 55}}, "do not fit data.sequence_length"),
         ({"rl": {"curriculum": True}}, "levels"),
         ({"rl": {"overlong_buffer": 9}}, "at most sample.max_tokens"),
         ({"rl": {"old_logprobs": "sampler"}, "sample": {"temperature": 0.7}}, "temperature 1"),

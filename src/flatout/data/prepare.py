@@ -573,15 +573,27 @@ def main() -> int:
         for _ in range(LOCK_ATTEMPTS):  # a reader that checks for a live writer holds the lock for a moment
             with writer_lock(task.root, wait=False) as held:
                 if held:
-                    if not _is_complete(task):
-                        _write(task, progress=stop_when_orphaned)
-                    writer_log(task.root).unlink(missing_ok=True)  # only failures are reported
-                    return 0
+                    return _write_or_report(task, stop_when_orphaned)
             time.sleep(LOCK_RETRY_S)
     except FlatoutError as error:
-        print(error, file=sys.stderr)
-        return error.exit_code
+        return _report(error)
     return 0  # another writer is running
+
+
+def _write_or_report(task: Task, progress: Progress) -> int:
+    """Writes under the lock, and reports under it too: a reader who finds the lock free reads the whole message."""
+    try:
+        if not _is_complete(task):
+            _write(task, progress=progress)
+    except FlatoutError as error:
+        return _report(error)
+    writer_log(task.root).unlink(missing_ok=True)  # only failures are reported
+    return 0
+
+
+def _report(error: FlatoutError) -> int:
+    print(error, file=sys.stderr, flush=True)
+    return error.exit_code
 
 
 if __name__ == "__main__":
