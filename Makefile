@@ -25,7 +25,7 @@ test-speed: $(VENV)/.dev
 
 # Every kill and every kind of damage; about an hour on two cores.
 test-faults: $(VENV)/.dev
-	$(BIN)/python -m pytest -n 2 -m faults tests/faults $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n 2 -m faults tests/faults tests/recipes $(PYTEST_ARGS)
 
 # `make test` three times while every core is busy with something else.
 test-busy: $(VENV)/.dev

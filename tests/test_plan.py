@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flatout import gallery
-from flatout.config import load
+from flatout.config import from_mapping, load
 from flatout.config.settings import DataSettings, ModelSettings, PlanSettings, Settings, TrainSettings
 from flatout.cost import BUCKET_BYTES, Adapters, ModelShape, cpu_share
 from flatout.errors import UsageError
@@ -129,6 +129,44 @@ def test_every_machine_gets_a_plan_for_the_example(name: str) -> None:
     assert predicted.mfu is not None
     assert 0.05 < predicted.mfu < 0.7
     assert predicted.hours == pytest.approx(1000 * 524288 / predicted.tokens_per_s / 3600)
+
+
+def test_reinforcement_learning_counts_what_it_holds_beside_the_policy() -> None:
+    def parts(**others: Any) -> dict[str, float]:
+        return decide(job(sequences=16, packing="documents", **others)).predicted.memory_gib
+
+    weights = SMALL.num_parameters / 2**30
+    assert parts()["task_gradients"] == parts()["critic"] == parts()["reference"] == 0
+    assert parts(gradient_tasks=6)["task_gradients"] == pytest.approx(24 * weights)
+    adapters = Adapters(rank=16, alpha=32.0)
+    assert parts(gradient_tasks=6, adapters=adapters)["task_gradients"] < weights
+    assert parts(reference=True)["reference"] == pytest.approx(2 * weights)
+    assert parts(own_critic=True)["critic"] > 12 * weights, "fp32 weights and two moments, at least"
+    # Six gradients of all weights do not fit, those of adapters do.
+    tight = {"shape": HUGE, "base": "a model", "length": 1024, "sequences": 16}
+    assert "task gradients" in refusal(job(**tight, gradient_tasks=6))
+    assert "lora.rank: 16 would fit (" in refusal(job(**tight, gradient_tasks=6))
+    decide(job(**tight, gradient_tasks=6, adapters=adapters))
+
+
+def test_what_a_configuration_of_reinforcement_learning_holds() -> None:
+    def asked(**changes: Any) -> tuple[int, bool, bool]:
+        values: dict[str, Any] = {
+            "recipe": "rl",
+            "model": {"layers": 1, "hidden": 32, "heads": 2},
+            "rl": {"tasks": ["math:train", "stem:train"]},
+            "train": {"steps": 2},
+        }
+        for key, value in changes.items():
+            values[key] = {**values.get(key, {}), **value}
+        made = job_of(from_mapping(values), hardware=named("H200"), num_ranks=1)
+        return made.gradient_tasks, made.own_critic, made.reference
+
+    assert asked() == (0, False, False)
+    assert asked(mtl={"method": "pcgrad"}) == (2, False, False)
+    assert asked(rl={"algorithm": "ppo"}) == (0, False, False)
+    assert asked(rl={"algorithm": "ppo", "critic": "own", "kl": 0.1}) == (0, True, True)
+    assert asked(rl={"kl": 0.1}, lora={"rank": 4}) == (0, False, False)
 
 
 @pytest.mark.parametrize("name", ["H200", "T4", "CPU"])

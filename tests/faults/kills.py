@@ -1,6 +1,6 @@
 """Kills a short job at every call that writes, lets it go on by the same command, and compares what it leaves.
 
-    python -m tests.faults.kills {pretrain,sft,rft,prepare} [--from N] [--every N]
+    python -m tests.faults.kills {pretrain,sft,rft,rl,prepare} [--from N] [--every N]
 
 A library preloaded into the process (`writes.c`) counts the calls that change files of the job and ends the process
 with SIGKILL at one of them. For each call of an undisturbed job, the job is begun in fresh folders, killed there, and
@@ -115,6 +115,24 @@ def _rft(folder: Path) -> None:
     _write_yaml(folder / "job.yaml", config)
 
 
+def _rl(folder: Path) -> None:
+    # The last number of a random text is now and then the digit of the answer.
+    rows = ({"question": f"{i}?", "answer": f"#### {i % 10}"} for i in range(40))
+    (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    tasks = [f"gsm8k:{folder / 'train.jsonl'}?prompt=bare"]
+    config = {
+        "recipe": "rl",
+        "model": _MODEL,
+        "data": {"sequence_length": 48},
+        "rl": {"tasks": tasks, "prompts": 8, "samples": 8, "updates": 2, "algorithm": "ppo"},
+        "sample": {"max_tokens": 12},
+        "train": {"steps": 6, "lr": 3e-3},
+        "plan": _PLAN,
+        "save": {"every": 2},
+    }
+    _write_yaml(folder / "job.yaml", config)
+
+
 def _train(folder: Path) -> list[str]:
     return ["train", str(folder.parent / "given" / "job.yaml"), "--run", str(folder / "run")]
 
@@ -147,6 +165,7 @@ JOBS = {
     "pretrain": Job(arguments=_train, result=_trained, made=Path("run"), resume=("--resume",), give=_pretrain),
     "sft": Job(arguments=_train, result=_trained, made=Path("run"), resume=("--resume",), give=_sft),
     "rft": Job(arguments=_train, result=_trained, made=Path("run"), resume=("--resume",), give=_rft),
+    "rl": Job(arguments=_train, result=_trained, made=Path("run"), resume=("--resume",), give=_rl),
     "prepare": Job(
         arguments=lambda folder: [
             *("data", "prepare", str(folder.parent / "given" / "documents.jsonl"), "--tokenizer", "bpe:300"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from flatout.recipes.experience import Experience
 from flatout.recipes.levels import Levels
 from flatout.recipes.rollouts import RolloutBatches
 from flatout.record import Run
-from flatout.record.events import MemoryRanOut, Notice, RolloutsGraded, TaskRollouts
+from flatout.record.events import MemoryRanOut, Notice, RolloutsGraded, RowsHalved, TaskRollouts
 from flatout.tasks import Graded, open_task
 
 TRAIN, SHOWN = "sums:train?prompt=bare", "sums:shown?prompt=bare"
@@ -170,6 +170,36 @@ def test_a_step_that_runs_out_of_memory_is_taken_once_in_smaller_pieces(
     assert len(phases(tmp_path / "less")) == 3, "no phase was generated twice"
     ours, theirs = ([s.loss for s in Run.open(tmp_path / name).latest_steps()] for name in ("less", "whole"))
     assert ours == pytest.approx(theirs, abs=1e-5)
+
+
+def test_generation_that_runs_out_of_memory_is_done_again_with_fewer_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run(settings(), folder=tmp_path / "whole")
+    plain = RolloutBatches._sampler
+
+    class Cramped:
+        """Out of memory after some completions, if it has more than three rows."""
+
+        def __init__(self, sampler: Any, rows: int) -> None:
+            self.sampler, self.rows = sampler, rows
+
+        def generate(self, *arguments: Any, **named: Any) -> Iterator[Any]:
+            for at, done in enumerate(self.sampler.generate(*arguments, **named)):
+                if at == 2 and self.rows > 3:
+                    raise torch.OutOfMemoryError("CUDA out of memory")
+                yield done
+
+    monkeypatch.setattr(RolloutBatches, "_sampler", lambda self, rows: Cramped(plain(self, rows), rows))
+    run(settings(), folder=tmp_path / "less")
+    halved = [event for event in Run.open(tmp_path / "less").events() if isinstance(event, RowsHalved)]
+    assert [(event.rows, event.now) for event in halved] == [(12, 6), (6, 3)]
+    ours, theirs = (phases(tmp_path / name) for name in ("less", "whole"))
+    assert [one.step for one in ours] == [0, 2, 4], "every phase is reported and learnt from once"
+    assert [(one.tokens, one.reward) for one in ours] == [(one.tokens, one.reward) for one in theirs]
+    assert [one.rows for one in ours] == [3, 3, 3]
+    losses = [[s.loss for s in Run.open(tmp_path / name).latest_steps()] for name in ("less", "whole")]
+    assert losses[0] == pytest.approx(losses[1], abs=1e-5)
 
 
 def test_dynamic_sampling_replaces_prompts_without_signal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -74,6 +74,15 @@ def test_splits_share_no_function_and_questions_stay_the_same() -> None:
         held_out.prompt(VALID)
 
 
+def test_solved_examples_come_before_the_question() -> None:
+    plain, shown = Code(level=2), Code(level=2, shots=3)
+    *examples, asked = shown.prompt(4)
+    assert asked == plain.prompt(4)[-1]
+    assert [one["role"] for one in examples] == ["user", "assistant"] * 3
+    assert examples == shown.prompt(5)[:-1]
+    assert not {one["content"] for one in examples[1::2]} & {plain.solution(i) for i in range(VALID)}
+
+
 def test_hidden_tests_are_not_in_the_prompt() -> None:
     task = Code()
     asked, calls = task.prompt(0)[-1]["content"], task.problem(0).calls

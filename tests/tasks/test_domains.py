@@ -140,7 +140,8 @@ def test_a_domain_is_opened_by_its_spec_and_graded_in_a_worker(name: str) -> Non
         ("logic?level=6", "level=6: must be a whole number from 1 to 5"),
         ("stem?level=", "level=: must be a whole number"),
         ("table?size=0", "size=0: must be a number of questions"),
-        ("table?sizes=3", "option 'sizes' is unknown; it takes level, size, prompt"),
+        ("table?sizes=3", "option 'sizes' is unknown; it takes level, size, shots, prompt"),
+        ("table?shots=17", "shots=17: must be a number of examples from 0 to 16"),
     ],
 )
 def test_mistakes_in_a_spec_are_reported(spec: str, says: str) -> None:
@@ -154,3 +155,20 @@ def test_held_out_questions_are_an_eighth() -> None:
     for i in range(50):
         words = " ".join(sorted(task.question(i).text.split()))
         assert hashlib.sha256(words.encode()).digest()[0] % 8 != 0
+
+
+@pytest.mark.parametrize("name", DOMAINS)
+def test_solved_examples_come_before_the_question(name: str) -> None:
+    plain, shown = open_task(f"{name}?level=2"), open_task(f"{name}?level=2&shots=5")
+    assert shown.prompt(7)[0] == plain.prompt(7)[0]
+    assert shown.prompt(7)[-1] == plain.prompt(7)[-1]
+    examples = shown.prompt(7)[1:-1]
+    assert [one["role"] for one in examples] == ["user", "assistant"] * 5
+    assert examples == shown.prompt(9)[1:-1], "the sampler reads what prompts have in common once"
+    held_out = {plain.prompt(i)[-1]["content"] for i in range(200)}
+    asked = {one["content"] for one in examples[::2]}
+    assert len(asked) == 5
+    assert not asked & held_out
+    assert all(shown.answer(one["content"]) is not None for one in examples[1::2])
+    levels = [len(open_task(f"{name}?shots=1").prompt(i)) for i in range(5)]
+    assert levels == [len(plain.prompt(0)) + 2] * 5

@@ -1,9 +1,11 @@
 """Grading processes answer, are killed when they take too long, and forget what a completion did to them."""
 
 import os
+import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.waiting import HANG_S
@@ -11,12 +13,11 @@ from tests.waiting import HANG_S
 from flatout.errors import RunFailed
 from flatout.tasks import grade, worker, workers
 from flatout.tasks.grader import Grader
+from flatout.tasks.units import Units
 from flatout.tasks.workers import KILLED, Worker
 
 
 def test_rewards_from_a_worker_are_those_of_the_task() -> None:
-    from flatout.tasks.units import Units
-
     units = Units()
     right = f"<answer>{units.question(3).answer:.4g}</answer>"
     with Grader("units", timeout_s=HANG_S) as grader:
@@ -38,8 +39,6 @@ def test_hostile_completions_are_worth_nothing(text: str) -> None:
 
 
 def test_threads_share_a_worker() -> None:
-    from flatout.tasks.units import Units
-
     units = Units()
     with Grader("units", timeout_s=HANG_S) as grader, ThreadPoolExecutor(4) as threads:
         graded = threads.map(lambda i: grader.grade(i, f"<answer>{units.question(i).answer:.4g}</answer>"), range(40))
@@ -60,14 +59,51 @@ def _look(*_: object) -> str | None:
 
 
 def test_a_child_that_hangs_or_dies_is_gone_and_the_next_is_untouched() -> None:
-    def fork(work: object, timeout_s: float = HANG_S) -> bytes:
-        return worker._forked(work, [], timeout_s=timeout_s)  # type: ignore[arg-type]
+    def fork(work: object, timeout_s: float = HANG_S) -> dict[str, Any]:
+        (reply,) = worker._forked(work, [[]], timeout_s=timeout_s, together=1)  # type: ignore[arg-type]
+        return reply
 
-    assert fork(_hang, timeout_s=0.3) == b'{"killed": true}'
-    assert fork(lambda: os._exit(1)) == b'{"killed": true}'
-    assert fork(lambda: 1 / 0) == b'{"killed": true}'
-    assert fork(_poison) == b'{"result": "done"}'
-    assert fork(_look) == b'{"result": "7"}'
+    assert fork(_hang, timeout_s=0.3) == {"killed": True}
+    assert fork(lambda: os._exit(1)) == {"killed": True}
+    assert fork(lambda: 1 / 0) == {"killed": True}
+    assert fork(_poison) == {"result": "done"}
+    assert fork(_look) == {"result": "7"}
+
+
+def test_a_child_goes_on_where_another_was_killed() -> None:
+    def work(number: int, pids: str) -> int:
+        with open(pids, "a") as file:
+            file.write(f"{os.getpid()}\n")
+        if number in (2, 3):
+            os._exit(0)
+        if number == 5:
+            time.sleep(3600)
+        return number
+
+    def forked(together: int, path: Path) -> tuple[list[Any], int]:
+        many = [[number, str(path)] for number in range(8)]
+        found = worker._forked(work, many, timeout_s=1.0, together=together)
+        return [one.get("result") for one in found], len(set(path.read_text().split()))
+
+    with tempfile.TemporaryDirectory() as folder:
+        expected = [0, 1, None, None, 4, None, 6, 7]
+        assert forked(8, Path(folder, "together")) == (expected, 4)
+        assert forked(1, Path(folder, "apart")) == (expected, 8)
+
+
+def test_programs_and_computer_algebra_get_a_child_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grade, "has_maths", lambda: True)
+    assert worker._apart("math:train")
+    assert not worker._apart("logic:train")
+    monkeypatch.setattr(grade, "has_maths", lambda: False)
+    assert not worker._apart("math:train")
+
+
+def test_many_completions_in_one_request_are_graded_like_one() -> None:
+    units = Units()
+    texts = [f"<answer>{units.question(i).answer:.4g}</answer>" if i % 2 else "\ud800{" * i for i in range(20)]
+    with Grader("units", timeout_s=HANG_S) as grader:
+        assert grader.grade_each(list(enumerate(texts))) == [grader.grade(i, text) for i, text in enumerate(texts)]
 
 
 def test_a_worker_that_was_killed_is_replaced() -> None:

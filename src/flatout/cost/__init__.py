@@ -155,6 +155,10 @@ class Memory:
     activations: float
     temporary: float
     workspace: float
+    # Of reinforcement learning: gradients kept apart by task, a critic with its own trunk, the initial weights.
+    task_gradients: float = 0.0
+    critic: float = 0.0
+    reference: float = 0.0
     process: float = 0.0  # of a CPU: interpreter and libraries
 
     @property

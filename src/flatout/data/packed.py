@@ -94,8 +94,7 @@ class Packed:
         found = []
         for at in range(0, self.num_sequences, micro_batch):
             members = list(range(at, min(at + micro_batch, self.num_sequences)))
-            size = min(micro_batch, 1 << (len(members) - 1).bit_length())  # few sizes
-            found.append(replace(self._batch(members, size), task=task))
+            found.append(replace(self._batch(members, min(micro_batch, few_sizes(len(members)))), task=task))
         return found
 
     def sequences(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -166,6 +165,12 @@ class Packed:
             row_targets=row_targets,
             columns=columns,
         )
+
+
+def few_sizes(count: int) -> int:
+    """The next larger one of a few sizes, at most an eighth larger: with few shapes, little is compiled."""
+    unit = max(1, (1 << (count - 1).bit_length()) // 8)
+    return -(-count // unit) * unit
 
 
 def _rows(

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from flatout.config.settings import Precision, Recompute
-from flatout.cost import BYTES, GIB, BlockPath, Memory, ModelShape, kv_cache_bytes_per_token
+from flatout.cost import BYTES, GIB, Adapters, BlockPath, Memory, ModelShape, kv_cache_bytes_per_token
 from flatout.errors import UsageError
 from flatout.plan.decisions import PINNED
 from flatout.plan.job import Job
@@ -20,6 +20,8 @@ from flatout.plan.predict import full_tokens, memory_of, sized
 MEMORY_BUDGET = {"safe": 0.75, "balanced": 0.85, "max": 0.92}
 # With fewer tokens than this in a micro-batch, recomputing activations to fit a larger one is faster.
 THIN_TOKENS = 2048
+# The rank of the adapters that a message proposes.
+LORA_RANK = 16
 # More concurrent sequences than this gain nothing: reading the weights no longer dominates a step.
 MOST_ROWS = {"gpu": 2048, "cpu": 32}
 
@@ -111,8 +113,16 @@ def _reasons(job: Job, found: Fit) -> dict[str, str]:
 
 
 def _way_out(job: Job, *, budget: float, precision: Precision, path: BlockPath) -> str:
-    """The smallest change that would fit: first pins, then 4-bit frozen weights, then shorter sequences."""
+    """The smallest change that would fit: first pins, then adapters where gradients are kept apart by task, then 4-bit
+    frozen weights, then shorter sequences."""
     bases = [("", job)]
+    if job.adapters is None and job.gradient_tasks and job.base is not None:
+        bases.append(
+            (
+                f"lora.rank: {LORA_RANK}",
+                replace(job, adapters=Adapters(rank=LORA_RANK, alpha=2 * LORA_RANK), reference=False),
+            )
+        )
     if job.adapters is not None and job.adapters.base_bits != 4:
         bases.append(("lora.base: 4-bit", replace(job, adapters=replace(job.adapters, base_bits=4))))
     whole = job.sequence_length

@@ -44,6 +44,10 @@ class Job:
     # If the recipe samples: the model that generates, and the number of concurrent sequences if pinned.
     generator: ModelShape | None = None
     rows: int | None = None
+    # Of reinforcement learning: tasks whose gradients are kept apart, a critic with its own trunk, initial weights.
+    gradient_tasks: int = 0
+    own_critic: bool = False
+    reference: bool = False
 
     @property
     def device(self) -> str:
@@ -108,6 +112,7 @@ def job_of(
         name = settings.rft.generator
         asked = ModelSettings(name=name, trust=settings.model.trust)
         generator = shape_of(settings) if name is None else named_shape(asked)
+    rl, adapters = settings.rl, adapters_of(settings.lora)
     return Job(
         shape=shape_of(settings),
         hardware=hardware,
@@ -121,10 +126,13 @@ def job_of(
         trained_share=trained_share,
         weights_only=settings.save.weights_only,
         pins=settings.plan,
-        adapters=adapters_of(settings.lora),
+        adapters=adapters,
         base=settings.model.name if settings.model.weights == "load" else None,
         generator=generator,
         rows=settings.sample.rows,
+        gradient_tasks=len(rl.tasks) if recipe.rolls_out and settings.mtl.method not in ("mixed", "equal") else 0,
+        own_critic=recipe.rolls_out and rl.algorithm == "ppo" and rl.critic == "own",
+        reference=recipe.rolls_out and bool(rl.kl) and adapters is None,  # under adapters it is the frozen base
     )
 
 

@@ -9,6 +9,7 @@ from typing import Literal
 
 from flatout.config.settings import Precision, Recompute
 from flatout.cost import (
+    BYTES,
     GIB,
     BlockPath,
     Memory,
@@ -159,8 +160,17 @@ def memory_of(job: Job, passes: Passes) -> Memory:
         adapters=job.adapters,
         graphs=passes.graphs,
     )
+    trained = job.shape.num_parameters if job.adapters is None else job.adapters.num_parameters(job.shape)
     process_gib = job.hardware.process_gib if job.device == "cpu" else None
-    return memory if process_gib is None else replace(memory, process=process_gib * GIB)
+    return replace(
+        memory,
+        # Beside the combined gradient, each in fp32.
+        task_gradients=4 * trained * job.gradient_tasks,
+        # A second model that is trained in the same step.
+        critic=memory.total - memory.temporary - memory.workspace if job.own_critic else 0.0,
+        reference=job.shape.num_parameters * BYTES[passes.precision] if job.reference else 0.0,
+        process=(process_gib or 0.0) * GIB,
+    )
 
 
 def loss_chunk(job: Job, micro_tokens: int) -> int:

@@ -58,6 +58,7 @@ class Group:
     scores: tuple[float, ...]
     penalties: tuple[float, ...]
     answered: tuple[bool, ...]
+    grading_s: tuple[float | None, ...]
     killed: int
 
     @property

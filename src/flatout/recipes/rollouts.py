@@ -256,6 +256,7 @@ class RolloutBatches:
                     scores=tuple(one.reward for one in graded),
                     penalties=tuple(self.experience.penalty(len(one.ids)) for one in many),
                     answered=tuple(one.answered for one in graded),
+                    grading_s=tuple(one.seconds for one in graded),
                     killed=sum(one.status == "killed" for one in graded),
                 )
             )
@@ -263,13 +264,16 @@ class RolloutBatches:
 
     def _report(self, groups: Sequence[Group], *, step: int, seconds: float, waited: float) -> None:
         """Records the completions of all ranks by task."""
-        counts = np.stack([counted([g for g in groups if g.prompt.task == spec]) for spec in self.rl.tasks])
-        totals = self.ranks.sum_(torch.from_numpy(counts).to(self.engine.active.device)).cpu().numpy()
+        by_task = [[group for group in groups if group.prompt.task == spec] for spec in self.rl.tasks]
+        device = self.engine.active.device
+        counts, slowest = np.stack([counted(of) for of in by_task]), np.array([slowest_s(of) for of in by_task])
+        totals = self.ranks.sum_(torch.from_numpy(counts).to(device)).cpu().numpy()
+        longest = self.ranks.max_(torch.from_numpy(slowest).to(device)).tolist()
         event = RolloutsGraded(
             step=step,
             tasks=tuple(
-                summary(row, task=spec, level=self.levels.level(spec))
-                for spec, row in zip(self.rl.tasks, totals, strict=True)
+                summary(row, task=spec, level=self.levels.level(spec), slowest_s=seconds)
+                for spec, row, seconds in zip(self.rl.tasks, totals, longest, strict=True)
             ),
             tokens=int(totals[:, COUNTS.index("tokens")].sum()),
             seconds=seconds,
@@ -281,7 +285,10 @@ class RolloutBatches:
         self.levels.see(event)
 
 
-COUNTS = ("prompts", "completions", "reward", "correct", "answered", "tokens", "truncated", "no_signal", "killed")
+COUNTS = (
+    *("prompts", "completions", "reward", "correct", "answered", "tokens", "truncated", "no_signal", "killed"),
+    *("timed", "grading_s"),
+)
 
 
 def counted(groups: Sequence[Group]) -> NDArray[np.float64]:
@@ -297,10 +304,17 @@ def counted(groups: Sequence[Group]) -> NDArray[np.float64]:
         found["truncated"] += sum(one.status == "length" for one in group.completions)
         found["no_signal"] += not group.has_signal
         found["killed"] += group.killed
+        found["timed"] += sum(seconds is not None for seconds in group.grading_s)
+        found["grading_s"] += sum(seconds or 0.0 for seconds in group.grading_s)
     return np.array([found[name] for name in COUNTS])
 
 
-def summary(counts: NDArray[np.float64], *, task: str, level: int | None) -> TaskRollouts:
+def slowest_s(groups: Sequence[Group]) -> float:
+    """The longest time that grading one completion took; 0 if none was timed."""
+    return max((seconds or 0.0 for group in groups for seconds in group.grading_s), default=0.0)
+
+
+def summary(counts: NDArray[np.float64], *, task: str, level: int | None, slowest_s: float) -> TaskRollouts:
     found = dict(zip(COUNTS, counts.tolist(), strict=True))
 
     def mean(name: str, *, of: str = "completions") -> float | None:
@@ -317,17 +331,26 @@ def summary(counts: NDArray[np.float64], *, task: str, level: int | None) -> Tas
         without_signal=mean("no_signal", of="prompts"),
         killed=int(found["killed"]),
         level=level,
+        grading_s=mean("grading_s", of="timed"),
+        slowest_s=slowest_s if found["timed"] else None,
     )
 
 
 def kept(groups: Sequence[Group]) -> Iterator[RolloutSample]:
-    """The first completion of some prompts, evenly spaced, for the reader of the record."""
-    for group in groups[:: max(1, -(-len(groups) // KEPT))]:
-        if group.texts:
-            text = group.texts[0][:KEPT_CHARACTERS]
-            yield RolloutSample(
-                task=group.prompt.task, question=group.prompt.question, completion=text, reward=group.rewards[0]
-            )
+    """For the reader of the record: the first completion of some prompts, evenly spaced, and the slowest to grade."""
+    shown = [(group, 0) for group in groups[:: max(1, -(-len(groups) // KEPT))] if group.texts]
+    timed = [(s, at, k) for at, group in enumerate(groups) for k, s in enumerate(group.grading_s) if s is not None]
+    if timed:
+        _, at, k = max(timed)
+        shown.append((groups[at], k))
+    for group, k in shown:
+        yield RolloutSample(
+            task=group.prompt.task,
+            question=group.prompt.question,
+            completion=group.texts[k][:KEPT_CHARACTERS],
+            reward=group.rewards[k],
+            grading_s=group.grading_s[k],
+        )
 
 
 def question_of(task: Task, at: int, *, seed: int) -> int:

@@ -10,8 +10,10 @@ from __future__ import annotations
 import gc
 import os
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from queue import SimpleQueue
@@ -31,6 +33,8 @@ from flatout.tasks import Graded, Grader, Task
 
 # Workers that grade while the sampler runs.
 MOST_GRADERS = 8
+# The most answers in a request to one of them, and the time that a request should take.
+MOST_TOGETHER, REQUEST_S = 32, 0.02
 # Seconds between two progress events.
 PROGRESS_S = 5.0
 END = "</answer>"
@@ -126,8 +130,20 @@ class Attempt:
     graded: Graded
 
 
+@dataclass(frozen=True, kw_only=True)
+class Waiting:
+    """An answer that is to be graded."""
+
+    question: int
+    text: str
+    future: Future[Graded]
+
+
 class Graders:
-    """Several workers that grade in parallel; identical answers to a question are graded once."""
+    """Several workers that grade in parallel; identical answers to a question are graded once.
+
+    Answers that are graded quickly go to a worker several at a time, because a request costs a few milliseconds.
+    """
 
     def __init__(self, spec: str, *, count: int | None = None) -> None:
         count = count or max(1, min(MOST_GRADERS, (os.cpu_count() or 2) - 1))
@@ -137,23 +153,49 @@ class Graders:
             self._free.put(grader)
         self._threads = ThreadPoolExecutor(count)
         self._known: dict[tuple[int, str], Future[Graded]] = {}
+        self._waiting: deque[Waiting] = deque()
+        self._together = 1  # answers in the next request
 
     def grade(self, i: int, text: str) -> Future[Graded]:
         if (i, text) not in self._known:
-            self._known[i, text] = self._threads.submit(self._graded, i, text)
+            self._known[i, text] = Future()
+            self._waiting.append(Waiting(question=i, text=text, future=self._known[i, text]))
+            self._threads.submit(self._grade_some)
         return self._known[i, text]
 
     def forget(self) -> None:
         self._known.clear()
 
-    def _graded(self, i: int, text: str) -> Graded:
+    def _grade_some(self) -> None:
+        """Grades the answers that have waited longest; as many calls follow as there are answers, or more."""
         grader = self._free.get()
         try:
-            graded = grader.grade(i, text)
-            # A busy machine may have been the reason, and the kept completions must not depend on that.
-            return graded if graded.status == "graded" else grader.grade(i, text)
+            some = self._taken(max(1, min(self._together, len(self._waiting) // len(self._all))))
+            if some:
+                self._graded(grader, some)
         finally:
             self._free.put(grader)
+
+    def _taken(self, count: int) -> list[Waiting]:
+        taken: list[Waiting] = []
+        with suppress(IndexError):  # another thread took the rest
+            while len(taken) < count:
+                taken.append(self._waiting.popleft())
+        return taken
+
+    def _graded(self, grader: Grader, some: Sequence[Waiting]) -> None:
+        try:
+            began = time.monotonic()
+            for one, graded in zip(some, grader.grade_each([(one.question, one.text) for one in some]), strict=True):
+                # A busy machine may have been the reason, and the kept completions must not depend on that.
+                known = graded.status == "graded"
+                one.future.set_result(graded if known else grader.grade(one.question, one.text))
+            each_s = (time.monotonic() - began) / len(some)
+            self._together = max(1, min(2 * len(some), MOST_TOGETHER, int(REQUEST_S / each_s)))
+        except BaseException as error:
+            for one in some:
+                if not one.future.done():
+                    one.future.set_exception(error)
 
     def __enter__(self) -> Graders:
         return self

@@ -616,6 +616,8 @@ class TaskRollouts:
     without_signal: Finite | None  # share of the prompts whose completions all got the same reward
     killed: Count = 0  # completions whose grading took too long
     level: Count | None = None
+    grading_s: Finite | None = None  # of one completion, on average
+    slowest_s: Finite | None = None  # of one completion, at most
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -628,6 +630,7 @@ class RolloutSample:
     question: int
     completion: str
     reward: Finite
+    grading_s: Finite | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

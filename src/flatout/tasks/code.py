@@ -14,7 +14,7 @@ import sys
 import time
 import zlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate, pairwise
 from pathlib import Path
@@ -22,8 +22,9 @@ from typing import Any
 
 from flatout.errors import UsageError
 from flatout.tasks import grade, sandbox
-from flatout.tasks.base import Messages, user
+from flatout.tasks.base import Messages, assistant, user
 from flatout.tasks.files import Row, read_rows, test_file
+from flatout.tasks.prompts import shots_of
 from flatout.tasks.sandbox import Call
 
 # For all tests of a completion. The process that grades it may take a little longer.
@@ -248,6 +249,8 @@ def guru(truth: str, *, where: str, prefix: str = "") -> Problem:
 # -- generated problems -------------------------------------------------------------------------------------
 
 VALID, LEVELS, SEED, HIDDEN = 500, 5, 20260301, 8
+# Solved examples in prompts are the questions of `train` from this one on.
+FIRST_SHOWN = 10**9
 
 
 # A change of the list `xs` by a number k: in words, as code, and as it is done here.
@@ -295,28 +298,35 @@ class Code(_Task):
 
     split: str = "valid"
     level: int | None = None  # None: all levels in turn
+    shots: int = 0  # solved examples before each question
     name: str = "code"
 
     @classmethod
-    def open(cls, split: str, *, level: str = "all") -> Code:
+    def open(cls, split: str, *, level: str = "all", shots: str = "0") -> Code:
         if split not in ("train", "valid"):
             raise UsageError(f"code:{split}: the split must be train or valid")
         if level not in ("all", *map(str, range(1, LEVELS + 1))):
             raise UsageError(f"level={level}: must be all, or from 1 to {LEVELS}")
         sandbox.check()
-        return cls(split=split, level=None if level == "all" else int(level))
+        return cls(split=split, level=None if level == "all" else int(level), shots=shots_of(shots))
 
     @property
     def size(self) -> int | None:
         return VALID if self.split == "valid" else None
 
     def prompt(self, i: int) -> Messages:
+        shown = replace(self, split="train", level=self.level or i % LEVELS + 1)  # the same for all of a level
+        examples = range(FIRST_SHOWN, FIRST_SHOWN + self.shots)
+        before = [said for k in examples for said in (user(shown._asked(k)), assistant(shown.solution(k)))]
+        return [*before, user(self._asked(i))]
+
+    def _asked(self, i: int) -> str:
         made = self._made(i)
         words = [said.format(k=k) for (said, _, _), k in made.steps]
         ordered = "\n".join(f"{n}. {one[0].upper()}{one[1:]}." for n, one in enumerate(words, 1))
         examples = "\n".join(f"f({call.args[0]}) == {call.value!r}" for call in made.calls[:2])
         asked = f"Write a Python function f(xs) that takes a list of whole numbers.\n{ordered}"
-        return [user(f"{asked}\n\nExamples:\n{examples}\n\n{FORM}")]
+        return f"{asked}\n\nExamples:\n{examples}\n\n{FORM}"
 
     def solution(self, i: int) -> str:
         *lines, last = [code.format(k=k) for (_, code, _), k in self._made(i).steps]

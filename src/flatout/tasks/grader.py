@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from flatout.errors import RunFailed
@@ -22,6 +23,7 @@ class Graded:
     reward: float
     answered: bool
     status: Literal["graded", "killed"] = "graded"
+    seconds: float | None = field(default=None, compare=False)  # that grading took; None: unknown
 
 
 class Grader:
@@ -33,11 +35,16 @@ class Grader:
 
     def grade(self, i: int, completion: str) -> Graded:
         """Raises RunFailed if no completion at all can be graded: that is not a score of 0."""
-        reply = self._worker.call("reward", self.spec, i, tail(completion))
-        if isinstance(reply, Killed):
+        (graded,) = self.grade_each([(i, completion)])
+        return graded
+
+    def grade_each(self, several: Sequence[tuple[int, str]]) -> list[Graded]:
+        """Several completions in one request, which costs less; each has the whole time limit."""
+        replies = self._worker.call_each("reward", [(self.spec, i, tail(completion)) for i, completion in several])
+        if any(isinstance(reply, Killed) for reply in replies):
             self.probe()
-            return Graded(reward=0.0, answered=False, status="killed")
-        return self._graded(reply)
+        killed = Graded(reward=0.0, answered=False, status="killed")
+        return [killed if isinstance(reply, Killed) else self._graded(reply) for reply in replies]
 
     def probe(self) -> None:
         """Raises RunFailed if not even a trivial answer can be graded."""
@@ -50,7 +57,9 @@ class Grader:
     def _graded(self, reply: Any) -> Graded:
         match reply:
             case {"reward": int() | float() as reward, "answered": bool(answered)} if math.isfinite(reward):
-                return Graded(reward=min(1.0, max(0.0, float(reward))), answered=answered)
+                took = reply.get("seconds")
+                seconds = float(took) if isinstance(took, int | float) else None
+                return Graded(reward=min(1.0, max(0.0, float(reward))), answered=answered, seconds=seconds)
         raise RunFailed(f"the grader of {self.spec} gave {str(reply)[:200]} where a reward from 0 to 1 is expected")
 
     def close(self) -> None:

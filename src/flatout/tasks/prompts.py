@@ -7,6 +7,7 @@ The file is YAML: `system` (a text), `examples` (a list of `question` and `answe
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +23,13 @@ BARE = "bare"
 PLACE = "{question}"
 MOST_BYTES = 1 << 20
 _SHOWN = 120
+
+
+def shots_of(text: str) -> int:
+    """The number of solved examples before each question."""
+    if not re.fullmatch("[0-9]|1[0-6]", text):
+        raise UsageError(f"shots={text:.80}: must be a number of examples from 0 to 16")
+    return int(text)
 
 
 class _Loader(yaml.SafeLoader):

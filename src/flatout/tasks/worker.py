@@ -1,4 +1,8 @@
-"""The process behind `workers.Worker`: reads requests, forks a child for each, and kills it at its time limit."""
+"""The process behind `workers.Worker`: reads requests, forks a child for each, and kills it at its time limit.
+
+A request may have several lists of arguments. One child works on them in turn, each within the time limit. If it is
+killed, another child goes on with the next. Computer algebra and programs get a child for each.
+"""
 
 from __future__ import annotations
 
@@ -33,8 +37,9 @@ def _task(spec: str) -> Task:
 
 
 def _reward(spec: str, i: int, completion: str) -> dict[str, Any]:
-    task = _task(spec)
-    return {"reward": task.reward(i, completion), "answered": task.answer(completion) is not None}
+    task, began = _task(spec), time.monotonic()
+    reward, answered = task.reward(i, completion), task.answer(completion) is not None
+    return {"reward": reward, "answered": answered, "seconds": time.monotonic() - began}
 
 
 def _probe(spec: str) -> dict[str, Any]:
@@ -55,6 +60,12 @@ def _prepare_reward(spec: str, *_: Any) -> float | None:
     return getattr(task, "timeout_s", None)
 
 
+def _apart(spec: str, *_: Any) -> bool:
+    """Whether each completion needs a child of its own, because more than our own comparisons touch it."""
+    task = _task(spec)
+    return (getattr(task, "maths", False) and grade.has_maths()) or getattr(task, "timeout_s", None) is not None
+
+
 def _prepare_maths(*_: Any) -> None:
     grade.warm_maths()
 
@@ -72,53 +83,69 @@ def serve(requests: BinaryIO, replies: BinaryIO) -> None:
         try:
             request = json.loads(line)
             work, prepare = OPERATIONS[request["op"]]
-            timeout_s, needs_s = request["timeout_s"], prepare(*request["args"])
+            timeout_s, needs_s = request["timeout_s"], prepare(*request["several"][0])
             if needs_s is not None and needs_s > timeout_s:
                 timeout_s = min(needs_s, workers.LONGEST_S)
                 replies.write(json.dumps({"needs_s": timeout_s}).encode() + b"\n")
                 replies.flush()
-            reply = _forked(work, request["args"], timeout_s=timeout_s)
+            together = 1 if work is not _reward or _apart(*request["several"][0]) else len(request["several"])
+            found = _forked(work, request["several"], timeout_s=timeout_s, together=together)
+            reply: dict[str, Any] = {"replies": found}
         except Exception as error:  # a fault of the task or its library, not of the completion: nothing can be graded
-            reply = json.dumps({"error": f"{type(error).__name__}: {error}"[: workers.WORDS_BYTES]}).encode()
-        replies.write(reply + b"\n")
+            reply = {"error": f"{type(error).__name__}: {error}"[: workers.WORDS_BYTES]}
+        replies.write(json.dumps(reply).encode() + b"\n")
         replies.flush()
 
 
-def _forked(work: Callable[..., Any], arguments: list[Any], *, timeout_s: float) -> bytes:
-    """The result of a forked child, in JSON; the child has ended when this returns."""
+def _forked(work: Callable[..., Any], several: list[list[Any]], *, timeout_s: float, together: int) -> list[Any]:
+    """The results of forked children, which have ended when this returns. Each works on up to `together`."""
+    found: list[Any] = []
+    while len(found) < len(several):
+        found += _of_child(work, several[len(found) : len(found) + together], timeout_s=timeout_s)
+    return found
+
+
+def _of_child(work: Callable[..., Any], several: list[list[Any]], *, timeout_s: float) -> list[Any]:
+    """What one child replies, up to and including the first arguments that end it."""
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
         os.close(reading)
-        _child(work, arguments, writing, timeout_s=timeout_s)
+        _child(work, several, writing, timeout_s=timeout_s)
     os.close(writing)
-    reply, end = b"", time.monotonic() + timeout_s
+    found, unread, end = list[Any](), b"", time.monotonic() + timeout_s
     try:
-        while select.select([reading], [], [], max(0.0, end - time.monotonic()))[0]:
+        while len(found) < len(several) and select.select([reading], [], [], max(0.0, end - time.monotonic()))[0]:
             part = os.read(reading, 1 << 16)
-            if not part or len(reply) > workers.REPLY_BYTES // 2:
+            if not part or len(unread) > workers.REPLY_BYTES // 2:
                 break
-            reply += part
+            *lines, unread = (unread + part).split(b"\n")
+            if lines:
+                found += map(json.loads, lines)
+                end = time.monotonic() + timeout_s
     finally:
         os.close(reading)
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
-    return reply if reply.endswith(b"}") else b'{"killed": true}'
+    return found if len(found) == len(several) else [*found, {"killed": True}]
 
 
-def _child(work: Callable[..., Any], arguments: list[Any], writing: int, *, timeout_s: float) -> None:
+def _child(work: Callable[..., Any], several: list[list[Any]], writing: int, *, timeout_s: float) -> None:
     words = os.dup(2)
     try:
         os.dup2(os.open(os.devnull, os.O_RDWR), 2)
         workers.KILLABLE = True
-        seconds = int(timeout_s) + 1
+        seconds = (int(timeout_s) + 1) * len(several)
         for limit, wanted in ((resource.RLIMIT_AS, MEMORY_BYTES), (resource.RLIMIT_CPU, seconds)):
             most = resource.getrlimit(limit)[1]  # an existing limit cannot be raised
             allowed = wanted if most == resource.RLIM_INFINITY else min(wanted, most)
             resource.setrlimit(limit, (allowed, allowed))
-        os.write(writing, json.dumps({"result": work(*arguments)}).encode())
-    except FlatoutError as error:  # of the grader, not of the completion
-        os.write(writing, json.dumps({"error": str(error)[: workers.WORDS_BYTES]}).encode())
+        for arguments in several:
+            try:
+                reply = {"result": work(*arguments)}
+            except FlatoutError as error:  # of the grader, not of the completion
+                reply = {"error": str(error)[: workers.WORDS_BYTES]}
+            os.write(writing, json.dumps(reply).encode() + b"\n")
     except BaseException as error:
         # One line for the error message if nothing can be graded at all.
         os.write(words, f"{type(error).__name__}: {first_line(error)[:200]}\n".encode(errors="replace"))

@@ -1,8 +1,8 @@
 """Grades in processes that can be killed: untrusted text costs at most a second, and never the run.
 
-One process per `Worker` builds the task once and forks a child for every request, so that no completion can affect
-the next one. Requests and replies are JSON lines; nothing is pickled. A request whose child is killed gets no reward.
-A worker that does not work at all is an error, with the end of its stderr.
+One process per `Worker` builds the task once and forks a child for every request, which may have several completions.
+Requests and replies are JSON lines; nothing is pickled. A completion that ends its child gets no reward, and a new
+child grades the next one. A worker that does not work at all is an error, with the end of its stderr.
 """
 
 from __future__ import annotations
@@ -64,12 +64,19 @@ class Worker:
 
     def call(self, operation: str, *arguments: Any, timeout_s: float | None = None) -> Any:
         """The operation's result, or KILLED. Raises if the worker itself does not work."""
+        (result,) = self.call_each(operation, [arguments], timeout_s=timeout_s)
+        return result
+
+    def call_each(
+        self, operation: str, several: Sequence[Sequence[Any]], *, timeout_s: float | None = None
+    ) -> list[Any]:
+        """The result, or KILLED, for each list of arguments. The time limit is that of one."""
         within = self.timeout_s if timeout_s is None else timeout_s
-        request = json.dumps({"op": operation, "args": arguments, "timeout_s": within}).encode() + b"\n"
+        request = json.dumps({"op": operation, "several": several, "timeout_s": within}).encode() + b"\n"
         with self._lock:
             for attempt in range(ATTEMPTS):
                 try:
-                    reply = self._reply_to(request, timeout_s=within)
+                    replies = self._replies_to(request, count=len(several), timeout_s=within)
                     break
                 except _Lost as error:
                     words = self.stderr_end()
@@ -79,9 +86,10 @@ class Worker:
                 except BaseException:
                     self._stop()
                     raise
-        if "error" in reply:
-            raise RunFailed(f"the grading process cannot grade: {reply['error']}")
-        return reply.get("result", KILLED)
+        for reply in replies:
+            if "error" in reply:
+                raise RunFailed(f"the grading process cannot grade: {reply['error']}")
+        return [reply.get("result", KILLED) for reply in replies]
 
     def stderr_end(self) -> str:
         """The end of the process's stderr, to append to a sentence."""
@@ -105,16 +113,20 @@ class Worker:
     def __del__(self) -> None:
         self._stop()
 
-    def _reply_to(self, request: bytes, *, timeout_s: float) -> dict[str, Any]:
-        fresh = self._process is None
+    def _replies_to(self, request: bytes, *, count: int, timeout_s: float) -> list[dict[str, Any]]:
+        """One reply for each list of arguments, or a single error."""
+        start_s = START_S if self._process is None else START_S / 4
         process = self._started()
-        reply = _parsed(self._exchanged(process, request, within_s=timeout_s + (START_S if fresh else START_S / 4)))
+        reply = _parsed(self._exchanged(process, request, within_s=count * timeout_s + start_s))
         match reply:
             case {"needs_s": int() | float() as needs_s} if 0 <= needs_s <= LONGEST_S:
-                reply = _parsed(self._exchanged(process, b"", within_s=needs_s + START_S / 4))
-        if not reply.keys() & {"result", "error", "killed"}:
-            raise _Lost("its reply has no result")
-        return reply
+                reply = _parsed(self._exchanged(process, b"", within_s=count * needs_s + START_S / 4))
+        match reply:
+            case {"error": _}:
+                return [reply]
+            case {"replies": [*replies]} if len(replies) == count and all(map(_is_reply, replies)):
+                return replies
+        raise _Lost("its reply has no result")
 
     def _started(self) -> subprocess.Popen[bytes]:
         if self._process is None or self._process.poll() is not None:
@@ -184,6 +196,10 @@ def _parsed(line: bytes) -> dict[str, Any]:
     if not isinstance(reply, dict):
         raise _Lost("its reply has no result")
     return reply
+
+
+def _is_reply(value: Any) -> bool:
+    return isinstance(value, dict) and bool(value.keys() & {"result", "error", "killed"})
 
 
 def _ended(process: subprocess.Popen[bytes]) -> str:

@@ -268,11 +268,15 @@ def rollouts(story: Story, *, id: str, level: int) -> Html:
             number(one.length),
             percent(one.truncated),
             percent(one.without_signal),
+            number(None if one.grading_s is None else 1000 * one.grading_s, digits=2),
+            number(None if one.slowest_s is None else 1000 * one.slowest_s, digits=2),
+            f"{one.killed:,}",
         ]
         for phase in ([first, last] if last is not first else [first])
         for one in phase.tasks
     ]
     heads = ["task", "step", "reward", "correct", "answered", "tokens", "truncated", "no signal"]
+    heads += ["grading, ms", "slowest, ms", "timed out"]
     parts: list[Child] = [table(heads, rows, caption="The first and the last phase, by task")]
     if pairs := story.cosines:
         shown: list[list[Child]] = [[pair, f"{cosine:+.3f}"] for pair, cosine in pairs.items()]

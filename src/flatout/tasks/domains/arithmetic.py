@@ -6,7 +6,7 @@ import math
 from fractions import Fraction
 from random import Random
 
-from flatout.tasks.domains.made import NAMES, Made, by_level
+from flatout.tasks.domains.made import NAMES, ByLevel, Made
 
 SIGNS = {"+": lambda a, b: a + b, "-": lambda a, b: a - b, "*": lambda a, b: a * b}
 THINGS = ["apples", "books", "cards", "coins", "eggs", "keys", "nuts", "pens", "pears", "shells", "stamps", "toys"]
@@ -138,7 +138,7 @@ def _exact(text: str, value: int | Fraction, *steps: str) -> Made:
     return Made(text=text, gold=str(value), verifier="math", steps=" ".join(steps))
 
 
-make = by_level(
+make = ByLevel(
     [_one_step],
     [_chain, _linear, _remainder, _divisor, _story],
     [_chain, _linear, _remainder, _divisor, _story],

@@ -1,4 +1,4 @@
-"""A domain as a task: `math`, `math:train`, `logic:train?level=2&size=2000`.
+"""A domain as a task: `math`, `math:train`, `logic:train?level=2&size=2000&shots=4`.
 
 `train` never ends, unless `size` says so. `valid` has 200 different questions. A question belongs to one of them by a
 hash of its words in any order, so 3 + 5 and 5 + 3 are never in different splits. An index means the same question in
@@ -9,16 +9,17 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from random import Random
 
 from flatout.errors import UsageError
 from flatout.tasks import grade
-from flatout.tasks.base import Messages, system, user
+from flatout.tasks.base import Message, Messages, assistant, system, user
 from flatout.tasks.domains import arithmetic, logic, simulation, stem, tables
-from flatout.tasks.domains.made import Made, Maker
+from flatout.tasks.domains.made import ByLevel, Made, Maker
+from flatout.tasks.prompts import shots_of
 from flatout.tasks.verifiers import MARKED, VERIFIERS
 
 LEVELS = 5
@@ -50,17 +51,25 @@ class Generated:
     split: str = "valid"
     level: int | None = None
     most: int | None = None  # questions; None: all
+    shots: int = 0  # solved examples before each question
 
     @classmethod
-    def open(cls, name: str, split: str, *, level: str | None = None, size: str | None = None) -> Generated:
+    def open(
+        cls, name: str, split: str, *, level: str | None = None, size: str | None = None, shots: str = "0"
+    ) -> Generated:
         if split not in SPLITS:
             raise UsageError(f"{name}:{split:.80}: the split must be {' or '.join(SPLITS)}")
         if level is not None and level not in map(str, range(1, LEVELS + 1)):
             raise UsageError(f"level={level:.80}: must be a whole number from 1 to {LEVELS}")
         if size is not None and not re.fullmatch("[1-9][0-9]{0,8}", size):
             raise UsageError(f"size={size:.80}: must be a number of questions, such as 2000")
-        most = None if size is None else int(size)
-        return cls(name=name, split=split, level=None if level is None else int(level), most=most)
+        return cls(
+            name=name,
+            split=split,
+            level=None if level is None else int(level),
+            most=None if size is None else int(size),
+            shots=shots_of(shots),
+        )
 
     @property
     def size(self) -> int | None:
@@ -79,7 +88,13 @@ class Generated:
         return _held_out(self.name, self.level)[i] if self.split == "valid" else _train(self, i)
 
     def prompt(self, i: int) -> Messages:
-        return [system(SYSTEM), user(self.question(i).text)]
+        return [system(SYSTEM), *self._examples(self.difficulty(i)), user(self.question(i).text)]
+
+    def _examples(self, level: int) -> Iterator[Message]:
+        """The same ones for all questions of a level, of one kind after the other; none is held out."""
+        for made in (_example(self.name, level, k) for k in range(self.shots)):
+            yield user(made.text)
+            yield assistant(made.solution)
 
     def solution(self, i: int) -> str:
         return self.question(i).solution
@@ -97,21 +112,30 @@ class Generated:
 
 @lru_cache(maxsize=4096)
 def _train(task: Generated, i: int) -> Made:
-    return _made(task.name, task.difficulty(i), i, held_out=False, seen=frozenset())
+    return _made(DOMAINS[task.name], task.name, task.difficulty(i), i, held_out=False)
 
 
 @cache
 def _held_out(name: str, level: int | None) -> list[Made]:
     task, found, seen = Generated(name=name, level=level), [], set[str]()
     for i in range(NUM_HELD_OUT):
-        found.append(_made(name, task.difficulty(i), i, held_out=True, seen=seen))
+        found.append(_made(DOMAINS[name], name, task.difficulty(i), i, held_out=True, seen=seen))
         seen.add(_words(found[-1].text))
     return found
 
 
-def _made(name: str, level: int, i: int, *, held_out: bool, seen: set[str] | frozenset[str]) -> Made:
+@cache
+def _example(name: str, level: int, number: int) -> Made:
+    maker = DOMAINS[name]
+    kinds = maker.kinds(level) if isinstance(maker, ByLevel) else [maker]
+    return _made(kinds[number % len(kinds)], name, level, f"example {number}", held_out=False)
+
+
+def _made(
+    maker: Maker, name: str, level: int, i: int | str, *, held_out: bool, seen: Collection[str] = frozenset()
+) -> Made:
     for attempt in range(MOST_ATTEMPTS):
-        made = DOMAINS[name](Random(f"{SEED}:{name}:{level}:{i}:{attempt}"), level=level)
+        made = maker(Random(f"{SEED}:{name}:{level}:{i}:{attempt}"), level=level)
         words = _words(made.text)
         if (hashlib.sha256(words.encode()).digest()[0] % HELD_OUT_SHARE == 0) == held_out and words not in seen:
             return made

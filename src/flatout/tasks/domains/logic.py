@@ -8,7 +8,7 @@ from collections.abc import Callable
 from itertools import pairwise, permutations, product
 from random import Random
 
-from flatout.tasks.domains.made import NAMES, Made, by_level, several
+from flatout.tasks.domains.made import NAMES, ByLevel, Made, several
 
 PAIRS = (("taller", "tallest", "shortest"), ("older", "oldest", "youngest"), ("faster", "fastest", "slowest"))
 ATTRIBUTES = {
@@ -171,7 +171,7 @@ def _truth(value: bool) -> str:
     return "true" if value else "false"
 
 
-make = by_level(
+make = ByLevel(
     [_one_comparison, _who],
     [_boolean, _who, _path],
     [_boolean, _ordering, _path, _zebra],

@@ -71,10 +71,14 @@ def several(chance: Random, pool: Sequence[T], count: int) -> list[T]:
     return chance.sample(list(pool), count)
 
 
-def by_level(*levels: Sequence[Maker]) -> Maker:
+class ByLevel:
     """A maker that chooses one of the kinds of its level; the last list counts for all further levels."""
 
-    def make(chance: Random, /, *, level: int) -> Made:
-        return chance.choice(levels[min(level, len(levels)) - 1])(chance, level=level)
+    def __init__(self, *levels: Sequence[Maker]) -> None:
+        self._levels = levels
 
-    return make
+    def kinds(self, level: int) -> Sequence[Maker]:
+        return self._levels[min(level, len(self._levels)) - 1]
+
+    def __call__(self, chance: Random, /, *, level: int) -> Made:
+        return chance.choice(self.kinds(level))(chance, level=level)

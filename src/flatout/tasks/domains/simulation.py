@@ -6,7 +6,7 @@ import json
 from random import Random
 from typing import Any
 
-from flatout.tasks.domains.made import Made, by_level, several
+from flatout.tasks.domains.made import ByLevel, Made, several
 
 WORDS = [
     "bead",
@@ -173,7 +173,7 @@ def _value(text: str, value: Any, steps: str, *, answer: str | None = None) -> M
     return Made(text=text, gold=shown, verifier="literal", steps=steps, answer=answer or shown)
 
 
-make = by_level(
+make = ByLevel(
     [_assignments],
     [_assignments, _stack, _machine, _strings],
     [_assignments, _stack, _queue, _machine, _loop, _strings],

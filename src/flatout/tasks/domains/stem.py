@@ -6,7 +6,7 @@ from collections.abc import Callable
 from decimal import Decimal
 from random import Random
 
-from flatout.tasks.domains.made import Made, by_level, several
+from flatout.tasks.domains.made import ByLevel, Made, several
 
 TOLERANCE = 0.01
 LETTERS = "ABCD"
@@ -259,7 +259,7 @@ def _short(value: float) -> str:
     return format(Decimal(f"{value:.5g}"), "f")
 
 
-make = by_level(
+make = ByLevel(
     [_convert, _proportion, _choice_of_unit],
     [_formula, _proportion, _choice_of_element, _choice_of_number],
     [_formula, _formula, _choice_of_number],
