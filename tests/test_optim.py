@@ -31,6 +31,14 @@ def test_constant_stays() -> None:
     assert {rate(step) for step in range(10)} == {0.5}
 
 
+def test_first_steps_have_a_peak_of_their_own() -> None:
+    train = TrainSettings(lr=0.5, schedule="constant", warmup_steps=2)
+    rate = schedule(train, total_steps=30, first=(20, 4.0))
+    alone = schedule(TrainSettings(lr=4.0, warmup_steps=2, schedule="cosine"), total_steps=20)
+    assert [rate(step) for step in range(20)] == [alone(step) for step in range(20)]
+    assert [rate(step) for step in range(20, 30)] == pytest.approx([0.5 / 3, 1 / 3, *[0.5] * 8])
+
+
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_the_fused_update_is_torchs_own_to_the_bit(device: str) -> None:
     """Also where a step is skipped, gradients are scaled, and one parameter has none."""

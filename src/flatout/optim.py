@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
@@ -96,8 +97,16 @@ def adamw(model: nn.Module, train: TrainSettings, *, fused: bool) -> FusedAdamW 
     return torch.optim.AdamW(groups, lr=train.lr, betas=betas, eps=train.eps, fused=False)
 
 
-def schedule(train: TrainSettings, *, total_steps: int) -> Schedule:
-    """Learning rate of step 0, 1, 2 …: linear warm-up, then cosine, warmup-stable-decay or constant."""
+def schedule(train: TrainSettings, *, total_steps: int, first: tuple[int, float] | None = None) -> Schedule:
+    """Learning rate of step 0, 1, 2 …: linear warm-up, then cosine, warmup-stable-decay or constant.
+
+    `first`: a number of steps that come before, with a peak and a cosine decay of their own.
+    """
+    if first is not None:
+        steps, lr = first
+        before = schedule(replace(train, lr=lr, schedule="cosine"), total_steps=steps)
+        after = schedule(train, total_steps=total_steps - steps)
+        return lambda step: before(step) if step < steps else after(step - steps)
     floor = train.lr * train.min_lr_ratio
     decay_steps = max(1, round(train.decay_share * total_steps))
 

@@ -290,6 +290,10 @@ def _rolled_out(settings: Settings) -> Iterator[Breach]:
             f"{sample.max_tokens} leaves no room for a prompt in data.sequence_length ({settings.data.sequence_length})"
         )
         yield Breach(keys=("sample.max_tokens", "data.sequence_length"), text=text)
+    if rl.teach_lr is not None and not rl.teach:
+        yield Breach(
+            keys=("rl.teach_lr", "rl.teach"), text="applies to the phases of rl.teach, of which there are none"
+        )
     if settings.train.steps is None:
         yield Breach(keys=("train.steps", "recipe"), text="missing; rollouts never end, so give the number of steps")
     elif settings.train.steps % rl.steps_in_phase:

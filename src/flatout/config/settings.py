@@ -218,10 +218,18 @@ class RlSettings:
     gae_lambda: float = setting(0.95, "ppo: decay of generalised advantage estimation", ge=0, le=1)
     critic_warmup: int = setting(0, "ppo: first phases in which only the critic learns", ge=0)
     teach: int = setting(0, "first phases that learn from worked solutions, for weights that solve nothing yet", ge=0)
+    teach_lr: float | None = setting(
+        None, "peak learning rate of these first phases, with a cosine decay of its own (default: train.lr)", gt=0
+    )
 
     @property
     def steps_in_phase(self) -> int:
         return self.updates * self.epochs
+
+    @property
+    def taught_first(self) -> tuple[int, float] | None:
+        """The steps on worked solutions and their learning rate, if it is another."""
+        return (self.teach * self.steps_in_phase, self.teach_lr) if self.teach and self.teach_lr else None
 
 
 @dataclass(frozen=True, kw_only=True)

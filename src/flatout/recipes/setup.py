@@ -264,7 +264,7 @@ def build_engine(
     return Engine(
         model=model,
         optimizer=adamw(model, settings.train, fused=active.fused_optimizer),
-        schedule=schedule(settings.train, total_steps=total_steps),
+        schedule=schedule(settings.train, total_steps=total_steps, first=settings.rl.taught_first),
         active=active,
         ranks=ranks,
         phases=Phases(device=active.device.type),
