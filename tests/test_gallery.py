@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,12 @@ def test_the_examples_come_sorted_and_titled() -> None:
 def test_an_example_is_a_valid_configuration(name: str) -> None:
     loaded = load(gallery.find(name).path, environ={})
     assert loaded.settings.recipe == name.split("-")[0]
+
+
+def test_both_experiments_on_guru_differ_only_in_their_method() -> None:
+    mixed, combined = (load(gallery.find(f"rl-guru-{name}").path, environ={}).settings for name in ("mixed", "pcgrad"))
+    assert combined.mtl.method == "pcgrad"
+    assert replace(combined, mtl=mixed.mtl) == mixed
 
 
 def test_an_example_is_found_with_or_without_its_ending() -> None:
