@@ -15,6 +15,7 @@ import typer
 from flatout import __version__
 from flatout.cli import (
     chat,
+    compare,
     config,
     data,
     demo,
@@ -67,6 +68,7 @@ app.command()(export.export)
 app.command(cls=doctor.OptionsAnywhere, context_settings={"allow_interspersed_args": False})(doctor.doctor)
 app.command("eval")(evaluate.evaluate)
 app.command()(chat.chat)
+app.command()(compare.compare)
 app.command()(report.report)
 app.command()(watch.watch)
 app.add_typer(data.app, name="data")

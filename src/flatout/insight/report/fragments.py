@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 from flatout.insight import numbers
+from flatout.insight.compare import differences, flatten
 from flatout.insight.diagnose.runs import findings_of
 from flatout.insight.machine import Machine
 from flatout.insight.report.charts import Bands, Chart, draw, draw_bands
@@ -517,26 +518,6 @@ def side_by_side(stories: Sequence[Story]) -> list[Html]:
             level=2,
         ),
     ]
-
-
-def differences(configs: Sequence[Mapping[str, Any]]) -> list[tuple[str, list[Any]]]:
-    """The settings that differ between the runs; a missing one counts as unset."""
-    flat = [dict(flatten(config)) for config in configs]
-    keys = dict.fromkeys(key for config in flat for key in config)
-    rows = [(key, [config.get(key) for config in flat]) for key in keys]
-    return [(key, values) for key, values in rows if any(value != values[0] for value in values)]
-
-
-def flatten(facts: Mapping[str, Any], *, under: str = "") -> Iterable[tuple[str, Any]]:
-    """Nested facts as dotted names."""
-    for key, value in facts.items():
-        name = f"{under}{key}"
-        if isinstance(value, Mapping) and value:
-            yield from flatten(value, under=f"{name}.")
-        elif isinstance(value, list) and any(isinstance(item, Mapping) for item in value):
-            yield from flatten({str(at): item for at, item in enumerate(value)}, under=f"{name}.")
-        else:
-            yield name, value
 
 
 def table(heads: Sequence[str], rows: Sequence[Sequence[Child]], *, caption: str, numeric: bool = False) -> Html:

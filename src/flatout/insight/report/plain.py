@@ -10,8 +10,9 @@ from typing import Any
 
 from flatout.insight import numbers
 from flatout.insight.clean import clean
+from flatout.insight.compare import differences
 from flatout.insight.diagnose.runs import findings_of
-from flatout.insight.report.fragments import GRADES, differences, nothing_found
+from flatout.insight.report.fragments import GRADES, nothing_found
 from flatout.insight.story import Story
 from flatout.words import duration, interval_text, number, percent, score_text
 

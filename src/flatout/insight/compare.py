@@ -1,0 +1,270 @@
+"""Compares runs: speed, memory, phases, loss at equal tokens and at equal time, task scores, settings, cost.
+
+Runs whose settings differ only in the seed are repeats of one configuration. With three repeats or more the unit of
+evidence is a run, and runs with the same seed are a pair. With fewer, it is a block of steps. Then a machine that was
+slower on the day of one run cannot be told from a slower configuration, and the answer says so.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from statistics import fmean
+from typing import Any, Literal
+
+from flatout import parity
+from flatout.errors import UsageError
+from flatout.insight.story import Story, TaskScore, tell
+from flatout.parity import Difference
+from flatout.record import Run
+from flatout.verdict import warm_up
+
+# Steps of a block at least, blocks at most, and the steps at the end of a run that they are taken from.
+BLOCK_STEPS, MOST_BLOCKS, STEPS_READ = 10, 16, 4096
+# A loss is the mean over this share of the tokens, or of the time, before the point of comparison.
+TAIL = 0.1
+# Losses that are shown to differ by less are called equal.
+LOSS_MARGIN = 0.01
+SEED = "seed"
+
+LossVerdict = Literal["lower", "higher", "equal", "not enough evidence"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Side:
+    """One configuration: its runs by seed."""
+
+    name: str
+    runs: Mapping[Any, Run]
+    stories: Mapping[Any, Story]
+
+    def mean(self, of: Callable[[Story], float | None]) -> float | None:
+        """Over the runs; None if one of them does not have it."""
+        values = [of(story) for story in self.stories.values()]
+        return None if None in values else fmean(value for value in values if value is not None)
+
+    @property
+    def config(self) -> Mapping[str, Any]:
+        return next(iter(self.stories.values())).config
+
+
+@dataclass(frozen=True, kw_only=True)
+class Numbers:
+    """The means over the runs of one configuration. Unknown is None."""
+
+    name: str
+    runs: int
+    tokens_per_s: float | None
+    mfu: float | None
+    peak_gib: float | None
+    loss_at_equal_tokens: float | None
+    loss_at_equal_time: float | None
+    val_loss: float | None
+    device_hours: float
+    cost: float | None
+    phases: Mapping[str, float]  # seconds of a step
+    tasks: Mapping[str, TaskScore]  # of the first run, by task, at its last step
+
+
+@dataclass(frozen=True, kw_only=True)
+class Against:
+    """One configuration against the first. Ratios below 1 mean less time, or a lower loss."""
+
+    name: str
+    unit: str  # of the evidence for the speed
+    time: Difference
+    loss: Difference | None  # None without repeats, or where a loss is not positive
+    loss_verdict: LossVerdict
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    sides: Sequence[Numbers]
+    against: Sequence[Against]
+    tokens: int  # up to which losses are compared
+    seconds: float
+    settings: Sequence[tuple[str, Sequence[Any]]] = field(default_factory=list)
+
+    def to_json(self) -> dict[str, Any]:
+        """An interval without an end has null there."""
+        found: dict[str, Any] = _finite(asdict(self))
+        return found
+
+
+def compare(runs: Sequence[Run], *, price: float | None = None) -> Comparison:
+    """The first run's configuration is the one that others are compared with. `price`: of a device for an hour."""
+    sides = sides_of(runs)
+    if len(sides) < 2:
+        raise UsageError("these runs have the same settings except for the seed: give runs of two configurations")
+    stories = [story for side in sides for story in side.stories.values()]
+    if empty := next((story.path for story in stories if not story.num_steps), None):
+        raise UsageError(f"{empty} has no steps yet, so there is nothing to compare")
+    tokens, seconds = min(story.tokens for story in stories), min(story.seconds for story in stories)
+    return Comparison(
+        sides=[_numbers(side, tokens=tokens, seconds=seconds, price=price) for side in sides],
+        against=[_against(sides[0], side, tokens=tokens) for side in sides[1:]],
+        tokens=tokens,
+        seconds=seconds,
+        settings=differences([_unseeded(side.config) for side in sides]),
+    )
+
+
+def sides_of(runs: Iterable[Run]) -> list[Side]:
+    """Runs by configuration, in the order in which each was first named."""
+    found: dict[tuple[tuple[str, str], ...], list[tuple[Any, Run, Story]]] = {}
+    for run in runs:
+        story = tell(run)
+        settings = tuple((name, repr(value)) for name, value in flatten(_unseeded(story.config)))
+        found.setdefault(settings, []).append((story.config.get(SEED), run, story))
+    sides, taken = [], set[str]()
+    for several in found.values():
+        name = base = several[0][2].name
+        number = 2
+        while name in taken:
+            name, number = f"{base} ({number})", number + 1
+        taken.add(name)
+        # Repeats with the same seed are kept apart by their number.
+        seeds = [(seed, [s for s, _, _ in several[:at]].count(seed)) for at, (seed, _, _) in enumerate(several)]
+        runs_by_seed = {seed: run for seed, (_, run, _) in zip(seeds, several, strict=True)}
+        stories = {seed: story for seed, (_, _, story) in zip(seeds, several, strict=True)}
+        sides.append(Side(name=name, runs=runs_by_seed, stories=stories))
+    return sides
+
+
+def _unseeded(config: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in config.items() if key != SEED}
+
+
+def _numbers(side: Side, *, tokens: int, seconds: float, price: float | None) -> Numbers:
+    hours = [story.seconds / 3600 * max(1, len(story.ranks)) for story in side.stories.values()]
+    first = next(iter(side.stories.values()))
+    names = dict.fromkeys(phase.name for story in side.stories.values() for phase in story.phases)
+    return Numbers(
+        name=side.name,
+        runs=len(side.runs),
+        tokens_per_s=side.mean(lambda story: story.speed.tokens_per_s),
+        mfu=side.mean(lambda story: story.speed.mfu),
+        peak_gib=side.mean(lambda story: story.peak_gib),
+        loss_at_equal_tokens=side.mean(lambda story: loss_before(story, tokens=tokens)),
+        loss_at_equal_time=side.mean(lambda story: loss_before(story, seconds=seconds)),
+        val_loss=side.mean(lambda story: story.evaluations[-1].val_loss if story.evaluations else None),
+        device_hours=fmean(hours),
+        cost=None if price is None else price * fmean(hours),
+        phases={
+            name: fmean(
+                sum(phase.seconds for phase in story.phases if phase.name == name) / story.num_steps
+                for story in side.stories.values()
+            )
+            for name in names
+        },
+        tasks={score.task: score for score in first.tasks},  # they are in the order of steps
+    )
+
+
+def _against(first: Side, other: Side, *, tokens: int) -> Against:
+    shared = [seed for seed in first.runs if seed in other.runs]
+    if len(shared) < parity.FEWEST_PAIRS:
+        a, b, unit = _blocks(first, other)
+        return Against(
+            name=other.name,
+            unit=unit,
+            # Runs of the same thing on the same machine differ by this much from one hour to the next.
+            time=parity.paired(a, b, looks=(max(1, len(a)),), floor=math.log1p(parity.MARGIN)),
+            loss=None,
+            loss_verdict="not enough evidence",
+        )
+    times = [[_typical(side.runs[seed]) for seed in shared] for side in (first, other)]
+    losses = [[loss_before(side.stories[seed], tokens=tokens) for seed in shared] for side in (first, other)]
+    known = [[math.log(loss) for loss in side if loss is not None and loss > 0] for side in losses]
+    looks = (len(shared),)
+    complete = all(len(side) == len(shared) for side in known)
+    loss = parity.paired(known[0], known[1], looks=looks, margin=LOSS_MARGIN) if complete else None
+    return Against(
+        name=other.name,
+        unit="runs",
+        time=parity.paired(times[0], times[1], looks=looks),
+        loss=loss,
+        loss_verdict=_loss_verdict(loss, equal=complete and parity.equivalent(*known, margin=LOSS_MARGIN)),
+    )
+
+
+def _typical(run: Run) -> float:
+    if not (found := costs(run)):
+        raise UsageError(f"{run.path} has only warm-up steps, so its speed is unknown: let it run longer")
+    return parity.typical(found)
+
+
+def _loss_verdict(loss: Difference | None, *, equal: bool) -> LossVerdict:
+    if equal:
+        return "equal"
+    if loss is None or not loss.decided:
+        return "not enough evidence"
+    return "lower" if loss.verdict == "faster" else "higher"
+
+
+def _blocks(first: Side, other: Side) -> tuple[list[float], list[float], str]:
+    """Block i of one run beside block i of the other."""
+    series = [costs(next(iter(side.runs.values()))) for side in (first, other)]
+    count = min(MOST_BLOCKS, *(len(one) // BLOCK_STEPS for one in series))
+    if not count:
+        return [], [], f"blocks of {BLOCK_STEPS} steps"
+    found = []
+    for one in series:
+        size = len(one) // count
+        found.append([parity.typical(one[at * size : (at + 1) * size]) for at in range(count)])
+    sizes = sorted({len(one) // count for one in series})
+    return found[0], found[1], f"blocks of {' and '.join(map(str, sizes))} steps"
+
+
+def costs(run: Run) -> list[float]:
+    """Seconds per token of the last steps, without the warm-up of each attempt."""
+    latest = run.latest_rollups()
+    warm = {(step.attempt, step.step) for step in warm_up(run, latest)}
+    steps = run.recent_steps(STEPS_READ, latest=latest)
+    return [s.training_s / s.tokens for s in steps if (s.attempt, s.step) not in warm and s.tokens and s.training_s > 0]
+
+
+def loss_before(story: Story, *, tokens: float | None = None, seconds: float | None = None) -> float | None:
+    """The mean loss over the last tenth of the first `tokens`, or `seconds`; None if it is unknown or not finite."""
+    end = tokens if tokens is not None else seconds
+    assert end is not None
+    start, at, total, weight = (1 - TAIL) * end, 0.0, 0.0, 0.0
+    for part in story.parts:
+        size = part.tokens if tokens is not None else part.seconds
+        inside = min(at + size, end) - max(at, start)
+        at += size
+        if inside <= 0:
+            continue
+        if part.loss is None or part.num_non_finite:
+            return None
+        total, weight = total + inside * part.loss, weight + inside
+    return total / weight if weight else None
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _finite(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(inner) for inner in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def differences(configs: Sequence[Mapping[str, Any]]) -> list[tuple[str, list[Any]]]:
+    """The settings that differ between the runs; a missing one counts as unset."""
+    flat = [dict(flatten(config)) for config in configs]
+    keys = dict.fromkeys(key for config in flat for key in config)
+    rows = [(key, [config.get(key) for config in flat]) for key in keys]
+    return [(key, values) for key, values in rows if any(value != values[0] for value in values)]
+
+
+def flatten(facts: Mapping[str, Any], *, under: str = "") -> Iterable[tuple[str, Any]]:
+    """Nested facts as dotted names."""
+    for key, value in facts.items():
+        name = f"{under}{key}"
+        if isinstance(value, Mapping) and value:
+            yield from flatten(value, under=f"{name}.")
+        elif isinstance(value, list) and any(isinstance(item, Mapping) for item in value):
+            yield from flatten({str(at): item for at, item in enumerate(value)}, under=f"{name}.")
+        else:
+            yield name, value

@@ -1,0 +1,140 @@
+"""Runs against each other: what is faster, what learns better, and what the evidence does not decide."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from flatout.cli import app
+from flatout.errors import UsageError
+from flatout.insight.compare import compare, loss_before, sides_of
+from flatout.insight.story import tell
+from flatout.record import Run, Span, StepRecord
+
+TOKENS = 1000
+
+
+def made(
+    folder: Path, *, seed: int = 0, lr: float = 1e-3, step_s: float = 0.1, loss: float = 1.0, steps: int = 160
+) -> Run:
+    """A run whose steps scatter by 2 % and whose loss falls with the tokens."""
+    chance = random.Random(f"{folder.name}{seed}")
+    config = {"recipe": "pretrain", "seed": seed, "train": {"lr": lr}}
+    run = Run.create(folder, config_text="", config=config, plan={}, hardware={}, environment={})
+    with run.recorder() as recorder:
+        for step in range(steps):
+            seconds = step_s * math.exp(chance.gauss(0, 0.02))
+            recorder.step(
+                StepRecord(
+                    attempt=recorder.attempt,
+                    step=step,
+                    time=1.79e9 + step,
+                    seconds=seconds,
+                    tokens=TOKENS,
+                    padded_tokens=TOKENS,
+                    loss=loss * (2 + 3 / (1 + step / 20)) * math.exp(chance.gauss(0, 0.001)),
+                    spans=(Span(phase="forward", seconds=seconds / 2),),
+                    memory={"peak_gib": 2.0 if lr == 1e-3 else 3.0},
+                )
+            )
+    return run
+
+
+def test_a_faster_run_is_called_faster(tmp_path: Path) -> None:
+    found = compare([made(tmp_path / "a"), made(tmp_path / "b", lr=2e-3, step_s=0.08)], price=3.0)
+    (against,) = found.against
+    assert against.time.verdict == "faster"
+    assert against.time.ratio == pytest.approx(0.8, rel=0.01)
+    assert (against.unit, against.time.pairs) == ("blocks of 10 steps", 15)
+    assert (against.loss, against.loss_verdict) == (None, "not enough evidence")
+    first, second = found.sides
+    assert second.tokens_per_s == pytest.approx(1.25 * (first.tokens_per_s or 0), rel=0.02)
+    assert (first.peak_gib, second.peak_gib) == (2.0, 3.0)
+    assert second.phases["forward"] == pytest.approx(0.04, rel=0.02)
+    assert first.cost == pytest.approx(3.0 * 16 / 3600, rel=0.02)
+    assert list(found.settings) == [("train.lr", [1e-3, 2e-3])]
+
+
+def test_the_same_thing_twice_is_not_faster(tmp_path: Path) -> None:
+    found = compare([made(tmp_path / "a"), made(tmp_path / "b", lr=2e-3)])
+    assert found.against[0].time.verdict == "no effect shown"
+
+
+def test_losses_are_those_at_equal_tokens_and_at_equal_time(tmp_path: Path) -> None:
+    slow, fast = made(tmp_path / "a"), made(tmp_path / "b", lr=2e-3, step_s=0.05, steps=320)
+    found = compare([slow, fast])
+    assert found.tokens == 160 * TOKENS
+    assert found.seconds == pytest.approx(16, rel=0.02)
+    first, second = found.sides
+    assert second.loss_at_equal_tokens == pytest.approx(first.loss_at_equal_tokens, rel=1e-3)
+    assert (second.loss_at_equal_time or 9) < 0.93 * (first.loss_at_equal_time or 0)
+    by_hand = [step.loss for step in fast.latest_steps() if 144 <= step.step < 160]
+    assert loss_before(tell(fast), tokens=160 * TOKENS) == pytest.approx(sum(map(float, by_hand)) / 16, rel=5e-3)
+
+
+@pytest.mark.parametrize(("loss", "verdict"), [(1.0, "equal"), (1.004, "equal"), (1.03, "higher"), (0.97, "lower")])
+def test_runs_that_differ_in_their_seed_are_repeats(tmp_path: Path, loss: float, verdict: str) -> None:
+    runs = [
+        made(tmp_path / f"{name}{seed}", seed=seed, lr=lr, loss=factor, step_s=step_s)
+        for name, lr, factor, step_s in (("a", 1e-3, 1.0, 0.1), ("b", 2e-3, loss, 0.09))
+        for seed in range(3)
+    ]
+    found = compare(runs)
+    assert [(side.name, side.runs) for side in found.sides] == [("a0", 3), ("b0", 3)]
+    (against,) = found.against
+    assert (against.unit, against.time.pairs, against.time.verdict) == ("runs", 3, "faster")
+    assert against.loss_verdict == verdict
+    assert against.loss is not None
+    assert against.loss.low <= loss <= against.loss.high or abs(against.loss.ratio - loss) < 2e-3
+
+
+def test_a_loss_that_is_not_positive_gets_no_verdict(tmp_path: Path) -> None:
+    runs = [made(tmp_path / f"{lr}-{seed}", seed=seed, lr=lr, loss=-1.0) for lr in (1e-3, 2e-3) for seed in range(3)]
+    (against,) = compare(runs).against
+    assert (against.loss, against.loss_verdict) == (None, "not enough evidence")
+
+
+def test_few_steps_decide_nothing(tmp_path: Path) -> None:
+    found = compare([made(tmp_path / "a", steps=20), made(tmp_path / "b", lr=2e-3, step_s=0.01, steps=20)])
+    assert found.against[0].time.verdict == "too few pairs"
+    assert found.to_json()["against"][0]["time"]["high"] is None
+
+
+def test_equal_names_are_told_apart(tmp_path: Path) -> None:
+    (tmp_path / "x").mkdir()
+    sides = sides_of([made(tmp_path / "run"), made(tmp_path / "x" / "run", lr=2e-3)])
+    assert [side.name for side in sides] == ["run", "run (2)"]
+
+
+def said(*arguments: object) -> tuple[int, str]:
+    done = CliRunner().invoke(app, ["compare", *map(str, arguments)])
+    return done.exit_code, done.output
+
+
+def test_what_the_command_says(tmp_path: Path) -> None:
+    runs = [made(tmp_path / "a"), made(tmp_path / "b", lr=2e-3, step_s=0.08)]
+    code, text = said(*(run.path for run in runs), "--price", 3)
+    assert code == 0
+    for part in ("train.lr", "b against a:", "speed: faster; 1.2", "did not take turns", "three runs of each", "cost"):
+        assert part in text
+    code, text = said(*(run.path for run in runs), "--json")
+    read: dict[str, Any] = json.loads(text)
+    assert [side["name"] for side in read["sides"]] == ["a", "b"]
+    assert read["against"][0]["time"]["verdict"] == "faster"
+
+
+def test_mistakes_are_named(tmp_path: Path) -> None:
+    one, again = made(tmp_path / "a"), made(tmp_path / "b", seed=1)
+    with pytest.raises(UsageError, match="the same settings except for the seed"):
+        compare([one, again])
+    with pytest.raises(UsageError, match="no steps yet"):
+        compare([one, made(tmp_path / "c", lr=2e-3, steps=0)])
+    done = CliRunner().invoke(app, ["compare", str(one.path)])
+    assert isinstance(done.exception, UsageError)
+    assert "at least two run folders" in str(done.exception)
