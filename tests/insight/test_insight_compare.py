@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import json
 import math
 import random
@@ -14,6 +15,7 @@ from typer.testing import CliRunner
 from flatout.cli import app
 from flatout.errors import UsageError
 from flatout.insight.compare import compare, loss_before, sides_of
+from flatout.insight.report import render
 from flatout.insight.story import tell
 from flatout.record import Run, Span, StepRecord
 
@@ -121,12 +123,22 @@ def test_what_the_command_says(tmp_path: Path) -> None:
     runs = [made(tmp_path / "a"), made(tmp_path / "b", lr=2e-3, step_s=0.08)]
     code, text = said(*(run.path for run in runs), "--price", 3)
     assert code == 0
-    for part in ("train.lr", "b against a:", "speed: faster; 1.2", "did not take turns", "three runs of each", "cost"):
+    for part in ("train.lr", "b against a:", "Speed: faster; 1.2", "did not take turns", "three runs of each", "cost"):
         assert part in text
     code, text = said(*(run.path for run in runs), "--json")
     read: dict[str, Any] = json.loads(text)
     assert [side["name"] for side in read["sides"]] == ["a", "b"]
     assert read["against"][0]["time"]["verdict"] == "faster"
+
+
+@pytest.mark.parametrize("format", ["html", "md"])
+def test_a_report_of_several_runs_says_the_same(format: Any, tmp_path: Path) -> None:
+    runs = [made(tmp_path / "a"), made(tmp_path / "b", lr=2e-3, step_s=0.08)]
+    found = compare(runs)
+    text = html.unescape(render(runs, format=format))
+    assert all(sentence in text for sentence in found.sentences(found.against[0]))
+    repeats = [made(tmp_path / f"c{seed}", seed=seed) for seed in range(2)]
+    assert "did not take turns" not in render(repeats, format=format)
 
 
 def test_mistakes_are_named(tmp_path: Path) -> None:

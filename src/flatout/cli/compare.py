@@ -15,7 +15,7 @@ from flatout.words import duration, loss_text, number, percent
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from flatout.insight.compare import Against, Comparison, Numbers
+    from flatout.insight.compare import Comparison, Numbers
 
 
 def compare(
@@ -41,8 +41,10 @@ def compare(
         if table.row_count:
             out.print(table, highlight=False)
             out.print()
-    for line in (line for one in found.against for line in _sentences(found, one)):
-        print_plain(clean(line))
+    for one in found.against:
+        print_plain(clean(f"{one.name} against {found.sides[0].name}:"))
+        for sentence in found.sentences(one):
+            print_plain(f"  {sentence}")
 
 
 def _numbers(found: Comparison) -> Table:
@@ -96,24 +98,3 @@ def _settings(found: Comparison) -> Table:
 
 def _shown(value: Any) -> str:
     return "unset" if value is None else str(value)
-
-
-def _sentences(found: Comparison, one: Against) -> list[str]:
-    first, time = found.sides[0].name, one.time
-    lines = [f"{one.name} against {first}:"]
-    if time.verdict == "too few pairs":
-        lines.append(f"  speed: too few steps to tell ({time.pairs} {one.unit})")
-    else:
-        speed = f"{1 / time.ratio:.3f} times the speed (95 % interval {1 / time.high:.3f} to {1 / time.low:.3f})"
-        lines.append(f"  speed: {time.verdict}; {speed}, from {time.pairs} pairs of {one.unit}")
-    if one.unit != "runs":
-        lines.append("  The runs did not take turns, so a machine that was slower during one of them is not ruled out.")
-    if one.loss is None:
-        lines.append(f"  loss: {one.loss_verdict}; three runs of each with the same seeds would decide")
-    else:
-        low, high = one.loss.low - 1, one.loss.high - 1
-        lines.append(
-            f"  loss: {one.loss_verdict}; {one.loss.ratio - 1:+.2%} (95 % interval {low:+.2%} to {high:+.2%}) "
-            f"at {found.tokens:,} tokens, from {one.loss.pairs} pairs of runs"
-        )
-    return lines

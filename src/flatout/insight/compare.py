@@ -26,7 +26,7 @@ BLOCK_STEPS, MOST_BLOCKS, STEPS_READ = 10, 16, 4096
 TAIL = 0.1
 # Losses that are shown to differ by less are called equal.
 LOSS_MARGIN = 0.01
-SEED = "seed"
+SEED, RUNS = "seed", "runs"
 
 LossVerdict = Literal["lower", "higher", "equal", "not enough evidence"]
 
@@ -85,6 +85,27 @@ class Comparison:
     tokens: int  # up to which losses are compared
     seconds: float
     settings: Sequence[tuple[str, Sequence[Any]]] = field(default_factory=list)
+
+    def sentences(self, one: Against) -> list[str]:
+        """What the evidence says about the speed and the loss of one configuration."""
+        time, loss, found = one.time, one.loss, list[str]()
+        if time.verdict == "too few pairs":
+            found.append(f"Speed: too few steps to tell ({time.pairs} {one.unit}).")
+        else:
+            speed = f"{1 / time.ratio:.3f} times the speed (95 % interval {1 / time.high:.3f} to {1 / time.low:.3f})"
+            found.append(f"Speed: {time.verdict}; {speed}, from {time.pairs} pairs of {one.unit}.")
+        if one.unit != RUNS:
+            found.append(
+                "The runs did not take turns, so a machine that was slower during one of them is not ruled out."
+            )
+        if loss is None:
+            found.append(f"Loss: {one.loss_verdict}; three runs of each with the same seeds would decide.")
+        else:
+            change = f"{loss.ratio - 1:+.2%} (95 % interval {loss.low - 1:+.2%} to {loss.high - 1:+.2%})"
+            found.append(
+                f"Loss: {one.loss_verdict}; {change} at {self.tokens:,} tokens, from {loss.pairs} pairs of runs."
+            )
+        return found
 
     def to_json(self) -> dict[str, Any]:
         """An interval without an end has null there."""
@@ -182,7 +203,7 @@ def _against(first: Side, other: Side, *, tokens: int) -> Against:
     loss = parity.paired(known[0], known[1], looks=looks, margin=LOSS_MARGIN) if complete else None
     return Against(
         name=other.name,
-        unit="runs",
+        unit=RUNS,
         time=parity.paired(times[0], times[1], looks=looks),
         loss=loss,
         loss_verdict=_loss_verdict(loss, equal=complete and parity.equivalent(*known, margin=LOSS_MARGIN)),

@@ -6,6 +6,8 @@ import json
 from collections.abc import Sequence
 from typing import Literal, get_args
 
+from flatout.errors import UsageError
+from flatout.insight.compare import Comparison, compare
 from flatout.insight.report import page, plain
 from flatout.insight.story import tell
 from flatout.record import Run
@@ -19,8 +21,16 @@ def render(runs: Sequence[Run], *, format: Format = "html") -> str:
     stories = [tell(run) for run in runs]
     match format:
         case "html":
-            return page.html(stories)
+            return page.html(stories, compared=_compared(runs))
         case "md":
-            return plain.markdown(stories)
+            return plain.markdown(stories, compared=_compared(runs))
         case "json":
             return json.dumps([plain.to_json(story) for story in stories], indent=2, allow_nan=False) + "\n"
+
+
+def _compared(runs: Sequence[Run]) -> Comparison | None:
+    """None for a single run, for repeats of one configuration, and for runs without steps."""
+    try:
+        return compare(runs) if len(runs) > 1 else None
+    except UsageError:
+        return None

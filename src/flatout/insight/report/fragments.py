@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 from flatout.insight import numbers
-from flatout.insight.compare import differences, flatten
+from flatout.insight.compare import Comparison, differences, flatten
 from flatout.insight.diagnose.runs import findings_of
 from flatout.insight.machine import Machine
 from flatout.insight.report.charts import Bands, Chart, draw, draw_bands
@@ -469,8 +469,8 @@ def provenance(story: Story, *, id: str, level: int) -> Html:
     )
 
 
-def side_by_side(stories: Sequence[Story]) -> list[Html]:
-    """Several runs in one table and on the same axes, and which settings differ."""
+def side_by_side(stories: Sequence[Story], compared: Comparison | None) -> list[Html]:
+    """Several runs in one table and on the same axes, what the differences show, and which settings differ."""
     names = [f"run {at}" for at, _ in enumerate(stories, 1)]
     rows: list[list[Child]] = [["state", *(story.state.sentence for story in stories)]]
     rows += [["criteria", *(story.judged for story in stories)]]
@@ -498,6 +498,7 @@ def side_by_side(stories: Sequence[Story]) -> list[Html]:
             f"{len(stories)} runs side by side",
             tag("ul", listed, class_="runs"),
             table(["", *names], rows, caption="Side by side", numeric=True),
+            *([_against(compared)] if compared else []),
             id="runs",
             level=1,
         ),
@@ -518,6 +519,13 @@ def side_by_side(stories: Sequence[Story]) -> list[Html]:
             level=2,
         ),
     ]
+
+
+def _against(compared: Comparison) -> Html:
+    first, rows = compared.sides[0].name, list[list[Child]]()
+    for one in compared.against:
+        rows.append([one.name, " ".join(compared.sentences(one))])
+    return table(["run", f"against {first}"], rows, caption="Against the first run")
 
 
 def table(heads: Sequence[str], rows: Sequence[Sequence[Child]], *, caption: str, numeric: bool = False) -> Html:

@@ -10,7 +10,7 @@ from typing import Any
 
 from flatout.insight import numbers
 from flatout.insight.clean import clean
-from flatout.insight.compare import differences
+from flatout.insight.compare import Comparison, differences
 from flatout.insight.diagnose.runs import findings_of
 from flatout.insight.report.fragments import GRADES, nothing_found
 from flatout.insight.story import Story
@@ -64,7 +64,7 @@ def _raw(story: Story) -> dict[str, Any]:
     }
 
 
-def markdown(stories: Sequence[Story]) -> str:
+def markdown(stories: Sequence[Story], *, compared: Comparison | None = None) -> str:
     if len(stories) == 1:
         return "\n".join(_run(stories[0], level=1)) + "\n"
     names = [f"run {at}" for at, _ in enumerate(stories, 1)]
@@ -74,6 +74,10 @@ def markdown(stories: Sequence[Story]) -> str:
     rows: list[list[Any]] = [["state", *(story.state.sentence for story in stories)]]
     rows += [[row[0].name, *(figure.text for figure in row)] for row in every]
     lines += ["", *_table(["", *names], rows)]
+    for one in compared.against if compared else ():
+        assert compared is not None
+        heading = _text(f"{one.name} against {compared.sides[0].name}")
+        lines += ["", f"**{heading}.** {' '.join(compared.sentences(one))}"]
     differing = differences([story.config for story in stories])
     if differing:
         lines += ["", "## Settings that differ", "", *_table(["setting", *names], [[k, *v] for k, v in differing])]
