@@ -17,7 +17,8 @@ from flatout.tasks import Grader
 from flatout.tasks.units import Units
 
 RIGHT = f"<answer>{Units().question(0).answer:.5g}</answer>"
-GRADED = '{"result": {"reward": 0, "answered": false}}'
+GRADED = '{"replies": [{"result": {"reward": 0, "answered": false}}]}'
+KILLED = '{"replies": [{"killed": true}]}'
 
 Stand = Callable[[str], None]
 
@@ -92,7 +93,7 @@ def test_a_task_that_the_worker_cannot_open_is_told(tmp_path: Path) -> None:
 
 
 def test_a_grader_that_is_killed_at_a_trivial_answer_too_is_an_error(stand: Stand) -> None:
-    stand("echo MemoryError >&2; while read line; do echo '{\"killed\": true}'; done")
+    stand(f"echo MemoryError >&2; while read line; do echo '{KILLED}'; done")
     with pytest.raises(RunFailed, match=r"even a trivial answer[\s\S]*MemoryError"):
         measured()
 
@@ -105,10 +106,14 @@ def test_a_grader_that_is_killed_at_a_trivial_answer_too_is_an_error(stand: Stan
         "{}",
         "no JSON",
         "[" * 5000,
-        '{"result": 7}',
-        '{"result": {"reward": "1", "answered": true}}',
-        '{"result": {"reward": NaN, "answered": true}}',
-        '{"result": {"reward": 1, "answered": 1}}',
+        '{"replies": 1}',
+        '{"replies": []}',
+        '{"replies": [{}]}',
+        '{"replies": [{"killed": true}, {"killed": true}]}',
+        '{"replies": [{"result": 7}]}',
+        '{"replies": [{"result": {"reward": "1", "answered": true}}]}',
+        '{"replies": [{"result": {"reward": NaN, "answered": true}}]}',
+        '{"replies": [{"result": {"reward": 1, "answered": 1}}]}',
     ],
 )
 def test_a_reply_that_is_not_expected_is_an_error(stand: Stand, reply: str) -> None:
@@ -126,7 +131,7 @@ def test_a_reply_without_an_end_is_an_error(stand: Stand) -> None:
 def test_many_killed_completions_are_no_plain_accuracy(stand: Stand) -> None:
     stand(
         'while read line; do case "$line" in '
-        f"*'\"op\": \"probe\"'*) echo '{GRADED}';; *) echo '{{\"killed\": true}}';; esac; done"
+        f"*'\"op\": \"probe\"'*) echo '{GRADED}';; *) echo '{KILLED}';; esac; done"
     )
     score = measured()
     assert (score.value, score.metric) == (0.0, "accuracy, 100 % not graded")  # type: ignore[attr-defined]
