@@ -14,8 +14,11 @@ from flatout.probe.agent.settings import Settings
 
 
 @pytest.fixture
-def agent(tmp_path: Path) -> Any:
+def agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """An agent that follows this process until the test ends, and never stops it."""
+    # Models that other tests of this process left behind must not take the place of a small one of this test.
+    for most in ("MOST_MODELS", "MOST_PARTS"):
+        monkeypatch.setattr(f"flatout.probe.agent.forwards.{most}", 10_000)
     asked = {"out": str(tmp_path), "steps": 1000, "seconds": 600.0, "stop": False, "look": False}
     found = Agent(Settings(json.dumps(asked)), ImportHook())
     found.settings.stop = False
