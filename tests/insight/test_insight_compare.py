@@ -110,7 +110,8 @@ def test_few_steps_decide_nothing(tmp_path: Path) -> None:
 
 def test_equal_names_are_told_apart(tmp_path: Path) -> None:
     (tmp_path / "x").mkdir()
-    sides = sides_of([made(tmp_path / "run"), made(tmp_path / "x" / "run", lr=2e-3)])
+    runs = [made(tmp_path / "run"), made(tmp_path / "x" / "run", lr=2e-3)]
+    sides = sides_of(runs, [tell(run) for run in runs])
     assert [side.name for side in sides] == ["run", "run (2)"]
 
 

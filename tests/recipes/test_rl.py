@@ -306,7 +306,7 @@ def test_questions_that_do_not_fit_are_reported_once(tmp_path: Path) -> None:
         ({"sample": {"max_tokens": 64}}, "no room for a prompt"),
         ({"sample": {"max_tokens": 55}}, "do not fit data.sequence_length"),
         ({"rl": {"curriculum": True}}, "levels"),
-        ({"rl": {"teach_lr": 1e-3}}, "of which there are none"),
+        ({"rl": {"teach_lr": 1e-3}}, "because rl.teach is 0"),
         ({"rl": {"overlong_buffer": 9}}, "at most sample.max_tokens"),
         ({"rl": {"old_logprobs": "sampler"}, "sample": {"temperature": 0.7}}, "temperature 1"),
     ],

@@ -291,9 +291,8 @@ def _rolled_out(settings: Settings) -> Iterator[Breach]:
         )
         yield Breach(keys=("sample.max_tokens", "data.sequence_length"), text=text)
     if rl.teach_lr is not None and not rl.teach:
-        yield Breach(
-            keys=("rl.teach_lr", "rl.teach"), text="applies to the phases of rl.teach, of which there are none"
-        )
+        text = "has no effect, because rl.teach is 0; set rl.teach, or leave rl.teach_lr out"
+        yield Breach(keys=("rl.teach_lr", "rl.teach"), text=text)
     if settings.train.steps is None:
         yield Breach(keys=("train.steps", "recipe"), text="missing; rollouts never end, so give the number of steps")
     elif settings.train.steps % rl.steps_in_phase:

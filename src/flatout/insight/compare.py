@@ -113,15 +113,18 @@ class Comparison:
         return found
 
 
-def compare(runs: Sequence[Run], *, price: float | None = None) -> Comparison:
-    """The first run's configuration is the one that others are compared with. `price`: of a device for an hour."""
-    sides = sides_of(runs)
+def compare(runs: Sequence[Run], *, stories: Sequence[Story] | None = None, price: float | None = None) -> Comparison:
+    """The first run's configuration is the one that others are compared with.
+
+    `stories` are those of the runs, if they were read already; `price` is that of a device for an hour.
+    """
+    sides = sides_of(runs, stories or [tell(run) for run in runs])
     if len(sides) < 2:
         raise UsageError("these runs have the same settings except for the seed: give runs of two configurations")
-    stories = [story for side in sides for story in side.stories.values()]
-    if empty := next((story.path for story in stories if not story.num_steps), None):
+    every = [story for side in sides for story in side.stories.values()]
+    if empty := next((story.path for story in every if not story.num_steps), None):
         raise UsageError(f"{empty} has no steps yet, so there is nothing to compare")
-    tokens, seconds = min(story.tokens for story in stories), min(story.seconds for story in stories)
+    tokens, seconds = min(story.tokens for story in every), min(story.seconds for story in every)
     return Comparison(
         sides=[_numbers(side, tokens=tokens, seconds=seconds, price=price) for side in sides],
         against=[_against(sides[0], side, tokens=tokens) for side in sides[1:]],
@@ -131,11 +134,10 @@ def compare(runs: Sequence[Run], *, price: float | None = None) -> Comparison:
     )
 
 
-def sides_of(runs: Iterable[Run]) -> list[Side]:
+def sides_of(runs: Sequence[Run], stories: Sequence[Story]) -> list[Side]:
     """Runs by configuration, in the order in which each was first named."""
     found: dict[tuple[tuple[str, str], ...], list[tuple[Any, Run, Story]]] = {}
-    for run in runs:
-        story = tell(run)
+    for run, story in zip(runs, stories, strict=True):
         settings = tuple((name, repr(value)) for name, value in flatten(_unseeded(story.config)))
         found.setdefault(settings, []).append((story.config.get(SEED), run, story))
     sides, taken = [], set[str]()
@@ -148,8 +150,8 @@ def sides_of(runs: Iterable[Run]) -> list[Side]:
         # Repeats with the same seed are kept apart by their number.
         seeds = [(seed, [s for s, _, _ in several[:at]].count(seed)) for at, (seed, _, _) in enumerate(several)]
         runs_by_seed = {seed: run for seed, (_, run, _) in zip(seeds, several, strict=True)}
-        stories = {seed: story for seed, (_, _, story) in zip(seeds, several, strict=True)}
-        sides.append(Side(name=name, runs=runs_by_seed, stories=stories))
+        by_seed = {seed: story for seed, (_, _, story) in zip(seeds, several, strict=True)}
+        sides.append(Side(name=name, runs=runs_by_seed, stories=by_seed))
     return sides
 
 

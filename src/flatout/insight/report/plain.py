@@ -74,10 +74,10 @@ def markdown(stories: Sequence[Story], *, compared: Comparison | None = None) ->
     rows: list[list[Any]] = [["state", *(story.state.sentence for story in stories)]]
     rows += [[row[0].name, *(figure.text for figure in row)] for row in every]
     lines += ["", *_table(["", *names], rows)]
-    for one in compared.against if compared else ():
-        assert compared is not None
-        heading = _text(f"{one.name} against {compared.sides[0].name}")
-        lines += ["", f"**{heading}.** {' '.join(compared.sentences(one))}"]
+    if compared:
+        for one in compared.against:
+            heading = _text(f"{one.name} against {compared.sides[0].name}")
+            lines += ["", f"**{heading}.** {' '.join(compared.sentences(one))}"]
     differing = differences([story.config for story in stories])
     if differing:
         lines += ["", "## Settings that differ", "", *_table(["setting", *names], [[k, *v] for k, v in differing])]
