@@ -107,8 +107,8 @@ def accuracy(options: argparse.Namespace, scratch: Path, call: Call) -> list[Res
 
 def several(options: argparse.Namespace, scratch: Path, call: Call) -> list[Result]:
     """Six domains, adapters on real weights: what a step of each method costs, and how the gradients lie."""
-    tasks = ", ".join(f'"{name}:train?level=1"' for name in DOMAINS)
-    valid = ", ".join(f'"{name}?level=1"' for name in DOMAINS)
+    tasks = ", ".join(f'"{name}:train?level=1&shots=3"' for name in DOMAINS)
+    valid = ", ".join(f'"{name}?level=1&shots=3"' for name in DOMAINS)
     config = (
         f"recipe: rl\nmodel: {options.model}\nlora: {{rank: 16}}\ndata: {{sequence_length: 1024}}\n"
         f"rl: {{tasks: [{tasks}], prompts: 48, samples: 8}}\nsample: {{max_tokens: 96}}\n"
@@ -117,7 +117,7 @@ def several(options: argparse.Namespace, scratch: Path, call: Call) -> list[Resu
         "save: {weights_only: true}\n"
     )
     found: list[Result] = []
-    for seed in range(options.seeds):
+    for seed in options.seeds:
         for method in METHODS:
             overrides = [*options.set, f"mtl.method={method}", f"seed={seed}"]
             run = trained(config, overrides, folder=scratch / f"{method}-{seed}")
@@ -148,7 +148,7 @@ def main() -> None:
     parser.add_argument("--peer-repeats", type=int, default=1)
     parser.add_argument("--model", type=Path, help="folder of real weights")
     parser.add_argument("--mtl", action="store_true")
-    parser.add_argument("--seeds", type=int, default=1)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--steps", type=int, default=24)
     parser.add_argument("--limit", type=int, default=400)
     parser.add_argument("--repeats", type=int, default=2)

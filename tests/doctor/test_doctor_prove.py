@@ -40,6 +40,7 @@ def proved(tmp_path: Path, *, anomaly: bool) -> dict[str, Any]:
     return read
 
 
+@pytest.mark.live
 def test_a_switch_is_measured_and_changes_no_loss(tmp_path: Path) -> None:
     read = proved(tmp_path, anomaly=False)
     (proof,) = [proof for proof in read["proofs"] if proof["cause"] == "empty-cache"]
