@@ -14,7 +14,7 @@ demo: $(VENV)/.train
 	$(BIN)/flatout demo
 
 test: $(VENV)/.dev
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n 2 $(PYTEST_ARGS)
 
 # These measure, so they need a machine with nothing else to do: the doctor on every script live, and speed comparisons.
 test-doctor: $(VENV)/.dev

@@ -54,7 +54,7 @@ HEALTHY = ("healthy_plain.py", "healthy_nanogpt.py", "healthy_trainer.py")
 # These run each time, with `healthy_plain.py`, the demo's slow script (padding, anomaly mode), a script that collects
 # garbage (test_doctor_prove.py) and those of test_doctor_behaviour.py. None of them sleeps: where other processes take
 # the cores, what it does wrong takes longer with all the rest.
-EACH_TIME = ("plain_float64.py", "rl_without_cache.py")
+EACH_TIME = ("plain_float64.py",)
 
 
 def test_every_script_is_in_one_list_and_was_recorded() -> None:

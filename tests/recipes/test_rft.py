@@ -248,7 +248,7 @@ def wait_for_chunks(run: Path, count: int, process: Started) -> None:
     wait_until(lambda: len(list((run / "samples" / "round-1").glob("*.json"))) >= count, process=process)
 
 
-@pytest.mark.slow
+@pytest.mark.faults
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_sampling_killed_and_stopped_goes_on_to_the_same_dataset(
     sampling: Path, tmp_path: Path, device: str, monkeypatch: pytest.MonkeyPatch

@@ -21,6 +21,8 @@ from flatout.errors import UsageError
 
 # The loss covers trained tokens only, rounded up to a multiple of this share of a micro-batch: few shapes.
 ROW_PARTS = 16
+# Fewer of those parts, and the shortest length of a longest example, for data that is packed anew at every step.
+FEW_PARTS, SHORTEST = (1, 2, 3, 4, 6, 8, 12, 16), 64
 
 
 class Packed:
@@ -37,14 +39,16 @@ class Packed:
         batch_sequences: int,
         seed: int,
         shuffle: bool,
-        multiple: int = 1,
+        few_shapes: bool = False,
     ) -> None:
-        """`multiple` rounds the length of the longest example up, for data whose shapes should stay the same."""
+        """`few_shapes`: for data that is packed anew at every step; lengths and counts are rounded up further."""
         self.examples, self.seed, self.shuffle = examples, seed, shuffle
         self.sequence_length, self.batch_sequences = sequence_length, batch_sequences
         # The last token of an example is only a target and takes no position.
         self._places = examples.lengths - 1
-        self.longest = min(sequence_length, -(-int(self._places.max()) // multiple) * multiple)
+        longest = int(self._places.max())
+        self._few_shapes = few_shapes
+        self.longest = min(sequence_length, power_of_two(max(SHORTEST, longest))) if few_shapes else longest
         bins = pack(self._places, capacity=sequence_length, seed=seed)
         # Examples in the order of their sequences, where each sequence ends among them, and where each example begins.
         self._order = np.concatenate([np.asarray(members, np.int64) for members in bins])
@@ -147,10 +151,11 @@ class Packed:
             segments_begin += range(row * length + full, (row + 1) * length, self.longest)
         segments_begin.sort()
         most = -(-self.max_documents * count // SEGMENTS_MULTIPLE) * SEGMENTS_MULTIPLE
+        most = power_of_two(most) if self._few_shapes else most
         segments = np.full(most + 1, count * length, np.int32)
         segments[: len(segments_begin)] = segments_begin
         trained = np.flatnonzero(targets != NOT_TRAINED)
-        rows, row_targets = _rows(trained, targets)
+        rows, row_targets = _rows(trained, targets, few_shapes=self._few_shapes)
         return Batch(
             tokens=torch.from_numpy(tokens),
             targets=torch.from_numpy(targets),
@@ -169,16 +174,22 @@ class Packed:
 
 def few_sizes(count: int) -> int:
     """The next larger one of a few sizes, at most an eighth larger: with few shapes, little is compiled."""
-    unit = max(1, (1 << (count - 1).bit_length()) // 8)
+    unit = max(1, power_of_two(count) // 8)
     return -(-count // unit) * unit
 
 
+def power_of_two(count: int) -> int:
+    """The next power of two that is not smaller."""
+    return 1 << (count - 1).bit_length()
+
+
 def _rows(
-    trained: NDArray[np.int64], targets: NDArray[np.int64]
+    trained: NDArray[np.int64], targets: NDArray[np.int64], *, few_shapes: bool
 ) -> tuple[torch.Tensor, torch.Tensor] | tuple[None, None]:
     """The positions of the trained tokens and their targets, padded with ignored rows; None if all are trained."""
     part = -(-len(targets) // ROW_PARTS)
-    size = max(1, -(-len(trained) // part)) * part
+    parts = max(1, -(-len(trained) // part))
+    size = (min(few for few in FEW_PARTS if few >= parts) if few_shapes else parts) * part
     if size >= len(targets):
         return None, None
     rows, row_targets = np.zeros(size, np.int64), np.full(size, NOT_TRAINED, np.int64)

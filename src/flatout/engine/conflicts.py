@@ -7,7 +7,7 @@ step waits for nothing.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from typing import Literal, TypeGuard, get_args
@@ -62,27 +62,41 @@ class Combined:
 def gram(gradients: Sequence[Sequence[Tensor]]) -> Tensor:
     """The dot products of every two tasks' gradients, in float64."""
     total = torch.zeros((len(gradients), len(gradients)), dtype=torch.float64, device=gradients[0][0].device)
-    for of_parameter in zip(*gradients, strict=True):
-        flat = [part.reshape(-1) for part in of_parameter]
+    for begin, end in _spans([gradient.numel() for gradient in gradients[0]]):
+        flat = [torch.cat([part.reshape(-1) for part in of_task[begin:end]]) for of_task in gradients]
         for pieces in zip(*(part.split(CHUNK) for part in flat), strict=True):
             piece_KN = torch.stack(pieces).double()
             total += piece_KN @ piece_KN.T
     return total
 
 
+def _spans(sizes: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Neighbours of together at most CHUNK elements, or one that is larger: adapters are hundreds of small tensors."""
+    begin, total = 0, 0
+    for at, size in enumerate(sizes):
+        if total and total + size > CHUNK:
+            yield begin, at
+            begin, total = at, 0
+        total += size
+    yield begin, len(sizes)
+
+
 def pcgrad_weights(products_KK: Tensor, *, order: Sequence[Sequence[int]]) -> Tensor:
     """The weight of each task's gradient in the sum of the projected gradients.
 
     `order[i]` lists the tasks in the order in which gradient i is projected. A projection against gradient j changes
-    one coefficient of row i, so K x K numbers represent all projected gradients.
+    one coefficient of row i, so K x K numbers represent all projected gradients. All rows go through their orders at
+    the same time: they do not depend on each other.
     """
     coefficients = torch.eye(len(products_KK), dtype=products_KK.dtype, device=products_KK.device)
-    for i, others in enumerate(order):
-        for j in (j for j in others if j != i):
-            overlap = coefficients[i] @ products_KK[:, j]
-            # Where gradient j is zero the overlap is zero too, and nothing is divided by it.
-            share = torch.where(overlap < 0, overlap / products_KK[j, j], torch.zeros_like(overlap))
-            coefficients[i, j] -= share
+    squares_K, rows_K = products_KK.diagonal(), torch.arange(len(products_KK), device=products_KK.device)
+    on_host = torch.tensor(order, pin_memory=products_KK.is_cuda)  # so that the copy waits for nothing
+    for others_K in on_host.to(products_KK.device, non_blocking=True).T:
+        overlaps_K = (coefficients * products_KK[others_K]).sum(dim=1)
+        # Where gradient j is zero the overlap is zero too, and nothing is divided by it.
+        conflicts_K = (overlaps_K < 0) & (others_K != rows_K)
+        shares_K = torch.where(conflicts_K, overlaps_K / squares_K[others_K], torch.zeros_like(overlaps_K))
+        coefficients[rows_K, others_K] -= shares_K
     return coefficients.sum(dim=0)
 
 

@@ -180,19 +180,19 @@ class Engine:
             for batch in batches:
                 if batch.task == task:
                     self._accumulate(batch, tally, denominator=denominator)
-            gradients[task] = [self._taken_gradient(parameter) for parameter in self.parameters]
+            gradients[task] = self._taken_gradients()
         return gradients
 
-    def _taken_gradient(self, parameter: Tensor) -> Tensor:
-        """Takes a parameter's gradient before the next task; zero if this rank has no batch of the task."""
-        if parameter.grad is None:
-            return torch.zeros_like(parameter)
+    def _taken_gradients(self) -> list[Tensor]:
+        """Takes the gradients before the next task; zero if this rank has no batch of the task."""
+        found = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.parameters]
         if not self.replay:
-            taken, parameter.grad = parameter.grad, None
-            return taken
-        taken = parameter.grad.clone()  # CUDA graphs accumulate into the original
-        parameter.grad.zero_()
-        return taken
+            for parameter in self.parameters:
+                parameter.grad = None
+            return found
+        copies = list(torch._foreach_mul(found, 1.0))  # CUDA graphs accumulate into the originals
+        torch._foreach_zero_(found)
+        return copies
 
     def _combined(self, gradients: Mapping[str, list[Tensor]], *, step: int) -> tuple[list[Tensor], Tensor]:
         """Stores the combined gradients for the optimizer. Returns them, and what their combination measured."""
@@ -200,11 +200,11 @@ class Engine:
         if self.combine is None:
             return gradients[""], none
         merged, measured = self.combine(gradients, step=step)
-        for parameter, gradient in zip(self.parameters, merged, strict=True):
-            if parameter.grad is None:
+        if self.replay:
+            torch._foreach_copy_([p.grad for p in self.parameters if p.grad is not None], merged)
+        else:
+            for parameter, gradient in zip(self.parameters, merged, strict=True):
                 parameter.grad = gradient
-            else:
-                parameter.grad.copy_(gradient)
         return [p.grad for p in self.parameters if p.grad is not None], none if measured is None else measured.double()
 
     def _accumulate(self, host_batch: Batch, tally: Tally, *, denominator: Tensor) -> None:

@@ -33,8 +33,6 @@ REFERENCE_LOGP, OLD_VALUE, RETURN = "reference_logp", "old_value", "return"
 AGREES = 0.01
 # The part of the completions by which that is found out: one in this many.
 CHECKED_SHARE = 8
-# Lengths are rounded up to multiples of this, so that the steps of a run have few shapes.
-SHAPES = 64
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -300,7 +298,7 @@ def packed(examples: Examples, settings: Settings) -> Packed:
         batch_sequences=1,
         seed=settings.seed,
         shuffle=False,
-        multiple=SHAPES,
+        few_shapes=True,
     )
 
 
