@@ -8,13 +8,17 @@ COMPAT ?= .venv-compat
 # The tests start hundreds of processes; each would compile the package again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-doctor test-speed test-faults test-busy record-doctor test-compat bench-gpu check format clean
+.PHONY: demo test test-long test-doctor test-speed test-faults test-busy record-doctor test-compat bench-gpu check format clean
 
 demo: $(VENV)/.train
 	$(BIN)/flatout demo
 
 test: $(VENV)/.dev
 	$(BIN)/python -m pytest -n 2 $(PYTEST_ARGS)
+
+# Tests that take long and repeat in part what others show.
+test-long: $(VENV)/.dev
+	$(BIN)/python -m pytest -n 2 -m long $(PYTEST_ARGS)
 
 # These measure, so they need a machine with nothing else to do: the doctor on every script live, and speed comparisons.
 test-doctor: $(VENV)/.dev

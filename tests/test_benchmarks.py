@@ -35,6 +35,7 @@ def looked(folder: Path, *findings: Finding) -> Examined:
     )
 
 
+@pytest.mark.long
 def test_every_job_runs_on_a_cpu() -> None:
     """In one process, all but the one whose compiler takes longer to start than the others to run."""
     code = (

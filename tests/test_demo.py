@@ -77,6 +77,7 @@ def test_the_script_reads_the_same_tokens(tmp_path: Path, monkeypatch: pytest.Mo
     assert (len(ids), len(targets)) == (slow.MAX_LENGTH + 1, slow.MAX_LENGTH)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_the_story_from_the_slow_script_to_the_report(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, console: Console, heard: io.StringIO

@@ -97,6 +97,7 @@ def test_mistakes(folder: Path, arguments: list[str], says: str) -> None:
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.long
 def test_a_talk_through_a_pipe(folder: Path) -> None:
     asked = ("chat", folder, "--max-tokens", 5, "--temperature", 0)
     done = flatout(*asked, stdin="hello\n\n/reset\nagain\n")

@@ -29,6 +29,7 @@ def script(tmp_path: Path, text: str) -> str:
     return str(path)
 
 
+@pytest.mark.long
 def test_continue_keeps_output_and_exit_code(tmp_path: Path) -> None:
     """Binary on stdout, forked loader workers, and an exit code of its own."""
     name = script(
@@ -53,6 +54,7 @@ sys.exit(7)
     assert b"Doctor" in watched.stderr
 
 
+@pytest.mark.long
 def test_a_script_that_looks_torch_up_before_it_imports_it_is_seen(tmp_path: Path) -> None:
     """As transformers and datasets do, to know whether it is installed."""
     name = script(tmp_path, "train(40)\n")
@@ -128,6 +130,7 @@ finally:
     assert {"verdict", "limit", "findings"} <= found.keys()
 
 
+@pytest.mark.long
 def test_a_sitecustomize_of_the_users_own_still_runs(tmp_path: Path) -> None:
     (tmp_path / "own").mkdir()
     (tmp_path / "own" / "sitecustomize.py").write_text("import builtins\nbuiltins.theirs = 'here'\n")

@@ -52,12 +52,15 @@ def both(tmp_path: Path, text: str) -> tuple[list[float], list[Any]]:
     return json.loads(done.stdout.splitlines()[-1]), [json.loads(line)["loss"] for line in steps.open()]
 
 
-@pytest.mark.parametrize("backward", ["loss / 4", "loss", "scaler.scale(0.25 * loss)"])
+@pytest.mark.parametrize(
+    "backward", ["loss / 4", pytest.param("loss", marks=pytest.mark.long), "scaler.scale(0.25 * loss)"]
+)
 def test_a_plain_loop_that_accumulates(tmp_path: Path, backward: str) -> None:
     own, seen = both(tmp_path, PLAIN.replace("BACKWARD", backward))
     assert seen == pytest.approx(own, rel=1e-5)
 
 
+@pytest.mark.long
 def test_a_trainer_that_accumulates(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     own, seen = both(tmp_path, TRAINER)

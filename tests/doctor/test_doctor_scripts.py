@@ -129,6 +129,7 @@ def test_the_planted_cause_is_found(script: str, tmp_path: Path) -> None:
     assert observed_in(tmp_path).keys() == seen.facts.keys(), "the agent writes other facts now: record them again"
 
 
+@pytest.mark.long
 def test_a_healthy_script_is_watched_step_by_step(tmp_path: Path) -> None:
     found = diagnosis_of(tmp_path, *command_of("healthy_plain.py"), seconds=60.0)
     check_records(tmp_path / "run", found)

@@ -76,6 +76,7 @@ def test_kernels_and_full_recomputation_go_together() -> None:
     assert [f.loss for f in kept] == pytest.approx([f.loss for f in recomputed], abs=1e-6)
 
 
+@pytest.mark.long
 def test_eight_bits_learn_as_the_plain_path_does() -> None:
     plain, eight = train(build(), steps=10), train(build(active=active(**ALL, fp8=True)), steps=10)
     assert plain[-1].loss < 0.9 * plain[0].loss
@@ -95,6 +96,7 @@ def test_evaluation_with_eight_bits_is_that_of_the_weights() -> None:
     assert engine.evaluate(batches) == pytest.approx(plain.evaluate(batches), abs=1e-5)
 
 
+@pytest.mark.long
 def test_eight_bit_scales_are_saved_and_a_resumed_run_goes_on_exactly(tmp_path: Path) -> None:
     def fresh() -> Engine:
         return build(active=active(**ALL, fp8=True))

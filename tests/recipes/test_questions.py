@@ -108,6 +108,7 @@ def test_mistakes_are_told_before_anything_is_loaded(sft: Path, tmp_path: Path, 
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["adapters", "all weights"])
 def test_two_ranks_equal_one(

@@ -184,6 +184,7 @@ def test_what_a_stage_left_for_a_later_one_is_checked_before_it_is_used(
     assert [event for event in Run.open(damaged).events() if event.kind == "rft"] == before
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_killed_between_stages_it_goes_on_by_the_same_command(damaged: Path, tmp_path: Path) -> None:
     """While the student was written, while the folder of a stage was made, and while rows were written."""
@@ -290,6 +291,7 @@ def test_sampling_killed_and_stopped_goes_on_to_the_same_dataset(
     assert asked == list(range(64))
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_adapters_on_a_run_of_our_own_in_two_rounds(trained: tuple[Path, str], tmp_path: Path) -> None:
     values = config(tmp_path)

@@ -62,7 +62,10 @@ def test_adapters_learn_and_open_in_peft_and_merged_in_transformers(
     assert float(str(events(tmp_path / "again", "eval")[0]["val_loss"])) == pytest.approx(losses[-1], abs=1e-4)
 
 
-@pytest.mark.parametrize("extra", [[], ["lora.dropout=0.1", "plan.workers=2", "plan.micro_batch=1"]])
+@pytest.mark.parametrize(
+    "extra",
+    [[], pytest.param(["lora.dropout=0.1", "plan.workers=2", "plan.micro_batch=1"], marks=pytest.mark.long)],
+)
 def test_resume_after_kill_is_bit_exact(
     flatout: Call, start: Start, sft: Path, tmp_path: Path, extra: list[str]
 ) -> None:

@@ -59,6 +59,10 @@ class Batch:
         own = {name: value for name, value in tensors.items() if name not in self.columns}
         return replace(self, **own, columns={name: tensors[name] for name in self.columns})  # type: ignore[arg-type]
 
+    def pinned(self) -> Batch:
+        """The same batch in page-locked memory."""
+        return self.with_tensors({name: tensor.pin_memory() for name, tensor in self.tensors.items()})
+
     def to(self, device: torch.device | str, *, non_blocking: bool = True) -> Batch:
         """The same batch on a device; from pinned memory the copy overlaps with computation."""
         return self.with_tensors(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -280,15 +281,18 @@ def columns_of(settings: Settings) -> list[str]:
 
 def examples_of(rows: Sequence[Row]) -> Examples:
     """Prompts and completions, of which only completions are trained on."""
-    tokens = [np.array([*row.prompt, *row.ids], np.int32) for row in rows]
-    trained = [(np.arange(len(ids)) >= len(row.prompt)) & row.trained for row, ids in zip(rows, tokens, strict=True)]
-
-    def column(name: str) -> NDArray[np.float32]:
-        parts = [part for row in rows for part in (np.zeros(len(row.prompt)), row.values[name])]
-        return np.concatenate(parts).astype(np.float32)
-
-    columns = {name: column(name) for name in rows[0].values}
-    return replace(Examples.of(zip(tokens, trained, strict=True)), columns=columns)
+    lengths = np.array([(len(row.prompt), len(row.ids)) for row in rows], np.int64)
+    ids = chain.from_iterable(part for row in rows for part in (row.prompt, row.ids))
+    sampled = np.repeat(np.tile([False, True], len(rows)), lengths.reshape(-1))
+    columns = {name: np.zeros(len(sampled), np.float32) for name in rows[0].values}
+    for name, column in columns.items():
+        column[sampled] = np.concatenate([row.values[name] for row in rows])
+    return Examples(
+        tokens=np.fromiter(ids, np.int32, len(sampled)),
+        trained=sampled & np.repeat([row.trained for row in rows], lengths.sum(axis=1)),
+        ends=np.cumsum(lengths.sum(axis=1)),
+        columns=columns,
+    )
 
 
 def packed(examples: Examples, settings: Settings) -> Packed:

@@ -134,7 +134,7 @@ class RolloutBatches:
         batches: list[Batch] = []
         for update in self._updates[at % self.rl.updates]:
             batches += packed(update.examples, self.settings).batches(self.micro_batch, task=update.task)
-        return batches
+        return [batch.pinned() for batch in batches] if self.plan.decisions.pin_memory else batches
 
     def again(self, step: int) -> None:
         pass  # the phase is kept
