@@ -45,7 +45,7 @@ def figures(run: Run) -> dict[str, float]:
     """Seconds of a step and of its parts, and the peak memory."""
     steps = list(run.latest_steps())
     late = steps[len(steps) // 2 :]
-    seconds = sum(step.seconds for step in late) / len(late)
+    seconds = sum(step.training_s for step in late) / len(late)
     parts: Counter[str] = Counter()
     for step in late:
         for phase, spent in step.phases.items():

@@ -14,6 +14,7 @@ import typer
 
 from flatout import __version__
 from flatout.cli import (
+    ablate,
     chat,
     compare,
     config,
@@ -28,6 +29,7 @@ from flatout.cli import (
     report,
     shared,
     train,
+    tune,
     watch,
 )
 from flatout.errors import EnvironmentLacks, FlatoutError
@@ -68,6 +70,8 @@ app.command()(export.export)
 app.command(cls=doctor.OptionsAnywhere, context_settings={"allow_interspersed_args": False})(doctor.doctor)
 app.command("eval")(evaluate.evaluate)
 app.command()(chat.chat)
+app.command()(ablate.ablate)
+app.command()(tune.tune)
 app.command()(compare.compare)
 app.command()(report.report)
 app.command()(watch.watch)

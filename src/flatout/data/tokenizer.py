@@ -169,22 +169,34 @@ class JsonTokenizer:
         ids: list[int] = self._controlled.encode("").ids
         return tuple(i for i in ids if i != self.eos_id)
 
+    # Read from the files once: the prompts of every phase of rollouts need them.
+
+    @cached_property
+    def _template(self) -> str | None:
+        return chat.template_of(self.files)
+
+    @cached_property
+    def _words(self) -> dict[str, str]:
+        return chat.words_of(self.files)
+
+    @cached_property
+    def _control(self) -> list[str]:
+        return [token.content for token in self._controlled.get_added_tokens_decoder().values()]
+
     @property
     def has_template(self) -> bool:
-        return chat.template_of(self.files) is not None
+        return self._template is not None
 
     def render(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool) -> str:
-        template = chat.template_of(self.files)
-        if template is None:
+        if self._template is None:
             raise _no_template(self.name)
-        words = chat.words_of(self.files)
-        return chat.rendered(template, messages, words=words, add_generation_prompt=add_generation_prompt)
+        return chat.rendered(self._template, messages, words=self._words, add_generation_prompt=add_generation_prompt)
 
     def render_ids(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool) -> list[int]:
         return chat.encoded(
             lambda said: self.render(said, add_generation_prompt=add_generation_prompt),
             messages,
-            control=[token.content for token in self._controlled.get_added_tokens_decoder().values()],
+            control=self._control,
             encode=lambda text: list(self._controlled.encode(text, add_special_tokens=False).ids),
             encode_text=lambda text: self.encode_batch([text])[0],
         )

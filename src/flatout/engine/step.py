@@ -201,7 +201,7 @@ class Engine:
             return gradients[""], none
         merged, measured = self.combine(gradients, step=step)
         if self.replay:
-            torch._foreach_copy_([p.grad for p in self.parameters if p.grad is not None], merged)
+            torch._foreach_copy_([p.grad for p in self.parameters if p.grad is not None], list(merged))
         else:
             for parameter, gradient in zip(self.parameters, merged, strict=True):
                 parameter.grad = gradient

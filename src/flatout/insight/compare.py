@@ -109,7 +109,7 @@ class Comparison:
 
     def to_json(self) -> dict[str, Any]:
         """An interval without an end has null there."""
-        found: dict[str, Any] = _finite(asdict(self))
+        found: dict[str, Any] = finite(asdict(self))
         return found
 
 
@@ -265,11 +265,11 @@ def loss_before(story: Story, *, tokens: float | None = None, seconds: float | N
     return total / weight if weight else None
 
 
-def _finite(value: Any) -> Any:
+def finite(value: Any) -> Any:
     if isinstance(value, Mapping):
-        return {key: _finite(inner) for key, inner in value.items()}
+        return {key: finite(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):
-        return [_finite(inner) for inner in value]
+        return [finite(inner) for inner in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 

@@ -1,0 +1,137 @@
+"""`flatout ablate`: what each optimization brings, measured one at a time."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from flatout.cli.shared import AsJson, Config, Overrides, err, escaped, new_folder, out, print_json, print_plain
+from flatout.errors import UsageError
+from flatout.words import duration, number, percent
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from flatout.insight.ablate import Ablation, Row
+
+QUESTIONS = {
+    "alone": "Each switch alone, on the starting point",
+    "without": "The full plan without each switch",
+    "cumulative": "One after the other, the largest gain first",
+}
+SearchFolder = Annotated[
+    Path | None,
+    typer.Option("--run", help="folder of the trials (default: runs/CONFIG-ablate-TIME); an existing one is continued"),
+]
+Budget = Annotated[
+    str | None, typer.Option(help="time for all trials, such as 90s, 10m or 2h; decides what is left out")
+]
+
+
+def ablate(
+    config: Config,
+    overrides: Overrides = None,
+    baseline: Annotated[
+        Path | None, typer.Option(help="YAML file to start from (default: the starting point of common guides)")
+    ] = None,
+    blocks: Annotated[int, typer.Option(help="repeats of every variant, in turn", min=1, max=16)] = 4,
+    budget: Budget = None,
+    only: Annotated[list[str] | None, typer.Option(help="measure only this switch; may be repeated")] = None,
+    run: SearchFolder = None,
+    as_json: AsJson = False,
+) -> None:
+    """Measure what each optimization brings: alone, missing from the plan, and one after the other.
+
+    Every trial is a short run in its own process. A second call with the same --run continues.
+    """
+    from flatout.cli.shared import require_torch
+    from flatout.insight import ablate as verb
+    from flatout.insight.switches import SWITCHES, of_baseline
+    from flatout.insight.trials import Trials
+
+    require_torch()
+    seconds = None if budget is None else seconds_of(budget)
+    switches = SWITCHES if baseline is None else of_baseline(_flat(config, overrides), _flat(baseline, None))
+    names = {switch.name for switch in switches}
+    if unknown := next((name for name in only or () if name not in names), None):
+        raise UsageError(f"--only {unknown!r} is no switch; there are: {', '.join(sorted(names))}")
+    if not switches:
+        raise UsageError(f"{baseline} has the same settings as {config}, so there is nothing to measure")
+    trials = Trials(config, overrides or [], folder=run or new_folder(f"{config.stem}-ablate"), say=say)
+    found = verb.ablate(trials, blocks=blocks, budget_s=seconds, switches=switches, only=only or ())
+    (trials.folder / "ablation.json").write_text(json.dumps(found.to_json(), indent=1))
+    if as_json:
+        print_json(found.to_json())
+        return
+    for table in _tables(found):
+        out.print(table, highlight=False)
+        out.print()
+    for row in found.rows:
+        if row.time is not None and row.time.needed_more and row.problem is None:
+            print_plain(f"{row.name}: the next look at the evidence needs {row.time.needed_more} more blocks.")
+    for name, reason in found.left_out.items():
+        print_plain(f"Left out: {name}: {reason}.")
+    print_plain(
+        f"{len(trials.found)} trials, {duration(found.seconds)}. Warm-up steps and compilation are not part of the "
+        f"speed. Trials and results: {trials.folder}"
+    )
+
+
+def say(text: str) -> None:
+    err.print(escaped(text), highlight=False, soft_wrap=True)
+
+
+def _flat(config: Path, overrides: list[str] | None) -> dict[str, object]:
+    from flatout.config import load, to_mapping
+    from flatout.insight.compare import flatten
+
+    return dict(flatten(to_mapping(load(config, overrides=overrides or []).settings)))
+
+
+def seconds_of(text: str) -> float:
+    """Seconds from 90s, 10m or 2h."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)([smh]?)", text.strip())
+    if found is None or not float(found[1]):
+        raise UsageError(f"{text!r} is no length of time: write 90s, 10m or 2h")
+    return float(found[1]) * {"": 1, "s": 1, "m": 60, "h": 3600}[found[2]]
+
+
+def _tables(found: Ablation) -> list[Table]:
+    from flatout.terminal import table
+
+    tables = []
+    references = [row for row in found.rows if row.question is None]
+    for question, title in QUESTIONS.items():
+        rows = [row for row in found.rows if row.question == question]
+        if not rows:
+            continue
+        made = table(title, "", "claim", "tokens/s", "speed", "MFU", "memory", "start-up", "loss", "verdict")
+        for row in [*references, *rows]:
+            made.add_row(*_cells(row))
+        tables.append(made)
+    return tables
+
+
+def _cells(row: Row) -> list[str]:
+    speed = loss = ""
+    if row.time is not None:
+        speed = f"{1 / row.time.ratio:.2f}x"
+        if row.time.low > 0:
+            speed += f" ({1 / row.time.high:.2f} to {1 / row.time.low:.2f})"
+    if row.loss_verdict is not None:
+        loss = "another training" if row.kind == "recipe" else row.loss_verdict
+    return [
+        escaped(row.name),
+        escaped(row.claim or ""),
+        number(row.tokens_per_s),
+        speed,
+        percent(row.mfu),
+        number(row.peak_gib, unit=" GiB"),
+        number(row.start_s, unit=" s"),
+        loss,
+        escaped(row.verdict),
+    ]

@@ -1,0 +1,140 @@
+"""`flatout tune`: finds a faster plan by measuring, and writes it into the configuration."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+from flatout.cli.ablate import Budget, SearchFolder, say, seconds_of
+from flatout.cli.shared import (
+    AsJson,
+    Config,
+    Overrides,
+    escaped,
+    new_folder,
+    out,
+    print_json,
+    print_plain,
+    require_torch,
+)
+from flatout.errors import UsageError
+from flatout.words import loss_text, number, percent
+
+if TYPE_CHECKING:
+    from flatout.insight.tune import Rates, Tuned
+
+
+def tune(
+    config: Config,
+    overrides: Overrides = None,
+    search: Annotated[
+        Literal["plan", "lr"], typer.Option(help="plan: decisions that change the speed; lr: the learning rate")
+    ] = "plan",
+    trials: Annotated[int, typer.Option(help="trials of the search, at most", min=2)] = 20,
+    budget: Budget = None,
+    apply: Annotated[bool, typer.Option("--apply", help="write the result into CONFIG; comments are kept")] = False,
+    revert: Annotated[bool, typer.Option("--revert", help="undo the last --apply, byte for byte")] = False,
+    run: SearchFolder = None,
+    as_json: AsJson = False,
+) -> None:
+    """Find a faster plan by measuring short runs, and say what each change brought.
+
+    The effective batch and the lengths stay the same. A second call with the same --run continues.
+    """
+    from flatout.config import edit
+
+    if revert:
+        print_plain(f"restored {edit.revert(config)}")
+        return
+    require_torch()
+    from flatout.config import load
+    from flatout.hardware import detect
+    from flatout.insight import tune as verb
+    from flatout.insight.trials import STEPS, Trials
+    from flatout.plan import job_of
+
+    settings = load(config, overrides=overrides or []).settings
+    folder = run or new_folder(f"{config.stem}-tune")
+    steps = verb.LR_STEPS if search == "lr" else STEPS
+    made = Trials(config, overrides or [], folder=folder, steps=steps, say=say)
+    if search == "lr":
+        rates = verb.search_lr(made)
+        values, found = ({} if rates.best == rates.lr else {"train.lr": rates.best}), rates.to_json()
+    else:
+        seconds = None if budget is None else seconds_of(budget)
+        job = job_of(settings, hardware=detect(), num_ranks=1)
+        tuned = verb.tune(made, job, most=trials, budget_s=seconds)
+        values, found = tuned.values, tuned.to_json()
+    (folder / "tuned.json").write_text(json.dumps(found, indent=1))
+    if as_json:
+        print_json(found)
+    elif search == "lr":
+        _print_rates(rates)
+    else:
+        _print_tuned(tuned)
+    if not values:
+        if not as_json:
+            print_plain("The configuration is as good as the best trial, so there is nothing to change.")
+        return
+    try:
+        before = config.read_text()
+        after = edit.edited(before, values)
+    except UsageError as error:
+        print_plain(str(error))
+        return
+    if not as_json:
+        for line in difflib.unified_diff(before.splitlines(), after.splitlines(), str(config), "tuned", lineterm=""):
+            print_plain(line)
+    if apply:
+        kept = edit.apply(config, values, note={"trials": str(folder)})
+        if not as_json:
+            print_plain(f"written to {config}; the earlier file is {kept}; undo: flatout tune {config} --revert")
+
+
+def _print_tuned(tuned: Tuned) -> None:
+    from flatout.terminal import table
+
+    made = table("Trials", "", "tokens/s", "MFU", "memory", "start-up", "loss")
+    ordered = sorted(tuned.trials, key=lambda one: (one.log_time is None, one.log_time or 0.0))
+    for one in ordered:
+        name = "as it is" if one is tuned.start else _short(one.decisions or one.settings)
+        cells = [number(one.tokens_per_s), percent(one.mfu), number(one.peak_gib, unit=" GiB")]
+        cells += [number(one.start_s, unit=" s"), one.problem or loss_text(one.loss)]
+        made.add_row(escaped(name), *map(escaped, cells))
+    out.print(made, highlight=False)
+    if tuned.left:
+        print_plain(f"The search ended: {tuned.left}.")
+    changed = table("Changes", "setting", "before", "now")
+    for key, (before, after) in tuned.changes.items():
+        changed.add_row(key, str(before), str(after))
+    if tuned.changes:
+        out.print(changed, highlight=False)
+    gain = tuned.gain
+    if gain is not None and gain.low > 0:
+        words = f"{1 / gain.ratio:.2f} times as fast (95 % interval {1 / gain.high:.2f} to {1 / gain.low:.2f})"
+        print_plain(f"Measured again in {gain.pairs} pairs: {gain.verdict}; {words}; loss {tuned.loss_verdict}.")
+    for name, ratio in tuned.without.items():
+        told = "fails" if ratio is None else f"takes {ratio:.2f} times as long"
+        print_plain(f"With {name} as before, the best plan {told} (one trial).")
+
+
+def _short(decisions: dict[str, object]) -> str:
+    names = ("precision", "micro_batch", "recompute", "compile", "attention", "graphs", "fp8", "workers")
+    found = {name: decisions.get(name, decisions.get(f"plan.{name}")) for name in names}
+    return ", ".join(f"{name} {value}" for name, value in found.items() if value is not None)
+
+
+def _print_rates(rates: Rates) -> None:
+    from flatout.terminal import table
+
+    made = table(f"Loss after {rates.steps} steps", "learning rate", "loss")
+    for lr, loss in rates.losses.items():
+        made.add_row(f"{lr:.3g}", loss_text(loss))
+    out.print(made, highlight=False)
+    found = rates.difference
+    if found is not None and found.low > 0:
+        change = f"{found.ratio - 1:+.2%} (95 % interval {found.low - 1:+.2%} to {found.high - 1:+.2%})"
+        print_plain(f"Learning rate {rates.best:.3g} against {rates.lr:.3g}: loss {change}, {found.pairs} seeds.")

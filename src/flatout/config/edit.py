@@ -1,0 +1,125 @@
+"""Sets keys in a user's YAML file and keeps everything else of it: comments, order, anchors, indentation.
+
+The text is edited at the places that the YAML parser reports, and parsed again: if anything but these keys has changed,
+the edit is refused. Every edit keeps the bytes that were there before in a history folder beside the file, so that it
+can be undone exactly.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from flatout.errors import UsageError
+from flatout.files import read_bytes, read_json, write_atomic
+
+
+def edited(text: str, values: Mapping[str, Any]) -> str:
+    """The text with `section.key` set to plain values."""
+    wanted = copy.deepcopy(yaml.safe_load(text)) or {}
+    if not isinstance(wanted, dict):
+        raise UsageError("the file is not a mapping of settings")
+    for dotted, value in values.items():
+        section, _, key = dotted.partition(".")
+        inner = wanted.get(section)
+        wanted[section] = {**(inner if isinstance(inner, dict) else {}), key: value}
+    try:
+        for dotted, value in values.items():
+            section, _, key = dotted.partition(".")
+            text = _set(text, section, key, _scalar(value))
+        same = yaml.safe_load(text) == wanted
+    except yaml.YAMLError:
+        same = False
+    if not same:
+        told = "\n".join(f"  {dotted}: {_scalar(value)}" for dotted, value in values.items())
+        raise UsageError(f"the file is written in a way that cannot be edited safely; set these keys by hand:\n{told}")
+    return text
+
+
+def _scalar(value: Any) -> str:
+    return "null" if value is None else json.dumps(value)
+
+
+def _set(text: str, section: str, key: str, value: str) -> str:
+    root = yaml.compose(text, Loader=yaml.SafeLoader)
+    end = "\r\n" if "\r\n" in text else "\n"
+    if not isinstance(root, yaml.MappingNode) or not root.value:
+        whole = text if not text or text.endswith("\n") else text + end
+        return f"{whole}{section}:{end}  {key}: {value}{end}"
+    found = _pair(root, section)
+    if found is None:
+        indent = " " * root.value[0][0].start_mark.column
+        if root.flow_style:
+            return _in_braces(text, root, f"{section}: {{{key}: {value}}}")
+        whole = text if text.endswith("\n") else text + end
+        return f"{whole}{indent}{section}:{end}{indent}  {key}: {value}{end}"
+    if not isinstance(found, yaml.MappingNode):
+        return text  # the check of the whole says so
+    old = _pair(found, key)
+    if old is not None:
+        was = text[old.start_mark.index : old.end_mark.index]
+        after = was[len(was.rstrip()) :]  # a block of text ends at the next line
+        return text[: old.start_mark.index] + value + after + text[old.end_mark.index :]
+    if found.flow_style:
+        return _in_braces(text, found, f"{key}: {value}")
+    if not found.value:
+        return text
+    at = found.value[0][0].start_mark
+    return text[: at.index] + f"{key}: {value}{end}{' ' * at.column}" + text[at.index :]
+
+
+def _pair(node: yaml.MappingNode, key: str) -> yaml.Node | None:
+    return next((value for name, value in node.value if name.value == key), None)
+
+
+def _in_braces(text: str, node: yaml.MappingNode, pair: str) -> str:
+    at = text.index("{", node.start_mark.index) + 1
+    return text[:at] + pair + (", " if node.value else "") + text[at:]
+
+
+def history(path: Path) -> Path:
+    """The folder that keeps the earlier contents of a file."""
+    return path.with_name(f"{path.name}.history")
+
+
+def apply(path: Path, values: Mapping[str, Any], *, note: Mapping[str, Any]) -> Path:
+    """Sets the keys in the file. Returns where its earlier contents are kept."""
+    before = read_bytes(path)
+    after = edited(before.decode(), values).encode()
+    folder = history(path)
+    folder.mkdir(exist_ok=True)
+    number = 1 + max((int(one.stem) for one in folder.glob("*.yaml") if one.stem.isdigit()), default=0)
+    kept = folder / f"{number:04d}.yaml"
+    write_atomic(kept, before)
+    told = {"after": _digest(after), "values": dict(values), **note}
+    write_atomic(kept.with_suffix(".json"), json.dumps(told, indent=1).encode())
+    write_atomic(path, after)
+    return kept
+
+
+def revert(path: Path) -> Path:
+    """Restores the contents before the last edit, byte for byte, and removes it from the history."""
+    folder = history(path)
+    numbers = sorted(one.stem for one in folder.glob("*.yaml") if one.stem.isdigit())
+    if not numbers:
+        raise UsageError(f"{path} has no history: nothing was applied to it, or everything was reverted")
+    kept = folder / f"{numbers[-1]}.yaml"
+    told = read_json(kept.with_suffix(".json"))
+    if _digest(read_bytes(path)) != told.get("after"):
+        raise UsageError(
+            f"{path} was changed after the edit, and reverting would lose that; its earlier contents are in {kept}"
+        )
+    write_atomic(path, read_bytes(kept))
+    kept.with_suffix(".json").unlink()
+    kept.unlink()
+    return path
+
+
+def _digest(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()

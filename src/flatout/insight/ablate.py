@@ -1,0 +1,310 @@
+"""Measures optimizations one at a time: `flatout ablate CONFIG`.
+
+Three questions, each with its own rows: what does a switch bring alone, on the guides' starting point; what is lost
+without it, from the full plan; and what do the switches bring one after the other, the largest gain first.
+
+A block measures every variant once, in a random order; the next block measures them in the reverse order, so drift
+affects all alike. Within a block, all variants have the same seed and the same data. The unit of evidence is a block's
+pair of a variant and its reference (`parity`).
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal
+
+from flatout import parity
+from flatout.errors import RunFailed
+from flatout.insight.compare import finite
+from flatout.insight.switches import SWITCHES, Kind, Switch, after_of, applies, before_of, changes, planned_of
+from flatout.insight.trials import Measured, Trial, Trials
+from flatout.parity import Difference
+
+BEFORE, PLAN = "before", "full plan"
+# Losses of changed numerics that differ by less are called equal.
+LOSS_MARGIN = 0.005
+BLOCKS, MOST_BLOCKS = parity.LOOKS[0], parity.LOOKS[-1]
+
+Question = Literal["alone", "without", "cumulative"]
+LossVerdict = Literal["equal", "different", "not enough evidence"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Variant:
+    """Settings to measure, and the variant they are compared with."""
+
+    name: str
+    settings: Mapping[str, Any]
+    reference: str | None
+    code: str = ""
+    switch: Switch | None = None
+    question: Question = "alone"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One variant against its reference. Times are ratios: below 1, it takes less time."""
+
+    name: str
+    question: Question | None
+    kind: Kind | None
+    reference: str | None
+    task: str | None
+    claim: str | None
+    blocks: int
+    tokens_per_s: float | None
+    mfu: float | None
+    peak_gib: float | None
+    start_s: float | None
+    loss: float | None
+    time: Difference | None
+    loss_difference: Difference | None
+    loss_verdict: LossVerdict | None
+    problem: str | None
+
+    @property
+    def verdict(self) -> str:
+        if self.problem is not None:
+            return self.problem
+        if self.time is None:
+            return "reference"
+        if self.time.verdict in ("faster", "slower"):
+            return self.time.verdict
+        if self.time.verdict == "no effect shown":
+            return f"no difference above {parity.MARGIN:.0%}"
+        return "not enough evidence"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ablation:
+    rows: Sequence[Row]
+    left_out: Mapping[str, str]  # why, by name
+    decisions: Mapping[str, Any]  # of the full plan
+    seconds: float
+
+    def to_json(self) -> dict[str, Any]:
+        rows = [asdict(row) | {"verdict": row.verdict} for row in self.rows]
+        found: dict[str, Any] = finite(asdict(self) | {"rows": rows})
+        return found
+
+
+def ablate(
+    trials: Trials,
+    *,
+    blocks: int = BLOCKS,
+    budget_s: float | None = None,
+    switches: Sequence[Switch] = SWITCHES,
+    only: Sequence[str] = (),
+) -> Ablation:
+    """Measures every switch; those of the guides, or those that lead from a baseline to the configuration."""
+    seed = trials.settings.seed
+    first = trials.run(Trial(settings={}, seed=seed), name=PLAN)
+    if first.problem is not None:
+        raise RunFailed(f"the configuration itself cannot be measured: {first.problem}")
+    session = _Session(trials, blocks=blocks, budget_s=budget_s)
+    variants, left_out = _variants(trials, first.decisions, switches=switches, only=only)
+    session.measure(variants)
+    steps = _cumulative(variants, session)
+    if steps and session.fits(len(steps) * blocks):
+        session.measure(steps, references=[BEFORE])
+    elif steps:
+        left_out["cumulative"] = "the budget was spent"
+    return Ablation(
+        rows=session.rows(),
+        left_out=left_out | session.left_out,
+        decisions=first.decisions,
+        seconds=trials.spent_s,
+    )
+
+
+def _variants(
+    trials: Trials, full: Mapping[str, Any], *, switches: Sequence[Switch], only: Sequence[str]
+) -> tuple[list[Variant], dict[str, str]]:
+    """The references and what is compared with them, the most important first."""
+    known = [switch for switch in switches if applies(switch, trials.settings)]
+    before = {key: value for switch in known for key, value in before_of(switch, full).items()}
+    planned = {key: value for switch in known for key, value in planned_of(switch, full).items()}
+    found = [
+        Variant(name=BEFORE, settings=before, reference=None),
+        Variant(name=PLAN, settings=planned, reference=BEFORE),
+    ]
+    chosen, left_out = [], {}
+    for switch in known:
+        if only and switch.name not in only:
+            continue
+        if changes(switch, full):
+            chosen.append(switch)
+        else:
+            left_out[switch.name] = "the plan does not use it here"
+    for switch in chosen:
+        on = before | after_of(switch, full)
+        found.append(Variant(name=f"+ {switch.name}", settings=on, reference=BEFORE, code=switch.code, switch=switch))
+    for switch in chosen:
+        off = planned | before_of(switch, full)
+        if off != planned:
+            found.append(
+                Variant(name=f"- {switch.name}", settings=off, reference=PLAN, switch=switch, question="without")
+            )
+    return found, left_out
+
+
+def _cumulative(variants: Sequence[Variant], session: _Session) -> list[Variant]:
+    """The switches that were faster alone, added one after the other, the largest gain first."""
+    alone = [
+        (row.time.ratio, variant)
+        for variant in variants
+        if variant.question == "alone" and variant.switch is not None and (row := session.row(variant)).time is not None
+    ]
+    helped = [variant for ratio, variant in sorted(alone, key=lambda pair: pair[0]) if ratio < 1 and variant.switch]
+    settings, code, found = dict(variants[0].settings), "", list[Variant]()
+    reference = BEFORE
+    for variant in helped:
+        assert variant.switch is not None
+        settings = settings | {key: variant.settings[key] for key in variant.switch.before}
+        code += variant.switch.code
+        name = f"then {variant.switch.name}" if found else f"first {variant.switch.name}"
+        found.append(
+            Variant(
+                name=name,
+                settings=settings,
+                reference=reference,
+                code=code,
+                switch=variant.switch,
+                question="cumulative",
+            )
+        )
+        reference = name
+    return found
+
+
+class _Session:
+    """Measures variants block by block, and remembers everything."""
+
+    def __init__(self, trials: Trials, *, blocks: int, budget_s: float | None) -> None:
+        self.trials, self.blocks, self.budget_s = trials, blocks, budget_s
+        self.variants: dict[str, Variant] = {}
+        self.measured: dict[str, dict[int, Measured]] = {}
+        self.left_out: dict[str, str] = {}
+
+    def fits(self, num_trials: int) -> bool:
+        """Whether this many more trials fit the budget, by the mean time of those so far."""
+        if self.budget_s is None or not self.trials.found:
+            return True
+        mean = self.trials.spent_s / len(self.trials.found)
+        return self.trials.spent_s + num_trials * mean <= self.budget_s
+
+    def measure(self, variants: Sequence[Variant], *, references: Sequence[str] = ()) -> None:
+        self.variants |= {variant.name: variant for variant in variants}
+        names = [*references, *(variant.name for variant in variants)]
+        self._block(names, 0)
+        # The budget decides by the time of the first block what is measured in all of them, the last rows first.
+        while len(names) > 2 and not self.fits(len(names) * (self.blocks - 1)):
+            dropped = names.pop()
+            if self.variants[dropped].question == "cumulative":
+                continue
+            self.left_out[dropped] = "the budget was too short for its blocks; one block is shown"
+        at = 1
+        while at < MOST_BLOCKS:
+            if at >= self.blocks:
+                names = self._undecided(names)
+                if self.budget_s is None or not names or not self.fits(len(names)):
+                    return
+            self._block(names, at)
+            at += 1
+
+    def _undecided(self, names: Sequence[str]) -> list[str]:
+        """Those whose evidence is short, with their references."""
+        rows = {row.name: row for row in self.rows() if row.name in names}
+        open_ = [n for n, row in rows.items() if row.time is not None and row.time.needed_more and row.problem is None]
+        wanted = {*open_, *(self.variants[name].reference for name in open_)}
+        return [name for name in names if name in wanted]
+
+    def _block(self, names: Sequence[str], block: int) -> None:
+        order = list(names)
+        random.Random(f"{self.trials.settings.seed} {block // 2}").shuffle(order)
+        for name in order if block % 2 == 0 else reversed(order):
+            if any(one.problem is not None for one in self.measured.get(name, {}).values()):
+                continue  # it would fail again
+            variant = self.variants[name]
+            trial = Trial(settings=variant.settings, seed=self.trials.settings.seed + block, code=variant.code)
+            self.measured.setdefault(name, {})[block] = self.trials.run(trial, name=f"block {block + 1}, {name}")
+
+    def rows(self) -> list[Row]:
+        """All rows; differences that do not remain when all are judged together are not called decided."""
+        rows = [self.row(variant) for variant in self.variants.values()]
+        for question in ("alone", "without", "cumulative"):
+            asked = {row.name: row.time for row in rows if row.question == question and row.time is not None}
+            remain = parity.holm(asked)
+            rows = [
+                replace(row, time=_undone(row.time))
+                if row.name in asked and row.time is not None and row.time.decided and row.name not in remain
+                else row
+                for row in rows
+            ]
+        return rows
+
+    def row(self, variant: Variant) -> Row:
+        own = self.measured.get(variant.name, {})
+        problem = next((one.problem for one in own.values() if one.problem is not None), None)
+        good = [one for one in own.values() if one.problem is None]
+        time = loss = None
+        verdict: LossVerdict | None = None
+        if variant.reference is not None and problem is None:
+            against = self.measured.get(variant.reference, {})
+            shared = [block for block in sorted(own) if block in against and against[block].problem is None]
+            time, loss, verdict = compared([against[block] for block in shared], [own[block] for block in shared])
+            if not shared:
+                problem = f"{variant.reference} could not be measured"
+        switch = variant.switch
+        return Row(
+            name=variant.name,
+            question=variant.question if variant.reference is not None else None,
+            kind=None if switch is None else switch.kind,
+            reference=variant.reference,
+            task=None if switch is None else switch.task,
+            claim=None if switch is None else switch.claim,
+            blocks=len(good),
+            tokens_per_s=mean_of(good, lambda one: one.tokens_per_s),
+            mfu=mean_of(good, lambda one: one.mfu),
+            peak_gib=mean_of(good, lambda one: one.peak_gib),
+            start_s=mean_of(good, lambda one: one.start_s),
+            loss=mean_of(good, lambda one: one.loss),
+            time=time,
+            loss_difference=loss,
+            loss_verdict=verdict,
+            problem=problem,
+        )
+
+
+def _undone(time: Difference) -> Difference:
+    """A difference that does not remain: the next look may decide."""
+    ahead = next((look - time.pairs for look in parity.LOOKS if look > time.pairs), 0)
+    return replace(time, verdict="too noisy to tell", needed_more=ahead)
+
+
+def compared(
+    a: Sequence[Measured], b: Sequence[Measured], *, margin: float = LOSS_MARGIN
+) -> tuple[Difference | None, Difference | None, LossVerdict | None]:
+    """Time and loss of pairs of measurements with the same seeds."""
+    pairs = [(x, y) for x, y in zip(a, b, strict=True) if x.log_time is not None and y.log_time is not None]
+    if not pairs:
+        return None, None, None
+    time = parity.paired([x.log_time or 0.0 for x, _ in pairs], [y.log_time or 0.0 for _, y in pairs])
+    known = [(x.loss, y.loss) for x, y in pairs if x.loss is not None and y.loss is not None]
+    if len(known) < len(pairs) or any(min(pair) <= 0 for pair in known):
+        return time, None, None  # a policy's loss has no logarithm
+    logs = [math.log(x) for x, _ in known], [math.log(y) for _, y in known]
+    loss = parity.paired(*logs, looks=(len(known),), margin=margin)
+    if loss.verdict == "too few pairs":
+        return time, loss, "not enough evidence"
+    if parity.equivalent(*logs, margin=margin):
+        return time, loss, "equal"
+    return time, loss, "different" if loss.decided else "not enough evidence"
+
+
+def mean_of(many: Sequence[Measured], of: Callable[[Measured], float | None]) -> float | None:
+    values = [value for one in many if (value := of(one)) is not None]
+    return sum(values) / len(values) if values else None

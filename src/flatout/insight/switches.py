@@ -1,0 +1,134 @@
+"""The optimizations of the five guides as named switches, with what the guides claim for each.
+
+A switch has a value `before` (the guides' starting point) and, in the full plan, the value that the plan chose. Some
+calls that guides recommend are not settings of flatout, because they do nothing for a transformer or cost time. They
+are here as code that a trial runs first, so that this can be shown.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from flatout.config.recipes import RECIPES
+from flatout.config.settings import Settings
+
+# Numerics: the same training with other rounding, so the loss must stay equal. Recipe: another training.
+Kind = Literal["numerics", "recipe"]
+PLAN = "plan."
+
+
+@dataclass(frozen=True, kw_only=True)
+class Switch:
+    name: str
+    task: str  # its number in the list of the guides' capabilities
+    claim: str  # of the guides
+    before: Mapping[str, Any] = field(default_factory=dict)
+    after: Mapping[str, Any] = field(default_factory=dict)  # where it is not the plan's choice
+    code: str = ""  # for calls that are not settings: what runs before the command where the switch is on
+    kind: Kind = "numerics"
+    samples: bool = False  # only where completions are generated
+
+
+_EMPTY_CACHE = """
+import torch
+from flatout.engine.step import Engine
+_end_step = Engine.end_step
+def _end_and_empty(self):
+    _end_step(self)
+    if torch.cuda.is_available() and self._taken % 10 == 0:
+        torch.cuda.empty_cache()
+Engine.end_step = _end_and_empty
+"""
+
+SWITCHES = (
+    Switch(name="mixed precision", task="T01-T03", claim="2 to 3 times as fast", before={"plan.precision": "fp32"}),
+    Switch(name="TF32", task="T04", claim="1.2 to 1.5 times on Ampere and later", before={"plan.tf32": False}),
+    Switch(name="8-bit matmuls", task="T05", claim="faster on Hopper", before={"plan.fp8": False}),
+    Switch(name="no recomputation", task="T08", claim="20 to 30 % faster", before={"plan.recompute": "full"}),
+    Switch(name="micro-batch", task="T06", claim="higher GPU use", before={"plan.micro_batch": None}),
+    Switch(
+        name="fused kernels",
+        task="T11",
+        claim="none",
+        before={
+            "plan.fused_qkv": False,
+            "plan.fused_mlp": False,
+            "plan.fused_loss": False,
+        },
+    ),
+    Switch(name="attention kernel", task="T11", claim="2 times as fast with flash", before={"plan.attention": "math"}),
+    Switch(
+        name="torch.compile",
+        task="T09",
+        claim="1.2 to 1.5 times as fast",
+        before={"plan.compile": "none"},
+        after={"plan.compile": "default"},
+    ),
+    Switch(name="CUDA graphs", task="T09", claim="none", before={"plan.graphs": False}),
+    Switch(name="fused optimizer", task="T10", claim="faster", before={"plan.fused_optimizer": False}),
+    Switch(
+        name="data loader",
+        task="T12",
+        claim="1.5 to 2 times as fast",
+        before={
+            "plan.workers": 0,
+            "plan.prefetch": 1,
+            "plan.pin_memory": False,
+        },
+    ),
+    Switch(name="concurrent sequences", task="T06", claim="higher GPU use", before={"sample.rows": 8}, samples=True),
+    Switch(
+        name="expandable segments", task="T15", claim="less fragmentation", before={"plan.expandable_segments": False}
+    ),
+    Switch(name="manual garbage collection", task="T15", claim="none", before={"plan.manual_gc": False}),
+    Switch(name="rare logging", task="T19", claim="2 to 5 % faster", before={"log.every": 1}, after={"log.every": 50}),
+    Switch(
+        name="cudnn.benchmark", task="T16", claim="faster", code="import torch\ntorch.backends.cudnn.benchmark = True"
+    ),
+    Switch(name="empty_cache every 10 steps", task="T16", claim="fewer out-of-memory errors", code=_EMPTY_CACHE),
+)
+
+
+def before_of(switch: Switch, full: Mapping[str, Any]) -> dict[str, Any]:
+    """The values where the switch is off. A micro-batch starts at an eighth of the plan's."""
+    found = dict(switch.before)
+    if found.get("plan.micro_batch", 0) is None:
+        found["plan.micro_batch"] = max(1, full["micro_batch"] // 8)
+    return found
+
+
+def planned_of(switch: Switch, full: Mapping[str, Any]) -> dict[str, Any]:
+    """The values that the full plan has."""
+    return {key: full.get(key.removeprefix(PLAN), switch.after.get(key)) for key in switch.before}
+
+
+def after_of(switch: Switch, full: Mapping[str, Any]) -> dict[str, Any]:
+    """The values where the switch is on: its own, or those that the plan chose."""
+    return planned_of(switch, full) | dict(switch.after)
+
+
+def changes(switch: Switch, full: Mapping[str, Any]) -> bool:
+    """Whether the switch, turned on, differs from the guides' starting point here."""
+    return bool(switch.code) or before_of(switch, full) != after_of(switch, full)
+
+
+def of_baseline(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[Switch]:
+    """A switch for every setting of a configuration, by dotted key, that differs from those of a baseline."""
+    return [
+        Switch(
+            name=key,
+            task="",
+            claim="none",
+            before={key: value},
+            after={} if key.startswith(PLAN) else {key: ours.get(key)},
+            kind="numerics" if key.startswith((PLAN, "log.")) else "recipe",
+        )
+        for key, value in theirs.items()
+        if value != ours.get(key)
+    ]
+
+
+def applies(switch: Switch, settings: Settings) -> bool:
+    return not switch.samples or RECIPES[settings.recipe].rolls_out

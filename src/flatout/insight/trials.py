@@ -1,0 +1,272 @@
+"""Trials: short runs of one configuration with other settings, each in a process of its own (for `ablate` and `tune`).
+
+A finished trial is one file in the folder of the search, so a search that was killed continues without repeating one. A
+trial that crashes, hangs or runs out of memory is kept too, with its cause. The processes of a trial end with the
+search, whatever ends it (`supervisor`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from flatout import parity
+from flatout.config import load
+from flatout.errors import UsageError
+from flatout.files import read_json, typed, write_atomic
+from flatout.insight import supervisor
+from flatout.insight.compare import BLOCK_STEPS, costs
+from flatout.insight.story import tell
+from flatout.record import WARM_STEPS, Run, redact
+from flatout.record.events import MemoryRanOut
+
+SEARCH, TRIALS = "search.json", "trials"
+# Steps of a trial after its warm-up.
+STEPS = BLOCK_STEPS
+# A trial that lasts longer has hung, unless the first ones took long too.
+LIMIT_S, LIMIT_TIMES = 600.0, 10.0
+GRACE_S = 10.0
+OUT_OF_MEMORY = "out of memory"
+_MEMORY_WORDS = ("out of memory", "outofmemory", "cannot allocate memory")
+_SHOWN = 300
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trial:
+    """Settings that differ from the configuration's, by dotted key, and code that runs before the command."""
+
+    settings: Mapping[str, Any]
+    seed: int
+    code: str = ""
+
+    @property
+    def key(self) -> str:
+        told = json.dumps([sorted(self.settings.items()), self.seed, self.code], sort_keys=True)
+        return hashlib.sha256(told.encode()).hexdigest()[:16]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """What a trial measured. Unknown is None; `problem` is why there is nothing."""
+
+    key: str
+    settings: dict[str, Any]
+    seed: int
+    code: str = ""
+    seconds: float = 0.0  # of the whole process
+    start_s: float | None = None  # from the command to the end of the first step
+    log_time: float | None = None  # the median logarithm of the seconds per token of warm steps
+    tokens_per_s: float | None = None
+    mfu: float | None = None
+    peak_gib: float | None = None
+    loss: float | None = None  # mean over the warm steps
+    last_loss: float | None = None  # mean over the last quarter of them
+    problem: str | None = None
+    decisions: dict[str, Any] = field(default_factory=dict)  # of the plan, as they were at the end
+    active: dict[str, str] = field(default_factory=dict)  # the paths that the device supports
+
+    @property
+    def out_of_memory(self) -> bool:
+        return self.problem is not None and self.problem.startswith(OUT_OF_MEMORY)
+
+
+class Trials:
+    """The trials of one search, in one folder."""
+
+    def __init__(
+        self,
+        config: Path,
+        overrides: Sequence[str],
+        *,
+        folder: Path,
+        limit_s: float = LIMIT_S,
+        steps: int = STEPS,
+        say: Callable[[str], None] = lambda _: None,
+    ) -> None:
+        self.config, self.overrides, self.folder = config, list(overrides), folder
+        self.settings = load(config, overrides=self.overrides).settings
+        self.limit_s, self.steps, self.say = limit_s, steps, say
+        self.found: dict[str, Measured] = {}
+        self.spent_s = 0.0  # by all trials, those of earlier calls included
+        self._open()
+
+    def _open(self) -> None:
+        """Starts the folder, or reads what an earlier call measured there with the same configuration."""
+        told = {
+            "config": self.config.read_text(),
+            "overrides": self.overrides,
+            "steps": self.steps,
+        }
+        name = self.folder / SEARCH
+        if name.exists():
+            if read_json(name) != told:
+                raise UsageError(f"{self.folder} holds the trials of another configuration: name another --run FOLDER")
+            for file in sorted((self.folder / TRIALS).glob("*.json")):
+                one = typed(Measured, read_json(file, root=self.folder), source=file)
+                self.found[one.key] = one
+                self.spent_s += one.seconds
+            for left in self.folder.glob("trial-*"):  # of the trial that was running when an earlier call was killed
+                shutil.rmtree(left, ignore_errors=True)
+            return
+        if self.folder.exists() and any(self.folder.iterdir()):
+            raise UsageError(f"{self.folder} is not empty and holds no trials: name another --run FOLDER")
+        (self.folder / TRIALS).mkdir(parents=True, exist_ok=True)
+        write_atomic(name, json.dumps(told, indent=1).encode())
+
+    def run(self, trial: Trial, *, name: str) -> Measured:
+        """Runs a trial, unless it was measured before."""
+        if (known := self.found.get(trial.key)) is not None:
+            return known
+        began = time.time()
+        with tempfile.TemporaryDirectory(dir=self.folder, prefix="trial-") as scratch:
+            run = Path(scratch) / "run"
+            returncode, said, timed_out = self._process(trial, run)
+            seconds = time.time() - began
+            if timed_out:
+                found = self._failed(trial, seconds, f"it did not end within {self.limit_s:.0f} s and was stopped")
+            elif returncode:
+                found = self._failed(trial, seconds, _cause(returncode, said))
+            else:
+                found = self._measured(trial, Run.open(run), seconds=seconds, began=began)
+        self.found[found.key] = found
+        self.spent_s += found.seconds
+        file = self.folder / TRIALS / f"{len(self.found):04d}-{found.key}.json"
+        write_atomic(file, json.dumps(asdict(found), indent=1).encode(), root=self.folder)
+        if found.problem is None:
+            self.limit_s = max(self.limit_s, LIMIT_TIMES * found.seconds)
+        self.say(f"{name}: {found.problem or f'{found.tokens_per_s or math.nan:,.0f} tokens/s'} ({seconds:.0f} s)")
+        return found
+
+    def _process(self, trial: Trial, run: Path) -> tuple[int, str, bool]:
+        """The exit code, the end of what it wrote on stderr, and whether it had to be stopped."""
+        given = [f"{key}={_word(value)}" for key, value in {**self._short(), **trial.settings}.items()]
+        given += [f"seed={trial.seed}", "--run", str(run)]
+        command = [*train_command(trial.code), str(self.config), *self.overrides, *given]
+        watched = [sys.executable, "-I", "-S", supervisor.__file__]
+        mask = " ".join(str(int(number)) for number in signal.pthread_sigmask(signal.SIG_BLOCK, ()))
+        control, ours = os.pipe()
+        status, theirs = os.pipe()
+        errors = run.parent / "errors"
+        try:
+            with errors.open("wb") as file:
+                process = subprocess.Popen(
+                    [*watched, str(control), str(theirs), str(GRACE_S), "stop", mask, *command],
+                    stdout=subprocess.DEVNULL,
+                    stderr=file,
+                    stdin=subprocess.DEVNULL,
+                    pass_fds=(control, theirs),
+                )
+            os.close(control)
+            os.close(theirs)
+            control = theirs = -1
+            timed_out = False
+            try:
+                process.wait(self.limit_s)
+            except subprocess.TimeoutExpired:
+                timed_out = True
+            finally:
+                os.close(ours)  # the supervisor then stops everything that still runs
+                ours = -1
+                process.wait()
+            told = os.read(status, 1 << 16)
+        finally:
+            for descriptor in (control, ours, status, theirs):
+                if descriptor >= 0:
+                    os.close(descriptor)
+        said = errors.read_bytes()[-(1 << 14) :].decode(errors="replace")
+        ended: dict[str, Any] = json.loads(told) if told else {"error": "the supervisor process was killed"}
+        if "error" in ended:
+            return 1, str(ended["error"]), timed_out
+        code: int | None = ended["returncode"]
+        return (1 if code is None else code), said, timed_out
+
+    def _short(self) -> dict[str, Any]:
+        """What makes a run short, the same for every trial; the batch and the lengths stay."""
+        settings = self.settings
+        steps = (WARM_STEPS + self.steps) * (settings.rl.steps_in_phase if settings.recipe == "rl" else 1)
+        found: dict[str, Any] = {
+            "train.steps": steps,
+            "train.epochs": None,
+            "train.tokens": None,
+            "train.warmup_steps": min(settings.train.warmup_steps, steps - 1),
+            "eval.every": None,
+            "eval.tokens": min(settings.eval.tokens, 4 * settings.data.sequence_length),
+            "eval.tasks": [],
+            "eval.patience": None,
+            "save.every": None,
+            "save.best": False,
+            "save.weights_only": True,
+            "log.tensorboard": False,
+            "log.wandb": "off",
+        }
+        return found | ({"rl.teach": 0} if settings.recipe == "rl" else {})
+
+    def _failed(self, trial: Trial, seconds: float, problem: str) -> Measured:
+        return Measured(
+            key=trial.key,
+            settings=dict(trial.settings),
+            seed=trial.seed,
+            code=trial.code,
+            seconds=seconds,
+            problem=redact(problem),
+        )
+
+    def _measured(self, trial: Trial, run: Run, *, seconds: float, began: float) -> Measured:
+        events = list(run.events())
+        if ran_out := next((event for event in events if isinstance(event, MemoryRanOut)), None):
+            return self._failed(trial, seconds, f"{OUT_OF_MEMORY} with micro-batch {ran_out.micro_batch}")
+        story, steps, spent = tell(run), list(run.latest_steps()), costs(run)
+        if not spent:
+            return self._failed(trial, seconds, "it took no step after its warm-up")
+        losses = [step.loss for step in steps[WARM_STEPS:] if step.loss is not None]
+        if not losses or not all(map(math.isfinite, losses)):
+            return self._failed(trial, seconds, "its loss is not finite")
+        return Measured(
+            key=trial.key,
+            settings=dict(trial.settings),
+            seed=trial.seed,
+            code=trial.code,
+            seconds=seconds,
+            start_s=steps[0].time - began,
+            log_time=parity.typical(spent),
+            tokens_per_s=story.speed.tokens_per_s,
+            mfu=story.speed.mfu,
+            peak_gib=story.peak_gib,
+            loss=fmean(losses),
+            last_loss=fmean(losses[-max(1, len(losses) // 4) :]),
+            decisions={choice.name: choice.value for choice in story.choices},
+            active=dict(story.active),
+        )
+
+
+def train_command(code: str) -> list[str]:
+    """The command that trains, behind the code of a switch."""
+    start = ["-c", f"{code}\nfrom flatout.cli import main; main()"] if code else ["-m", "flatout"]
+    return [sys.executable, *start, "train"]
+
+
+def _word(value: Any) -> str:
+    return "null" if value is None else json.dumps(value) if isinstance(value, bool | list) else str(value)
+
+
+def _cause(returncode: int, said: str) -> str:
+    """The last line on stderr that says something, with out-of-memory named first."""
+    lines = [line.strip() for line in said.splitlines() if line.strip()]
+    last = (lines[-1] if lines else "it said nothing")[:_SHOWN]
+    if any(word in said.lower() for word in _MEMORY_WORDS):
+        return f"{OUT_OF_MEMORY}: {last}"
+    how = f"killed by signal {-returncode}" if returncode < 0 else f"exit {returncode}"
+    return f"{how}: {last}"

@@ -1,0 +1,361 @@
+"""Finds the fastest plan by measuring: `flatout tune CONFIG`.
+
+The cost model starts the search: it predicts the time of every combination of decisions and leaves out those that do
+not fit in memory. After each trial, the main effects of the decisions are fitted to what the model got wrong (ridge
+regression), and the combination that is now predicted to be fastest is measured next. The effective batch and the
+lengths never change. The learning rate is a search of its own, by loss at equal tokens.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from flatout import parity
+from flatout.errors import FlatoutError, RunFailed
+from flatout.insight.ablate import compared
+from flatout.insight.compare import finite
+from flatout.insight.switches import PLAN
+from flatout.insight.trials import Measured, Trial, Trials
+from flatout.parity import Difference
+from flatout.plan import Job, decide
+
+Choice = dict[str, Any]  # of one knob: values by dotted key
+# Decisions that follow from others.
+FOLLOW = ("plan.accumulation", "plan.loss_chunk")
+# The strength of the ridge.
+RIDGE = 0.1
+# How much faster, as a logarithm, a decision that was never tried may be than predicted.
+OPTIMISM = 0.05
+# The search ends after this many trials in a row that are not faster by a hundredth than the best one.
+PATIENCE, BETTER = 6, 0.01
+# A trial that crashes counts as this much slower than the slowest, as a logarithm.
+CRASHED = 0.5
+# Pairs of the start and the best plan at the end.
+CONFIRMED = parity.LOOKS[0]
+LR_FACTORS = (0.25, 0.5, 1.0, 2.0, 4.0)
+LR_STEPS = 60
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tuned:
+    """The result of a search. Changes are by dotted key; a ratio below 1 means less time, or a lower loss."""
+
+    start: Measured
+    best: Measured
+    changes: Mapping[str, tuple[Any, Any]]  # before and after
+    gain: Difference | None
+    loss_verdict: str | None
+    without: Mapping[str, float | None]  # by knob: time of the best plan with it as before, as a ratio; one trial each
+    trials: Sequence[Measured]
+    left: str | None  # why the search ended early
+
+    @property
+    def values(self) -> dict[str, Any]:
+        return {key: after for key, (_, after) in self.changes.items()}
+
+    def to_json(self) -> dict[str, Any]:
+        found: dict[str, Any] = finite(asdict(self))
+        return found
+
+
+def knobs_of(job: Job) -> dict[str, list[Choice]]:
+    """What a search may change on this device."""
+    sm, on_gpu = job.hardware.sm, job.device == "gpu"
+    sixteen = "fp16" if on_gpu and sm is not None and sm < (8, 0) else "bf16"
+    count = job.rank_sequences
+    sizes = [size for size in (1 << power for power in range(count.bit_length())) if count % size == 0]
+    found: dict[str, list[Choice]] = {
+        "precision": [{"plan.precision": name} for name in ("fp32", sixteen)],
+        "micro-batch": [{"plan.micro_batch": size} for size in sizes],
+        "recomputation": [{"plan.recompute": name} for name in ("none", "selective", "full")],
+        "torch.compile": [{"plan.compile": name} for name in ("none", "default")],
+        "fused optimizer": [{"plan.fused_optimizer": used} for used in (True, False)],
+        "workers": [{"plan.workers": number} for number in (0, 2)],
+    }
+    if on_gpu:
+        attentions = ("flash", "cudnn", "efficient") if job.packing != "documents" else ("flash",)
+        fused = ("plan.fused_qkv", "plan.fused_mlp", "plan.fused_loss")
+        found |= {
+            "attention": [{"plan.attention": name} for name in attentions],
+            "fused kernels": [dict.fromkeys(fused, used) for used in (True, False)],
+            "CUDA graphs": [{"plan.graphs": used} for used in (True, False)],
+        }
+        if sm is not None and sm >= (8, 9) and job.adapters is None:
+            found["8-bit matmuls"] = [{"plan.fp8": used} for used in (True, False)]
+    return {name: choices for name, choices in found.items() if len(choices) > 1}
+
+
+class Model:
+    """Predicts the logarithm of the step time: the plan's prediction, and main effects fitted to its errors."""
+
+    def __init__(self, job: Job, knobs: Mapping[str, Sequence[Choice]]) -> None:
+        self.job, self.knobs = job, knobs
+        self.names = [name for choices in knobs.values() for choice in choices for name in _features(choice)]
+        # The last one is the same for all: the error that every prediction shares.
+        self._strength = np.diag([RIDGE] * len(self.names) + [1e-6])
+        self._effects = np.zeros(len(self.names) + 1)
+        self._spread = np.linalg.inv(self._strength)
+        self._known: dict[str, float | None] = {}
+
+    def candidates(self, best: Choice) -> Iterator[Choice]:
+        """Those with up to two decisions other than the best one's, and that one."""
+        near = [best]
+        for _ in range(2):
+            near += [one | choice for one in near for choices in self.knobs.values() for choice in choices]
+        for values in near:
+            if self.predicted(values) is not None:
+                yield values
+
+    def predicted(self, values: Choice) -> float | None:
+        """The logarithm of the seconds per token by the plan, 0 if it is unknown.
+
+        None if the combination does not fit in memory or contradicts itself.
+        """
+        name = key(values)
+        if name not in self._known:
+            self._known[name] = _predicted(self.job, values)
+        return self._known[name]
+
+    def fit(self, measured: Sequence[Measured]) -> None:
+        """Fits the effects to all trials."""
+        known = [(values_of(one, self.knobs), one.log_time) for one in measured if one.log_time is not None]
+        rows = [(self._row(values), log - self._prior_of(values)) for values, log in known if log is not None]
+        if not rows:
+            return
+        worst = max(error for _, error in rows) + CRASHED
+        rows += [(self._row(one.settings), worst) for one in measured if one.problem and not one.out_of_memory]
+        x, y = np.array([row for row, _ in rows]), np.array([error for _, error in rows])
+        self._spread = np.linalg.inv(x.T @ x + self._strength)
+        self._effects = self._spread @ x.T @ y
+
+    def predict(self, values: Choice) -> float:
+        """The expected logarithm, less a bonus for decisions that were rarely tried: they may be better."""
+        row = self._row(values)
+        tried = row[:-1] @ self._spread[:-1, :-1] @ row[:-1]
+        return self._prior_of(values) + float(row @ self._effects) - OPTIMISM * math.sqrt(max(0.0, float(tried)))
+
+    def _prior_of(self, values: Choice) -> float:
+        return self.predicted(values) or 0.0
+
+    def _row(self, values: Mapping[str, Any]) -> np.ndarray[Any, Any]:
+        has = set(_features(values))
+        return np.array([*(float(name in has) for name in self.names), 1.0])
+
+
+def _features(values: Mapping[str, Any]) -> list[str]:
+    return [f"{name}={value}" for name, value in values.items()]
+
+
+def key(values: Mapping[str, Any]) -> str:
+    return " ".join(sorted(_features(values)))
+
+
+def values_of(one: Measured, knobs: Mapping[str, Sequence[Choice]]) -> Choice:
+    """The decisions of a trial, for the keys that the search may change."""
+    names = [name for choices in knobs.values() for name in choices[0]]
+    return {name: one.decisions.get(name.removeprefix(PLAN)) for name in names}
+
+
+def _predicted(job: Job, values: Choice) -> float | None:
+    pins = {name.removeprefix(PLAN): value for name, value in values.items()}
+    try:
+        plan = decide(replace(job, pins=replace(job.pins, accumulation=None, loss_chunk=None, **pins)))
+    except FlatoutError:
+        return None  # it does not fit, or contradicts itself
+    if job.usable_gib is not None and plan.predicted.peak_gib > job.usable_gib:
+        return None
+    return -math.log(plan.predicted.tokens_per_s) if plan.predicted.tokens_per_s else 0.0
+
+
+def tune(trials: Trials, job: Job, *, most: int = 20, budget_s: float | None = None) -> Tuned:
+    """Searches, confirms the best plan against the start, and measures what each change brought."""
+    seed, knobs = trials.settings.seed, knobs_of(job)
+    start = trials.run(Trial(settings={}, seed=seed), name="as it is")
+    if start.problem is not None and not start.out_of_memory:
+        raise RunFailed(f"the configuration itself cannot be measured: {start.problem}")
+    names = [name for choices in knobs.values() for name in choices[0]]
+    free = dict.fromkeys([*names, *FOLLOW])
+    unpinned = trials.run(Trial(settings=free, seed=seed), name="the plan's own choice")
+    model, measured, left = Model(job, knobs), [start, unpinned], None
+    reserve = CONFIRMED * 2 + len(knobs)
+    stale = 0
+    while len(measured) < most:
+        if budget_s is not None and not _fits(trials, reserve, budget_s=budget_s):
+            left = "the budget was spent"
+            break
+        model.fit(measured)
+        values = _next(model, measured, knobs)
+        if values is None:
+            left = "every combination that the plan allows was measured or ruled out"
+            break
+        best = _best(measured)
+        settings = values | dict.fromkeys(FOLLOW)
+        measured.append(trials.run(Trial(settings=settings, seed=seed), name=_told(values, knobs)))
+        found = measured[-1].log_time
+        if measured[-1].out_of_memory:
+            continue  # it rules out all that need as much
+        better = found is not None and (best.log_time is None or found < best.log_time - BETTER)
+        stale = 0 if better else stale + 1
+        if stale >= PATIENCE:
+            left = f"{PATIENCE} trials in a row were not faster by {BETTER:.0%}"
+            break
+    best = _best(measured)
+    if best.problem is not None:
+        raise RunFailed(f"no trial could be measured; the last one: {best.problem}")
+    changes = _changes(start, best, trials, knobs)
+    gain, loss = _confirmed(trials, start, best, changes) if changes else (None, None)
+    return Tuned(
+        start=start,
+        best=best,
+        changes=changes,
+        gain=gain,
+        loss_verdict=loss,
+        without=_without(trials, start, best, knobs) if changes else {},
+        trials=measured,
+        left=left,
+    )
+
+
+def _fits(trials: Trials, count: int, *, budget_s: float) -> bool:
+    mean = trials.spent_s / max(1, len(trials.found))
+    return trials.spent_s + (count + 1) * mean <= budget_s
+
+
+def _best(measured: Sequence[Measured]) -> Measured:
+    return min(measured, key=lambda one: math.inf if one.log_time is None else one.log_time)
+
+
+def _next(model: Model, measured: Sequence[Measured], knobs: Mapping[str, Sequence[Choice]]) -> Choice | None:
+    """The combination that is predicted to be fastest, of those that were neither measured nor ruled out."""
+    tried = {key(values_of(one, knobs)) for one in measured}
+    tried |= {key(_own(one.settings)) for one in measured}
+    failed = [one.settings for one in measured if one.out_of_memory]
+    possible = {
+        key(values): values
+        for values in model.candidates(values_of(_best(measured), knobs))
+        if key(values) not in tried and not any(_as_heavy(values, settings) for settings in failed)
+    }
+    return min(possible.values(), key=model.predict, default=None)
+
+
+def _as_heavy(values: Choice, failed: Mapping[str, Any]) -> bool:
+    """Whether a combination needs at least the memory of one that failed: micro-batch, recomputation, precision."""
+
+    def heavy(one: Mapping[str, Any]) -> tuple[int, int, int]:
+        kept = ("full", "selective", "none").index(one.get("plan.recompute") or "none")
+        return one.get("plan.micro_batch") or 0, kept, 32 if one.get("plan.precision") == "fp32" else 16
+
+    return all(mine >= theirs > 0 or theirs == mine for mine, theirs in zip(heavy(values), heavy(failed), strict=True))
+
+
+def _own(settings: Mapping[str, Any]) -> Choice:
+    return {name: value for name, value in settings.items() if name not in FOLLOW}
+
+
+def _told(values: Choice, knobs: Mapping[str, Sequence[Choice]]) -> str:
+    words = []
+    for name, choices in knobs.items():
+        own = [values[inner] for inner in choices[0]]
+        words.append(f"{name} {own[0]}")
+    return ", ".join(words)
+
+
+def _changes(
+    start: Measured, best: Measured, trials: Trials, knobs: Mapping[str, Sequence[Choice]]
+) -> dict[str, tuple[Any, Any]]:
+    """The keys of the configuration that the best plan needs, where the user's own plan differs."""
+    before, after = values_of(start, knobs), values_of(best, knobs)
+    found = {name: (before[name], after[name]) for name in after if after[name] != before[name]}
+    # A pin that contradicts the new micro-batch is set too; the effective batch stays the same.
+    if "plan.micro_batch" in found and trials.settings.plan.accumulation is not None:
+        found["plan.accumulation"] = (start.decisions.get("accumulation"), best.decisions["accumulation"])
+    return found
+
+
+def _confirmed(
+    trials: Trials, start: Measured, best: Measured, changes: Mapping[str, tuple[Any, Any]]
+) -> tuple[Difference | None, str | None]:
+    """The start and the best plan in turn, with other seeds: what was best by chance is not best again."""
+    values = {name: after for name, (_, after) in changes.items()}
+    pairs: list[tuple[Measured, Measured]] = []
+    for block in range(CONFIRMED):
+        seed, found = trials.settings.seed + 1 + block, dict[str, Measured]()
+        both = [("as it is", dict[str, Any]()), ("the best plan", values)]
+        for name, settings in both if block % 2 == 0 else reversed(both):
+            found[name] = trials.run(Trial(settings=settings, seed=seed), name=f"confirming, {name}")
+        pairs.append((found["as it is"], found["the best plan"]))
+    good = [(a, b) for a, b in pairs if a.problem is None and b.problem is None]
+    time, _, loss = compared([a for a, _ in good], [b for _, b in good])
+    return time, loss
+
+
+def _without(
+    trials: Trials, start: Measured, best: Measured, knobs: Mapping[str, Sequence[Choice]]
+) -> dict[str, float | None]:
+    """The time of the best plan with one knob as before, as a ratio to the best plan's; None if it fails."""
+    before, after, found = values_of(start, knobs), values_of(best, knobs), dict[str, float | None]()
+    for name, choices in knobs.items():
+        own = list(choices[0])
+        if all(before[inner] == after[inner] for inner in own):
+            continue
+        values = after | {inner: before[inner] for inner in own}
+        settings = values | dict.fromkeys(FOLLOW)
+        one = trials.run(Trial(settings=settings, seed=trials.settings.seed), name=f"the best plan, {name} as before")
+        known = one.log_time is not None and best.log_time is not None
+        found[name] = math.exp((one.log_time or 0.0) - (best.log_time or 0.0)) if known else None
+    return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rates:
+    """The result of a search for the learning rate: losses at equal tokens."""
+
+    lr: float  # of the configuration
+    best: float
+    losses: Mapping[float, float | None]  # by learning rate, with the first seed
+    difference: Difference | None  # of the loss, with several seeds
+    steps: int
+
+    def to_json(self) -> dict[str, Any]:
+        found: dict[str, Any] = finite(asdict(self))
+        return found
+
+
+def search_lr(trials: Trials) -> Rates:
+    """Runs the same steps with several learning rates; the grid grows while its best is at an end."""
+    lr, seed = trials.settings.train.lr, trials.settings.seed
+    losses: dict[float, float | None] = {}
+
+    def loss(factor: float, number: int = 0) -> float | None:
+        trial = Trial(settings={"train.lr": lr * factor}, seed=seed + number)
+        return trials.run(trial, name=f"learning rate {lr * factor:.3g}").last_loss
+
+    factors = list(LR_FACTORS)
+    while missing := [factor for factor in factors if factor not in losses]:
+        losses |= {factor: loss(factor) for factor in missing}
+        best = min(losses, key=lambda factor: _or_worst(losses[factor]))
+        if best in (min(factors), max(factors)) and len(factors) < 2 * len(LR_FACTORS):
+            factors.append(best / 2 if best == min(factors) else best * 2)
+    if losses[best] is None:
+        raise RunFailed("no trial could be measured: every learning rate failed")
+    difference = None
+    if best != 1.0:
+        pairs = [(loss(1.0, number), loss(best, number)) for number in range(CONFIRMED)]
+        known = [(math.log(a), math.log(b)) for a, b in pairs if a is not None and b is not None and min(a, b) > 0]
+        difference = parity.paired([a for a, _ in known], [b for _, b in known], looks=(max(1, len(known)),))
+    return Rates(
+        lr=lr,
+        best=lr * best,
+        losses={lr * factor: losses[factor] for factor in sorted(losses)},
+        difference=difference,
+        steps=trials.steps,
+    )
+
+
+def _or_worst(loss: float | None) -> float:
+    return math.inf if loss is None or not math.isfinite(loss) else loss

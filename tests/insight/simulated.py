@@ -1,0 +1,62 @@
+"""A simulated machine for searches: trials in the same process, with times that drift and have spikes."""
+
+from __future__ import annotations
+
+import math
+import random
+from pathlib import Path
+from statistics import median
+
+from tests.insight.stand_in import PLANNED, does_not_fit, factor
+
+from flatout.config import load
+from flatout.insight.compare import BLOCK_STEPS
+from flatout.insight.trials import OUT_OF_MEMORY, Measured, Trial
+
+
+class Simulated:
+    """As much of `Trials` as `ablate` uses: a trial takes a second. Step times drift and have spikes."""
+
+    def __init__(
+        self,
+        config: Path,
+        *,
+        chance: random.Random,
+        gain: float | None = None,
+        noise: float = 0.01,
+        broken: bool = False,
+    ) -> None:
+        """`gain` is what the only switch saves, as a logarithm; without it, decisions cost what the stand-in says."""
+        self.settings, self.found, self.spent_s = load(config).settings, dict[str, Measured](), 0.0
+        self.gain, self.chance, self.noise, self.broken = gain, chance, noise, broken
+        self.level = 0.0
+
+    def run(self, trial: Trial, *, name: str) -> Measured:
+        if trial.key in self.found:
+            return self.found[trial.key]
+        self.spent_s += 1.0
+        on = trial.settings.get("plan.recompute") == "none"
+        given = {key.removeprefix("plan."): value for key, value in trial.settings.items()}
+        decisions = PLANNED | {key: value for key, value in given.items() if value is not None}
+        if does_not_fit(decisions):
+            problem = f"{OUT_OF_MEMORY} with micro-batch {decisions['micro_batch']}"
+            failed = Measured(
+                key=trial.key, settings=dict(trial.settings), seed=trial.seed, seconds=1.0, problem=problem
+            )
+            return self.found.setdefault(trial.key, failed)
+        self.level += self.chance.gauss(0, 0.15 * self.noise)  # drift
+        spikes = [0.4 if self.chance.random() < 0.05 else 0.0 for _ in range(BLOCK_STEPS)]
+        time = self.level + median(self.chance.gauss(0, self.noise) + spike for spike in spikes)
+        time += math.log(factor(decisions)) if self.gain is None else -self.gain if on else 0.0
+        loss = (3.0 + random.Random(trial.seed).gauss(0, 0.1)) * (1.01 if self.broken and on else 1.0)
+        self.found[trial.key] = Measured(
+            key=trial.key,
+            settings=dict(trial.settings),
+            seed=trial.seed,
+            seconds=1.0,
+            log_time=time,
+            loss=loss,
+            last_loss=loss + abs(math.log(trial.settings.get("train.lr", 1e-3) / 4e-3)),
+            decisions=decisions,
+        )
+        return self.found[trial.key]

@@ -1,0 +1,236 @@
+"""Optimizations one at a time: what each brings, what fails, what a killed search keeps."""
+
+from __future__ import annotations
+
+import json
+import random
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from tests.insight.simulated import Simulated
+from tests.waiting import wait_until
+from typer.testing import CliRunner
+
+from flatout.cli import app
+from flatout.cli.ablate import seconds_of
+from flatout.errors import RunFailed, UsageError
+from flatout.insight import trials as trials_module
+from flatout.insight.ablate import BEFORE, PLAN, ablate
+from flatout.insight.switches import SWITCHES, Switch, of_baseline
+from flatout.insight.trials import Measured, Trial, Trials
+
+ROOT = Path(__file__).parents[2]
+STAND_IN = [sys.executable, "-m", "tests.insight.stand_in"]
+CONFIG = """recipe: pretrain
+model: {layers: 2, hidden: 64, heads: 2, positions: 128}
+data: {sequence_length: 64}
+train: {batch_tokens: 1024, steps: 100, lr: 1.0e-3}
+"""
+
+
+@pytest.fixture
+def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A configuration whose trials are the stand-in's."""
+    monkeypatch.setattr(trials_module, "train_command", lambda _: STAND_IN)
+    monkeypatch.setenv("STARTED", str(tmp_path / "started"))
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setattr(trials_module, "GRACE_S", 1.0)
+    path = tmp_path / "job.yaml"
+    path.write_text(CONFIG)
+    return path
+
+
+SOME = ("mixed precision", "no recomputation", "fused optimizer", "expandable segments", "cudnn.benchmark")
+
+
+def test_each_switch_has_its_row_and_its_verdict(config: Path) -> None:
+    simulated: Any = Simulated(config, chance=random.Random(0), noise=0.002)
+    found = ablate(simulated, only=SOME)
+    rows = {row.name: row for row in found.rows}
+    assert rows[BEFORE].verdict == "reference"
+    assert rows[PLAN].verdict == "faster"
+    for name, gain in (("mixed precision", 2.0), ("no recomputation", 1.3), ("fused optimizer", 1.1)):
+        alone, without = rows[f"+ {name}"], rows[f"- {name}"]
+        assert alone.time is not None
+        assert without.time is not None
+        assert 1 / alone.time.ratio == pytest.approx(gain, rel=0.02)
+        assert without.time.ratio == pytest.approx(gain, rel=0.02)
+        assert (alone.verdict, without.verdict) == ("faster", "slower")
+        assert alone.loss_verdict == "equal"
+        assert alone.blocks == 4
+    assert rows["+ cudnn.benchmark"].verdict == "no difference above 3%"
+    assert "- cudnn.benchmark" not in rows, "the full plan does not have it"
+    assert found.left_out["expandable segments"] == "the plan does not use it here"
+    steps = [row.name for row in found.rows if row.question == "cumulative"]
+    assert steps[:3] == ["first mixed precision", "then no recomputation", "then fused optimizer"]
+    assert json.loads(json.dumps(found.to_json()))["rows"][0]["name"] == BEFORE
+
+
+def test_failures_are_rows_and_the_rest_goes_on(config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Impatient(Trials):
+        """Waits briefly for the trial that hangs, and long for the others, however busy the machine is."""
+
+        def run(self, trial: Trial, *, name: str) -> Measured:
+            self.limit_s = 1.0 if trial.settings.get("plan.recompute") == "none" else 600.0
+            return super().run(trial, name=name)
+
+    fails = {"plan.recompute=none": "hang", "plan.precision=bf16": "memory", "plan.workers=2": "crash"}
+    monkeypatch.setenv("FAILS", json.dumps(fails))
+    found = ablate(
+        Impatient(config, [], folder=tmp_path / "search"),
+        blocks=1,
+        only=("mixed precision", "no recomputation", "data loader", "fused optimizer"),
+    )
+    rows = {row.name: row for row in found.rows}
+    assert rows["+ no recomputation"].problem == "it did not end within 1 s and was stopped"
+    assert str(rows["+ mixed precision"].problem).startswith("out of memory: torch.OutOfMemoryError: CUDA")
+    assert rows["+ data loader"].problem == "exit 1: ValueError: this is the last line"
+    assert rows["+ fused optimizer"].time is not None
+    alive = [int(line) for line in (tmp_path / "started").read_text().split() if psutil.pid_exists(int(line))]
+    assert not alive
+
+
+def test_a_configuration_that_cannot_run_says_so(config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FAILS", json.dumps({"seed=0": "crash"}))
+    with pytest.raises(RunFailed, match="cannot be measured: exit 1: ValueError: this is the last line"):
+        ablate(Trials(config, [], folder=tmp_path / "search"))
+
+
+def test_a_loss_that_is_one_percent_worse_is_called_different(config: Path) -> None:
+    simulated: Any = Simulated(config, chance=random.Random(0), broken=True)
+    found = ablate(simulated, only=("no recomputation",))
+    rows = {row.name: row for row in found.rows}
+    assert rows["+ no recomputation"].loss_verdict == "different"
+    assert rows["+ no recomputation"].loss_difference is not None
+    assert rows["+ no recomputation"].loss_difference.ratio == pytest.approx(1.01, abs=1e-6)
+
+
+def test_a_budget_leaves_out_the_last_rows_and_says_so(config: Path) -> None:
+    simulated: Any = Simulated(config, chance=random.Random(0))
+    found = ablate(simulated, only=SOME, budget_s=30.0)
+    assert any("the budget was too short" in reason for reason in found.left_out.values())
+    assert found.left_out["cumulative"] == "the budget was spent"
+    rows = {row.name: row for row in found.rows}
+    assert rows["+ mixed precision"].blocks == 4
+    dropped = next(rows[name] for name in rows if name in found.left_out)
+    assert (dropped.blocks, dropped.verdict) == (1, "not enough evidence")
+
+
+SEARCH = """
+import sys
+import flatout.insight.trials as trials
+trials.train_command = lambda _: [sys.executable, "-m", "tests.insight.stand_in"]
+trials.GRACE_S = 1.0
+from flatout.cli import main
+main()
+"""
+
+
+def test_killed_it_goes_on_without_repeating_a_trial(config: Path, tmp_path: Path) -> None:
+    folder, started = tmp_path / "search", tmp_path / "started"
+    words = ["ablate", str(config), "--only", "mixed precision", "--blocks", "1", "--run", str(folder), "--json"]
+    command = [sys.executable, "-c", SEARCH, *words]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    wait_until(lambda: len(list((folder / "trials").glob("*.json"))) >= 2)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    first = [int(pid) for pid in started.read_text().split()]
+    wait_until(lambda: not any(psutil.pid_exists(pid) for pid in first))
+    kept = len(list((folder / "trials").glob("*.json")))
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    files = sorted((folder / "trials").glob("*.json"))
+    again = len(started.read_text().split()) - len(first)
+    assert again == len(files) - kept, "a finished trial was repeated"
+    assert len({json.loads(file.read_text())["key"] for file in files}) == len(files)
+    assert not list(folder.glob("trial-*")), "what the killed trial left is gone"
+    assert json.loads(done.stdout)["rows"]
+
+
+def test_another_configuration_needs_another_folder(config: Path, tmp_path: Path) -> None:
+    Trials(config, [], folder=tmp_path / "search")
+    with pytest.raises(UsageError, match="another configuration"):
+        Trials(config, ["train.lr=1e-4"], folder=tmp_path / "search")
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "file").touch()
+    with pytest.raises(UsageError, match="is not empty"):
+        Trials(config, [], folder=tmp_path / "full")
+
+
+# -- with a simulated machine
+
+
+NO_OP = Switch(name="no-op", task="", claim="", before={"plan.recompute": "full"})
+
+
+def verdicts(config: Path, *, gain: float, times: int, budget_s: float | None = None) -> list[str]:
+    found = []
+    for number in range(times):
+        simulated: Any = Simulated(config, gain=gain, chance=random.Random(number))
+        result = ablate(simulated, switches=[NO_OP], budget_s=budget_s)
+        found.append(next(row.verdict for row in result.rows if row.name == "+ no-op"))
+    return found
+
+
+@pytest.mark.parametrize("budget_s", [None, 1e9], ids=["4 blocks", "up to 16 blocks"])
+def test_a_switch_that_does_nothing_is_rarely_called_faster(config: Path, budget_s: float | None) -> None:
+    found = verdicts(config, gain=0.0, times=200, budget_s=budget_s)
+    # 5 % of 200 are 10; a rate of 5 % would give more than 18 in one of 150 such tests.
+    assert sum(one in ("faster", "slower") for one in found) <= 18
+
+
+def test_a_gain_of_five_percent_is_found(config: Path) -> None:
+    found = verdicts(config, gain=0.05, times=40, budget_s=1e9)
+    assert found.count("faster") >= 38
+
+
+# -- the command
+
+
+def test_the_command(config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    words = ["ablate", str(config), "--only", "mixed precision", "--blocks", "1", "--run", str(tmp_path / "search")]
+    found = CliRunner().invoke(app, words)
+    assert found.exit_code == 0, found.output
+    assert "mixed" in found.output
+    assert "not enough" in found.output
+    assert json.loads((tmp_path / "search" / "ablation.json").read_text())["rows"]
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--only", "nothing"], "is no switch"),
+        (["--budget", "soon"], "is no length of time"),
+        (["--budget", "0m"], "is no length of time"),
+    ],
+)
+def test_bad_input(config: Path, words: list[str], told: str) -> None:
+    found = CliRunner().invoke(app, ["ablate", str(config), *words])
+    assert isinstance(found.exception, UsageError)
+    assert told in str(found.exception)
+
+
+def test_a_baseline_gives_its_differences_as_switches(config: Path, tmp_path: Path) -> None:
+    ours = {"train.lr": 1e-3, "plan.recompute": None, "log.every": 10}
+    found = of_baseline(ours, {"train.lr": 2e-3, "plan.recompute": "full", "log.every": 10})
+    assert [(one.name, one.kind) for one in found] == [("train.lr", "recipe"), ("plan.recompute", "numerics")]
+    assert found[0].after == {"train.lr": 1e-3}
+    assert found[1].after == {}
+
+
+def test_every_switch_names_settings_that_exist(config: Path) -> None:
+    from flatout.config.load import keys
+
+    assert {key for switch in SWITCHES for key in switch.before} <= set(keys())
+    assert len({switch.name for switch in SWITCHES}) == len(SWITCHES)
+
+
+@pytest.mark.parametrize(("text", "seconds"), [("90s", 90), ("10m", 600), ("1.5h", 5400), ("7", 7)])
+def test_lengths_of_time(text: str, seconds: float) -> None:
+    assert seconds_of(text) == seconds

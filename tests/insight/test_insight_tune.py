@@ -1,0 +1,136 @@
+"""A search by measuring: how near it comes to the best plan, what it says, and what it writes into the user's file."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.insight.simulated import Simulated
+from tests.insight.stand_in import PLANNED, does_not_fit, factor
+from typer.testing import CliRunner
+
+from flatout.cli import app
+from flatout.config import load
+from flatout.errors import UsageError
+from flatout.hardware import parse
+from flatout.insight import trials as trials_module
+from flatout.insight.tune import knobs_of, search_lr, tune
+from flatout.plan import Job, job_of
+
+ROOT = Path(__file__).parents[2]
+CONFIG = """# my job
+recipe: pretrain
+model: {layers: 2, hidden: 64, heads: 2, positions: 128}
+data: {sequence_length: 64}
+train: {batch_tokens: 1024, steps: 100, lr: 1.0e-3}
+plan:
+  precision: fp32  # slow
+  recompute: full
+  micro_batch: 1
+"""
+
+
+@pytest.fixture
+def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    stand_in = [sys.executable, "-m", "tests.insight.stand_in"]
+    monkeypatch.setattr(trials_module, "train_command", lambda _: stand_in)
+    monkeypatch.setenv("STARTED", str(tmp_path / "started"))
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    path = tmp_path / "job.yaml"
+    path.write_text(CONFIG)
+    return path
+
+
+def job(config: Path, *, on: str = "H200") -> Job:
+    return job_of(load(config).settings, hardware=parse(on), num_ranks=1)
+
+
+class Slow(Simulated):
+    """The user's own pins count where a trial sets nothing else."""
+
+    def run(self, trial: Any, *, name: str) -> Any:
+        mine = {"plan.precision": "fp32", "plan.recompute": "full", "plan.micro_batch": 1}
+        return super().run(type(trial)(settings={**mine, **trial.settings}, seed=trial.seed), name=name)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_search_comes_near_the_best_plan_and_says_what_helped(config: Path, seed: int) -> None:
+    simulated: Any = Slow(config, chance=random.Random(seed), noise=0.005)
+    cpu = job(config, on="cpu") if seed == 4 else job(config)
+    found = tune(simulated, cpu, most=20)
+    names, choices = zip(*knobs_of(cpu).items(), strict=True)
+    assert "precision" in names
+    every = [
+        PLANNED | {key.removeprefix("plan."): value for choice in one for key, value in choice.items()}
+        for one in itertools.product(*choices)
+    ]
+    best = min(factor(decisions) for decisions in every if not does_not_fit(decisions))
+    assert factor(found.best.decisions) < 1.05 * best
+    assert len(found.trials) <= 20
+    assert found.gain is not None
+    assert found.gain.verdict == "faster"
+    assert found.loss_verdict == "equal"
+    assert found.changes["plan.precision"] == ("fp32", "bf16")
+    assert found.without["precision"] == pytest.approx(2.0, rel=0.05)
+    assert not any(key.startswith(("train.", "data.")) for key in found.changes), "the batch and the lengths stay"
+    assert json.loads(json.dumps(found.to_json()))["changes"]
+
+
+def test_the_learning_rate_is_searched_by_loss(config: Path) -> None:
+    simulated: Any = Simulated(config, chance=random.Random(0))
+    simulated.steps = 60
+    found = search_lr(simulated)
+    assert found.best == pytest.approx(4e-3)
+    assert found.difference is not None
+    assert found.difference.ratio < 1
+
+
+def test_a_budget_ends_the_search(config: Path) -> None:
+    simulated: Any = Slow(config, chance=random.Random(0))
+    found = tune(simulated, job(config), budget_s=21.0)
+    assert found.left == "the budget was spent"
+    assert found.gain is not None
+
+
+def test_the_command_applies_and_reverts(config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    before = config.read_bytes()
+    words = ["tune", str(config), "--trials", "3", "--run", str(tmp_path / "search")]
+    found = CliRunner().invoke(app, words)
+    assert found.exit_code == 0, found.output
+    assert "+  precision: " in found.output.replace('"', "")
+    assert "times as fast" in found.output
+    assert config.read_bytes() == before, "nothing is written without --apply"
+    again = CliRunner().invoke(app, [*words, "--apply"])
+    assert again.exit_code == 0, again.output
+    assert "# slow" in config.read_text(), "comments stay"
+    assert load(config).settings.plan.precision != "fp32"
+    assert len((tmp_path / "started").read_text().split()) == len(list((tmp_path / "search" / "trials").iterdir()))
+    assert CliRunner().invoke(app, ["tune", str(config), "--revert"]).exit_code == 0
+    assert config.read_bytes() == before
+    twice = CliRunner().invoke(app, ["tune", str(config), "--revert"])
+    assert isinstance(twice.exception, UsageError)
+
+
+def test_interrupted_it_leaves_no_process(config: Path, tmp_path: Path) -> None:
+    import os
+    import signal
+
+    import psutil
+    from tests.insight.test_insight_ablate import SEARCH
+    from tests.waiting import wait_until
+
+    environment = os.environ | {"FAILS": json.dumps({"seed=0": "hang"})}
+    command = [sys.executable, "-c", SEARCH, "tune", str(config), "--run", str(tmp_path / "search")]
+    process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    started = tmp_path / "started"
+    wait_until(lambda: started.exists() and started.read_text().endswith("\n"))
+    process.send_signal(signal.SIGINT)
+    assert process.wait() == 130
+    assert not psutil.pid_exists(int(started.read_text()))
