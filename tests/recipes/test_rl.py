@@ -16,6 +16,7 @@ from tests.warm import two_ranks
 
 from flatout.config import from_mapping
 from flatout.config.settings import RlSettings, Settings
+from flatout.engine.step import Engine
 from flatout.engine.trained import open_trained
 from flatout.errors import UsageError
 from flatout.recipes import rl, rollouts, run
@@ -74,6 +75,7 @@ def letters(monkeypatch: pytest.MonkeyPatch) -> None:
         {"rl": {"algorithm": "ppo", "samples": 1, "critic_warmup": 1}},
         {"rl": {"algorithm": "ppo", "critic": "own", "updates": 1, "teach": 1}, "save": {"every": 1}},
         {"lora": {"rank": 4}, "rl": {"algorithm": "rloo", "kl": 0.1}, "mtl": {"method": "cagrad"}},
+        {"rl": {"updates": 1, "ahead": 2}},
     ],
     ids=str,
 )
@@ -98,6 +100,47 @@ def test_cut_off_inside_a_phase_it_resumes_to_the_same_bits(
     losses = [[s.loss for s in Run.open(tmp_path / name).latest_steps()] for name in ("whole", "cut")]
     assert losses[0] == losses[1]
     assert any(losses[0]), "something was learnt"
+
+
+def test_grades_of_a_phase_may_come_after_later_phases_are_generated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Here they come only then: without `rl.ahead`, the first phase would wait for ever."""
+    waiting: dict[int, list[tuple[Future[Graded], float]]] = {}
+    order: list[tuple[str, int]] = []
+    plain, step = RolloutBatches._generated, Engine.step
+    last, now = 4, [0]
+
+    def grade(self: object, i: int, text: str) -> Future[Graded]:
+        done: Future[Graded] = Future()
+        share = sum(c.isascii() and c.isalpha() for c in text) / max(1, len(text))
+        waiting.setdefault(now[0], []).append((done, share))
+        return done
+
+    def generated(self: RolloutBatches, prompts: Any, *, phase: int) -> Any:
+        now[0] = phase
+        order.append(("generate", phase))
+        found = plain(self, prompts, phase=phase)
+        for early in [one for one in waiting if one <= phase - 2 or phase == last]:
+            for done, share in waiting.pop(early):
+                done.set_result(Graded(reward=share, answered=True))
+        return found
+
+    def stepped(self: Engine, number: int, batches: Any) -> None:
+        order.append(("step", number))
+        step(self, number, batches)
+
+    monkeypatch.setattr(rollouts.Graders, "grade", grade)
+    monkeypatch.setattr(RolloutBatches, "_generated", generated)
+    monkeypatch.setattr(Engine, "step", stepped)
+    chosen = settings(rl={"updates": 1, "ahead": 2}, train={"steps": 5}, save={"every": None})
+    run(chosen, folder=tmp_path / "run")
+    numbers = [("generate", 0), ("generate", 1), ("generate", 2), ("step", 0), ("generate", 3), ("step", 1)]
+    assert order == [*numbers, ("generate", 4), ("step", 2), ("step", 3), ("step", 4)]
+    metrics = [one.extra.metrics for one in Run.open(tmp_path / "run").latest_steps()]
+    assert metrics[0]["mismatch"] < 1e-5, "the first phase is that of the weights"
+    assert metrics[2]["mismatch"] > 1e-4, "the third came from weights that are two steps old"
+    assert len(phases(tmp_path / "run")) == 5
 
 
 def test_mixed_and_equal_batches_ask_the_same_questions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -153,8 +196,6 @@ def test_a_step_that_runs_out_of_memory_is_taken_once_in_smaller_pieces(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run(settings(), folder=tmp_path / "whole")
-    from flatout.engine.step import Engine
-
     plain, failed = Engine._gradients, []
 
     def fails(self: Engine, batches: Sequence[Any], *rest: Any, **options: Any) -> Any:
@@ -307,6 +348,9 @@ def test_questions_that_do_not_fit_are_reported_once(tmp_path: Path) -> None:
         ({"sample": {"max_tokens": 55}}, "do not fit data.sequence_length"),
         ({"rl": {"curriculum": True}}, "levels"),
         ({"rl": {"teach_lr": 1e-3}}, "because rl.teach is 0"),
+        ({"rl": {"ahead": 1, "dynamic_sampling": 1}}, "cannot wait for grades"),
+        ({"rl": {"ahead": 1, "correction": None}}, "need importance weights"),
+        ({"rl": {"ahead": 1}, "sample": {"temperature": 0.7}}, "need importance weights"),
         ({"rl": {"overlong_buffer": 9}}, "at most sample.max_tokens"),
         ({"rl": {"old_logprobs": "sampler"}, "sample": {"temperature": 0.7}}, "temperature 1"),
     ],

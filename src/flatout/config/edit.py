@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,8 @@ def edited(text: str, values: Mapping[str, Any]) -> str:
 
 
 def _scalar(value: Any) -> str:
+    if isinstance(value, str) and re.fullmatch(r"[A-Za-z][\w-]*", value) and yaml.safe_load(value) == value:
+        return value
     return "null" if value is None else json.dumps(value)
 
 

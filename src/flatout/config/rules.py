@@ -282,6 +282,17 @@ def _rolled_out(settings: Settings) -> Iterator[Breach]:
     if rl.old_logprobs == "sampler" and (sample.temperature, sample.top_p, sample.top_k) != (1.0, 1.0, 0):
         text = "the sampler reports log-probabilities at temperature 1, without top-p and top-k; use trainer"
         yield Breach(keys=("rl.old_logprobs", "sample.temperature", "sample.top_p", "sample.top_k"), text=text)
+    if rl.ahead and rl.dynamic_sampling:
+        text = "phases that are generated early cannot wait for grades; set one of the two to 0"
+        yield Breach(keys=("rl.ahead", "rl.dynamic_sampling"), text=text)
+    if rl.ahead and (rl.correction is None or (sample.temperature, sample.top_p, sample.top_k) != (1.0, 1.0, 0)):
+        text = (
+            "completions of older weights need importance weights: set rl.correction, and sample with temperature 1, "
+            "top_p 1 and top_k 0"
+        )
+        yield Breach(
+            keys=("rl.ahead", "rl.correction", "sample.temperature", "sample.top_p", "sample.top_k"), text=text
+        )
     if rl.overlong_buffer > sample.max_tokens:
         text = f"{rl.overlong_buffer} must be at most sample.max_tokens ({sample.max_tokens})"
         yield Breach(keys=("rl.overlong_buffer", "sample.max_tokens"), text=text)

@@ -201,6 +201,9 @@ class RlSettings:
     dynamic_sampling: int = setting(
         0, "rounds in which prompts whose completions all got the same reward are replaced by new ones", ge=0
     )
+    ahead: int = setting(
+        0, "phases that are generated early, so that slow grading overlaps with training; off-policy by as many", ge=0
+    )
     curriculum: bool = setting(False, "choose the level of each task by the accuracy of earlier phases")
     old_logprobs: Literal["auto", "sampler", "trainer"] = setting(
         "auto",

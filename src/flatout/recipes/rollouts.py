@@ -53,6 +53,16 @@ class Grade:
     future: Future[Graded]
 
 
+@dataclass(frozen=True, kw_only=True)
+class Generated:
+    """The completions of a phase, by prompt and sample, and their grades, which are being computed."""
+
+    prompts: Sequence[Prompt]
+    completions: Sequence[Sequence[Completion]]
+    grades: Sequence[Sequence[Grade]]
+    seconds: float
+
+
 class Rollouts:
     """The source of a run that learns from its own completions."""
 
@@ -122,6 +132,7 @@ class RolloutBatches:
         self.experience = Experience(self.settings, plan, engine, ranks)
         self._told: set[str] = set()  # tasks whose first question that does not fit was reported
         self._phase: int | None = None
+        self._ahead: dict[int, Generated] = {}  # by phase
         self._updates: list[list[Update]] = []  # by step in an epoch of the phase
 
     # -- what the loop asks for
@@ -154,27 +165,45 @@ class RolloutBatches:
 
     def _rolled_out(self, phase: int, *, step: int) -> list[list[Update]]:
         """Generate, grade, compare. Every rank does this for its share of the prompts."""
-        began, waited, tried = time.perf_counter(), 0.0, list[Group]()
+        spent, waited, tried = 0.0, 0.0, list[Group]()
         found: dict[int, Group] = {}  # by slot; the last one, unless an earlier one had signal
-        prompts = self._prompts(phase)
+        for one in range(phase, self._last_ahead(phase) + 1):
+            if one not in self._ahead:
+                self._ahead[one] = self._generated(self._prompts(one), phase=one)
+        generated = self._ahead.pop(phase)
         for round_ in range(1, self.rl.dynamic_sampling + 2):
-            self.engine.phases.mark("generate", role="sampler")
-            completions, grades = self._generated(prompts, phase=phase)
             self.engine.phases.mark("grade", role="grader")
             ready = time.perf_counter()
-            groups = self._graded(prompts, completions, grades)
+            groups = self._graded(generated)
             waited += time.perf_counter() - ready
+            spent += generated.seconds
             tried += groups
             found |= {group.prompt.slot: group for group in groups}
             lacking = {slot for slot, group in found.items() if not group.has_signal}
             if round_ > self.rl.dynamic_sampling or not lacking:
                 break
             prompts = [prompt for prompt in self._prompts(phase, round_=round_) if prompt.slot in lacking]
+            generated = self._generated(prompts, phase=phase)
         for graders in self.graders.values():
             graders.forget()
         self.engine.phases.mark("data")
-        self._report(tried, step=step, seconds=time.perf_counter() - began, waited=waited)
+        self._report(tried, step=step, seconds=spent + waited, waited=waited)
         return self.experience.updates(list(found.values()), phase=phase)
+
+    def _last_ahead(self, phase: int) -> int:
+        """The last phase that is generated now: none behind a save, so that a run resumed there does the same."""
+        last, steps = phase, self.plan.job.steps or 0
+        while last < phase + self.rl.ahead and (last + 1) * self.rl.steps_in_phase < steps:
+            if self._saved_at(last + 1):
+                break
+            last += 1
+        return last
+
+    def _saved_at(self, phase: int) -> bool:
+        """Whether the weights at the start of a phase are saved."""
+        cadences = [self.settings.save.every, self.settings.eval.every if self.settings.save.best else None]
+        step, before = phase * self.rl.steps_in_phase, (phase - 1) * self.rl.steps_in_phase
+        return any(step // every > before // every for every in cadences if every)
 
     def _taught(self, phase: int) -> list[list[Update]]:
         """Worked solutions in the place of completions, each better than anything else."""
@@ -218,8 +247,9 @@ class RolloutBatches:
                 self.session.recorder.event(Notice(text=tell))
         return found
 
-    def _generated(self, prompts: Sequence[Prompt], *, phase: int) -> tuple[list[list[Completion]], list[list[Grade]]]:
-        """Completions by prompt and sample, and their grades, which are being computed meanwhile."""
+    def _generated(self, prompts: Sequence[Prompt], *, phase: int) -> Generated:
+        self.engine.phases.mark("generate", role="sampler")
+        began = time.perf_counter()
         # Another seed in every phase: a question that comes again gets other random numbers.
         sampling = replace(self.sampling, seed=self.settings.seed * 1_000_003 + phase)
         keys = [self.rl.tasks.index(prompt.task) * 1_000_003 + prompt.question for prompt in prompts]
@@ -236,17 +266,17 @@ class RolloutBatches:
             return [[one for one, _ in many] for many in ordered], [[grade for _, grade in many] for many in ordered]
 
         with torch.no_grad():
-            return self.fitting.run(generate) if prompts else ([], [])
+            completions, grades = self.fitting.run(generate) if prompts else ([], [])
+        seconds = time.perf_counter() - began
+        return Generated(prompts=prompts, completions=completions, grades=grades, seconds=seconds)
 
     def _sampler(self, rows: int) -> Sampler:
         """On the weights that are being trained; it reads them again before every use."""
         return sampler_of(Live(model=unprepared(self.engine.model), tokenizer=self.tokenizer), rows=rows)
 
-    def _graded(
-        self, prompts: Sequence[Prompt], completions: Sequence[Sequence[Completion]], grades: Sequence[Sequence[Grade]]
-    ) -> list[Group]:
+    def _graded(self, generated: Generated) -> list[Group]:
         groups = []
-        for prompt, many, waiting in zip(prompts, completions, grades, strict=True):
+        for prompt, many, waiting in zip(generated.prompts, generated.completions, generated.grades, strict=True):
             graded = [one.future.result() for one in waiting]
             groups.append(
                 Group(
