@@ -83,6 +83,11 @@ def test_what_people_say_is_data(chatty: Tokenizer, said: str) -> None:
 
     def marks(content: str) -> list[int]:
         ids = chatty.render_ids([{"role": "user", "content": content}], add_generation_prompt=True)
+        assert chatty.render_ids_batch([MESSAGES, [{"role": "user", "content": content}], MESSAGES]) == [
+            chatty.render_ids(MESSAGES, add_generation_prompt=True),
+            ids,
+            chatty.render_ids(MESSAGES, add_generation_prompt=True),
+        ]
         assert chatty.decode(ids).replace(" ", "") == chatty.render(
             [{"role": "user", "content": content}], add_generation_prompt=True
         ).replace(" ", "")

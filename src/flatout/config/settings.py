@@ -204,6 +204,9 @@ class RlSettings:
     ahead: int = setting(
         0, "phases that are generated early, so that slow grading overlaps with training; off-policy by as many", ge=0
     )
+    graders: int | None = setting(
+        None, "processes that grade the completions of a task (default: one less than the cores, at most 8)", gt=0
+    )
     curriculum: bool = setting(False, "choose the level of each task by the accuracy of earlier phases")
     old_logprobs: Literal["auto", "sampler", "trainer"] = setting(
         "auto",

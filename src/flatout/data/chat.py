@@ -54,6 +54,10 @@ def rendered(
         raise UsageError(f"the chat template refuses these messages ({roles}): {error}") from None
 
 
+def text_in(messages: Sequence[Mapping[str, Any]]) -> str:
+    return "\n".join(value for message in messages for value in message.values() if isinstance(value, str))
+
+
 def encoded(
     render: Callable[[Sequence[Mapping[str, Any]]], str],
     messages: Sequence[Mapping[str, Any]],
@@ -63,7 +67,7 @@ def encoded(
     encode_text: Callable[[str], list[int]],
 ) -> list[int]:
     """Ids of the rendered messages. `encode` recognises control tokens in text, `encode_text` does not."""
-    said = "\n".join(value for message in messages for value in message.values() if isinstance(value, str))
+    said = text_in(messages)
     spelled = [token for token in control if token and token in said]
     if not spelled:
         return encode(render(messages))

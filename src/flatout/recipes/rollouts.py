@@ -34,7 +34,7 @@ from flatout.recipes.questions import Live
 from flatout.recipes.sampling import Fitting, Graders
 from flatout.recipes.session import Session
 from flatout.record.events import Notice, RolloutSample, RolloutsGraded, TaskRollouts
-from flatout.sample import Completion, Sampler, Sampling, prompt_ids, sampler_of, stop_texts, text_of
+from flatout.sample import Completion, Sampler, Sampling, prompt_ids, prompt_ids_batch, sampler_of, stop_texts, text_of
 from flatout.tasks import Graded, Task, Worked
 
 # The most concurrent sequences. On a GPU all of a phase are fastest; the sampler takes fewer if memory is short.
@@ -96,7 +96,9 @@ class Rollouts:
     ) -> Iterator[RolloutBatches]:
         self.levels.recall(session.run.events(), before=start)
         with ExitStack() as stack:
-            graders = {spec: stack.enter_context(Graders(spec)) for spec in self.levels.specs}
+            graders = {
+                spec: stack.enter_context(Graders(spec, count=self.settings.rl.graders)) for spec in self.levels.specs
+            }
             yield RolloutBatches(self, engine, plan, session, ranks, graders)
 
 
@@ -230,22 +232,28 @@ class RolloutBatches:
             # The same questions as in equal batches, in another order over the whole run.
             count = (self.plan.job.steps or 0) // rl.steps_in_phase * rl.prompts
             places = permute(places, count, key=(self.settings.seed, 0, 2))
-        found = []
+        asked = []
         for slot, place in zip(slots.tolist(), places.tolist(), strict=True):
             in_phase, at = divmod(place, rl.prompts)
             task, number = divmod(at, each)
             spec, level = tasks[task], self.levels.level(tasks[task])
-            asked = self.levels.task(spec, level=level)
-            question = question_of(asked, (in_phase * rounds + round_) * each + number, seed=self.settings.seed)
-            ids = tuple(prompt_ids(self.tokenizer, asked.prompt(question)))
-            if len(ids) + self.sampling.max_tokens <= self.settings.data.sequence_length:
-                found.append(Prompt(slot=slot, task=spec, level=level, question=question, ids=ids))
-            elif spec not in self._told:
-                self._told.add(spec)
-                text = f"{spec}: question {question} has a prompt of {len(ids)} tokens, which does not fit"
-                tell = f"{text} data.sequence_length with sample.max_tokens; such questions are left out"
-                self.session.recorder.event(Notice(text=tell))
-        return found
+            place = (in_phase * rounds + round_) * each + number
+            question = question_of(self.levels.task(spec, level=level), place, seed=self.settings.seed)
+            asked.append(Prompt(slot=slot, task=spec, level=level, question=question, ids=()))
+        texts = [self.levels.task(one.task, level=one.level).prompt(one.question) for one in asked]
+        ids = prompt_ids_batch(self.tokenizer, texts)
+        return [prompt for one, own in zip(asked, ids, strict=True) if (prompt := self._fitting(one, own)) is not None]
+
+    def _fitting(self, prompt: Prompt, ids: Sequence[int]) -> Prompt | None:
+        """The prompt with its ids; None if it leaves no room for an answer, which is told once for each task."""
+        if len(ids) + self.sampling.max_tokens <= self.settings.data.sequence_length:
+            return replace(prompt, ids=tuple(ids))
+        if prompt.task not in self._told:
+            self._told.add(prompt.task)
+            text = f"{prompt.task}: question {prompt.question} has a prompt of {len(ids)} tokens, which does not fit"
+            tell = f"{text} data.sequence_length with sample.max_tokens; such questions are left out"
+            self.session.recorder.event(Notice(text=tell))
+        return None
 
     def _generated(self, prompts: Sequence[Prompt], *, phase: int) -> Generated:
         self.engine.phases.mark("generate", role="sampler")

@@ -6,7 +6,7 @@ from flatout.sample.generate import Generator
 from flatout.sample.hf import HuggingFace
 from flatout.sample.plain import Plain, logits_of
 from flatout.sample.request import Completion, Sampler, Sampling
-from flatout.sample.text import complete, pieces, plain_prompt, prompt_ids, stop_texts, text_of
+from flatout.sample.text import complete, pieces, plain_prompt, prompt_ids, prompt_ids_batch, stop_texts, text_of
 
 __all__ = [
     "BACKENDS",
@@ -23,6 +23,7 @@ __all__ = [
     "pieces",
     "plain_prompt",
     "prompt_ids",
+    "prompt_ids_batch",
     "sampler_of",
     "stop_texts",
     "text_of",

@@ -23,6 +23,14 @@ def prompt_ids(tokenizer: Tokenizer, messages: Sequence[Mapping[str, str]]) -> l
     return [*tokenizer.begin_ids, *tokenizer.encode_batch([plain_prompt(messages)])[0]]
 
 
+def prompt_ids_batch(tokenizer: Tokenizer, several: Sequence[Sequence[Mapping[str, str]]]) -> list[list[int]]:
+    """The same for several prompts, faster."""
+    if tokenizer.has_template:
+        return tokenizer.render_ids_batch(several)
+    encoded = tokenizer.encode_batch([plain_prompt(messages) for messages in several])
+    return [[*tokenizer.begin_ids, *ids] for ids in encoded]
+
+
 def plain_prompt(messages: Sequence[Mapping[str, str]]) -> str:
     names = {"user": f"{QUESTION} ", "assistant": f"{ANSWER} "}
     turns = [names.get(message["role"], "") + message["content"] for message in messages]
