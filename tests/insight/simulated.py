@@ -55,6 +55,7 @@ class Simulated:
             seed=trial.seed,
             seconds=1.0,
             log_time=time,
+            tokens_per_s=math.exp(-time),
             loss=loss,
             last_loss=loss + abs(math.log(trial.settings.get("train.lr", 1e-3) / 4e-3)),
             decisions=decisions,

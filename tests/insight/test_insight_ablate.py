@@ -7,6 +7,7 @@ import random
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from flatout.cli.ablate import seconds_of
 from flatout.errors import RunFailed, UsageError
 from flatout.insight import trials as trials_module
 from flatout.insight.ablate import BEFORE, PLAN, ablate
+from flatout.insight.report.ablation import html
 from flatout.insight.switches import SWITCHES, Switch, of_baseline
 from flatout.insight.trials import Measured, Trial, Trials
 
@@ -234,3 +236,24 @@ def test_every_switch_names_settings_that_exist(config: Path) -> None:
 @pytest.mark.parametrize(("text", "seconds"), [("90s", 90), ("10m", 600), ("1.5h", 5400), ("7", 7)])
 def test_lengths_of_time(text: str, seconds: float) -> None:
     assert seconds_of(text) == seconds
+
+
+def test_the_page_has_bars_intervals_and_every_row(config: Path) -> None:
+    simulated: Any = Simulated(config, chance=random.Random(0), noise=0.002)
+    found = ablate(simulated, only=SOME)
+    page = html(found, name="job <b>")
+    assert "<b>" not in page, "names are text"
+    assert page.count("<svg") == 3
+    for row in found.rows:
+        assert row.name in page
+    assert "cumulative-h" in page
+    assert "the plan does not use it here" in page
+
+
+def test_a_page_of_failures_has_no_picture(config: Path) -> None:
+    simulated: Any = Simulated(config, chance=random.Random(0))
+    found = ablate(simulated, only=("mixed precision",))
+    broken = replace(found, rows=[replace(row, time=None, problem="exit 1: <nothing>") for row in found.rows])
+    page = html(broken, name="job")
+    assert "<svg" not in page
+    assert "exit 1: &lt;nothing&gt;" in page

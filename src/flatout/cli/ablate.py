@@ -49,7 +49,9 @@ def ablate(
     Every trial is a short run in its own process. A second call with the same --run continues.
     """
     from flatout.cli.shared import require_torch
+    from flatout.files import write_atomic
     from flatout.insight import ablate as verb
+    from flatout.insight.report.ablation import html
     from flatout.insight.switches import SWITCHES, of_baseline
     from flatout.insight.trials import Trials
 
@@ -63,7 +65,8 @@ def ablate(
         raise UsageError(f"{baseline} has the same settings as {config}, so there is nothing to measure")
     trials = Trials(config, overrides or [], folder=run or new_folder(f"{config.stem}-ablate"), say=say)
     found = verb.ablate(trials, blocks=blocks, budget_s=seconds, switches=switches, only=only or ())
-    (trials.folder / "ablation.json").write_text(json.dumps(found.to_json(), indent=1))
+    write_atomic(trials.folder / "ablation.json", json.dumps(found.to_json(), indent=1).encode())
+    write_atomic(trials.folder / "ablation.html", html(found, name=config.stem).encode())
     if as_json:
         print_json(found.to_json())
         return
@@ -77,7 +80,7 @@ def ablate(
         print_plain(f"Left out: {name}: {reason}.")
     print_plain(
         f"{len(trials.found)} trials, {duration(found.seconds)}. Warm-up steps and compilation are not part of the "
-        f"speed. Trials and results: {trials.folder}"
+        f"speed. With pictures: {trials.folder / 'ablation.html'}"
     )
 
 

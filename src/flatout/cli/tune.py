@@ -51,6 +51,7 @@ def tune(
         return
     require_torch()
     from flatout.config import load
+    from flatout.files import write_atomic
     from flatout.hardware import detect
     from flatout.insight import tune as verb
     from flatout.insight.trials import STEPS, Trials
@@ -68,7 +69,7 @@ def tune(
         job = job_of(settings, hardware=detect(), num_ranks=1)
         tuned = verb.tune(made, job, most=trials, budget_s=seconds)
         values, found = tuned.values, tuned.to_json()
-    (folder / "tuned.json").write_text(json.dumps(found, indent=1))
+    write_atomic(folder / "tuned.json", json.dumps(found, indent=1).encode())
     if as_json:
         print_json(found)
     elif search == "lr":

@@ -10,6 +10,7 @@ from typing import Any
 from flatout.insight.report.charts import Band, Bands, Chart, Level, Line, Point, share, short
 from flatout.insight.story import Story
 from flatout.record import Rollup
+from flatout.record.events import MicroBatchSearched
 
 # Phases in the order they are stacked, with the class that colours them.
 PHASES = {
@@ -37,6 +38,8 @@ def charts(story: Story, *, id: str) -> list[Chart | Bands]:
     """All charts of one run; rewards and task scores where it has any."""
     scores = [_scores(story, id=f"{id}scores")] if any(score.metric != "perplexity" for score in story.tasks) else []
     rewards = [_rewards(story, id=f"{id}rewards")] if story.rollouts else []
+    searched = [event for event in story.events if isinstance(event, MicroBatchSearched)]
+    sizes = [_micro_batches(searched[-1], id=f"{id}micro-batch")] if searched else []
     return [
         *rewards,
         loss_chart([story], id=f"{id}loss"),
@@ -46,6 +49,7 @@ def charts(story: Story, *, id: str) -> list[Chart | Bands]:
         _memory(story, id=f"{id}memory"),
         _bands(story, id=f"{id}phases"),
         _utilisation(story, id=f"{id}utilisation"),
+        *sizes,
     ]
 
 
@@ -98,6 +102,15 @@ def _scores(story: Story, *, id: str) -> Chart:
     ]
     about = _about([story], "Share of questions answered right, with its 95 % interval", lines, number=share)
     return Chart(id=id, title="Task scores", about=about, show=share, lines=lines)
+
+
+def _micro_batches(event: MicroBatchSearched, *, id: str) -> Chart:
+    points = [Point(x=one.micro_batch, y=one.tokens_per_s) for one in event.trials if one.tokens_per_s]
+    line = Line(name="tokens/s", colour=1, points=sorted(points, key=lambda point: point.x), dots=True)
+    failed = ", ".join(str(one.micro_batch) for one in event.trials if not one.tokens_per_s)
+    about = f"Tokens per second of the micro-batches that were tried; {failed or 'none'} did not fit."
+    lines = [line] if points else []
+    return Chart(id=id, title="Micro-batch search", about=about, show=short, lines=lines, x_name="sequences")
 
 
 def speed_chart(stories: Sequence[Story], *, id: str) -> Chart:
