@@ -107,13 +107,11 @@ def _tables(found: Ablation) -> list[Table]:
     from flatout.terminal import table
 
     tables = []
-    references = [row for row in found.rows if row.question is None]
     for question, title in QUESTIONS.items():
-        rows = [row for row in found.rows if row.question == question]
-        if not rows:
+        if not (rows := found.asked(question)):
             continue
         made = table(title, "", "claim", "tokens/s", "speed", "MFU", "memory", "start-up", "loss", "verdict")
-        for row in [*references, *rows]:
+        for row in rows:
             made.add_row(*_cells(row))
         tables.append(made)
     return tables

@@ -85,6 +85,12 @@ class Ablation:
     decisions: Mapping[str, Any]  # of the full plan
     seconds: float
 
+    def asked(self, question: str) -> list[Row]:
+        """The rows of a question, behind those they are compared with if these are no answers themselves."""
+        rows = [row for row in self.rows if row.question == question]
+        named = {row.reference for row in rows} - {row.name for row in rows}
+        return [*(row for row in self.rows if row.name in named), *rows] if rows else []
+
     def to_json(self) -> dict[str, Any]:
         rows = [asdict(row) | {"verdict": row.verdict} for row in self.rows]
         found: dict[str, Any] = finite(asdict(self) | {"rows": rows})
@@ -280,7 +286,9 @@ class _Session:
 
 
 def _undone(time: Difference) -> Difference:
-    """A difference that does not remain: the next look may decide."""
+    """A difference that does not remain: it is small, or the next look may decide."""
+    if max(1 / time.low, time.high) <= 1 + parity.MARGIN:
+        return replace(time, verdict="no effect shown")
     ahead = next((look - time.pairs for look in parity.LOOKS if look > time.pairs), 0)
     return replace(time, verdict="too noisy to tell", needed_more=ahead)
 

@@ -47,7 +47,7 @@ def _section(found: Ablation, question: str) -> Html | None:
         return None
     title, about = QUESTIONS[question]
     chart = waterfall(found, rows) if question == "cumulative" else bars(rows)
-    cells = [_cells(row) for row in [*(row for row in found.rows if row.question is None), *rows]]
+    cells = [_cells(row) for row in found.asked(question)]
     return tag(
         "section",
         tag("h2", title, id=f"{question}-h"),
