@@ -24,7 +24,8 @@ from statistics import fmean
 from typing import Any
 
 from flatout import parity
-from flatout.config import load
+from flatout.config import load, to_mapping
+from flatout.config.recipes import RECIPES
 from flatout.errors import UsageError
 from flatout.files import read_json, typed, write_atomic
 from flatout.insight import supervisor
@@ -98,6 +99,11 @@ class Trials:
     ) -> None:
         self.config, self.overrides, self.folder = config, list(overrides), folder
         self.settings = load(config, overrides=self.overrides).settings
+        if RECIPES[self.settings.recipe].samples:
+            raise UsageError(
+                f"recipe {self.settings.recipe} samples before it trains, which short runs cannot show: measure its "
+                "training with recipe: sft on the sampled dataset, and its sampling with flatout sample"
+            )
         self.limit_s, self.steps, self.say = limit_s, steps, say
         self.found: dict[str, Measured] = {}
         self.spent_s = 0.0  # by all trials, those of earlier calls included
@@ -106,8 +112,8 @@ class Trials:
     def _open(self) -> None:
         """Starts the folder, or reads what an earlier call measured there with the same configuration."""
         told = {
-            "config": self.config.read_text(),
-            "overrides": self.overrides,
+            # Only a digest: a configuration may contain secrets.
+            "configuration": hashlib.sha256(json.dumps(to_mapping(self.settings), sort_keys=True).encode()).hexdigest(),
             "steps": self.steps,
         }
         name = self.folder / SEARCH
