@@ -31,6 +31,11 @@ from flatout.hardware.table import by_nvml_name
         ("NVIDIA GeForce RTX 3090", "RTX-3090"),
         ("GeForce RTX 3090", "RTX-3090"),
         ("NVIDIA GeForce RTX 4090", "RTX-4090"),
+        ("NVIDIA GeForce RTX 5090", "RTX-5090"),
+        ("NVIDIA RTX A6000", "RTX-A6000"),
+        ("NVIDIA L40S", "L40S"),
+        ("NVIDIA B200", "B200"),
+        ("NVIDIA GB200", "GB200"),
     ],
 )
 def test_a_card_is_found_by_the_name_the_driver_gives(nvml_name: str, name: str) -> None:
@@ -50,7 +55,8 @@ def test_a_card_is_found_by_the_name_the_driver_gives(nvml_name: str, name: str)
         "NVIDIA GeForce RTX 4090 Laptop GPU",
         "NVIDIA A100-SXM4-40GB MIG 1g.5gb",
         "NVIDIA H200 MIG 1g.18gb",
-        "NVIDIA L40S",
+        "NVIDIA L40",
+        "NVIDIA B300",
         "",
     ],
 )
@@ -76,9 +82,9 @@ def test_peaks_are_dense_and_only_of_units_that_exist() -> None:
         if "bf16" in card.peak_flops:
             # A sparse figure that slipped in would break these ratios of the tensor cores.
             assert card.peak_flops["fp16"] == card.peak_flops["bf16"]
-            assert card.peak_flops["bf16"] / card.peak_flops["tf32"] == pytest.approx(2, rel=0.01), name
+            assert card.peak_flops["bf16"] / card.peak_flops["tf32"] == pytest.approx(2, rel=0.03), name
         if "fp8" in card.peak_flops:
-            assert card.peak_flops["fp8"] / card.peak_flops["bf16"] == pytest.approx(2, rel=0.01), name
+            assert card.peak_flops["fp8"] / card.peak_flops["bf16"] == pytest.approx(2, rel=0.03), name
 
 
 def test_every_row_is_complete_and_in_units() -> None:
@@ -92,10 +98,10 @@ def test_every_row_is_complete_and_in_units() -> None:
         assert card.memory_gib is not None
         assert card.bandwidth is not None
         assert card.link_bandwidth is not None
-        assert 14 < card.memory_gib < 140, name
-        assert 300e9 <= card.bandwidth <= 4.8e12, name
+        assert 14 < card.memory_gib < 190, name
+        assert 300e9 <= card.bandwidth <= 8e12, name
         assert (card.link == "NVLink") == (card.link_bandwidth >= 300e9), name
-        if "GB" in name:
+        if name.endswith("GB"):
             stated_gib = float(name.split("-")[-1].removesuffix("GB"))
             assert stated_gib - 1 < card.memory_gib < stated_gib, name
         assert card.gpu is not None
@@ -113,6 +119,9 @@ def test_every_row_is_complete_and_in_units() -> None:
         ("h100", "H100-SXM", 1),
         ("H100x16", "H100-SXM", 16),
         ("4090", "RTX-4090", 1),
+        ("5090", "RTX-5090", 1),
+        ("A6000x4", "RTX-A6000", 4),
+        ("B200x8", "B200", 8),
         ("3090x2", "RTX-3090", 2),
         ("RTX3090", "RTX-3090", 1),
         ("rtx 3090", "RTX-3090", 1),
@@ -133,8 +142,8 @@ def test_parse(text: str, name: str, num_gpus: int) -> None:
         ("V100x8", "V100-16GB, V100-32GB"),
         ("H20", "did you mean H200"),
         ("A100-80Gx8", "did you mean A100-80GB"),
-        ("RTX 5090", "'RTX 5090' is not in the table"),
-        ("RTX5090x2", "'RTX5090' is not in the table"),
+        ("RTX 5080", "'RTX 5080' is not in the table"),
+        ("RTX5080x2", "'RTX5080' is not in the table"),
         ("H200x0", "at least one GPU"),
         ("CPUx2", "write CPU"),
         ("", "'' is not in the table"),

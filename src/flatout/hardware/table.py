@@ -93,6 +93,15 @@ _H100_PCIE = ("NVIDIA H100 datasheet, PCIe, dense",
 _HOPPER    = {"fp32": 67, "tf32": 494.5, "fp16": 989, "bf16": 989, "fp8": 1979}
 _H100_SXM  = "NVIDIA H100 datasheet, SXM, dense", _HOPPER
 _H200      = "NVIDIA H200 datasheet, SXM, dense", _HOPPER
+_A6000     = "NVIDIA RTX A6000 datasheet, dense", {"fp32": 38.7, "tf32": 77.4, "fp16": 154.8, "bf16": 154.8}
+_L40S      = ("NVIDIA L40S datasheet, dense",
+              {"fp32": 91.6, "tf32": 183, "fp16": 362, "bf16": 362, "fp8": 733})
+_RTX_5090  = ("NVIDIA RTX Blackwell whitepaper, dense",
+              {"fp32": 104.8, "tf32": 104.8, "fp16": 209.5, "bf16": 209.5, "fp8": 419})
+_B200      = ("NVIDIA HGX B200 datasheet, dense",
+              {"fp32": 75, "tf32": 1100, "fp16": 2250, "bf16": 2250, "fp8": 4500})
+_GB200     = ("NVIDIA GB200 NVL72 datasheet, one GPU, dense",
+              {"fp32": 80, "tf32": 1250, "fp16": 2500, "bf16": 2500, "fp8": 5000})
 
 # Memory is what CUDA offers a program, which is less than what is soldered on.
 _TABLE = [
@@ -115,12 +124,17 @@ _TABLE = [
     _card("H100-SXM",       "NVIDIA H100 80GB HBM3",   (9, 0), 79.2,  3350, "NVLink", 900, _H100_SXM),
     _card("H100-PCIe",      "NVIDIA H100 PCIe",        (9, 0), 79.2,  2000, "PCIe",   128, _H100_PCIE),
     _card("H200",           "NVIDIA H200",             (9, 0), 139.8, 4800, "NVLink", 900, _H200),
+    _card("RTX-A6000",      "NVIDIA RTX A6000",        (8, 6), 47.5,  768,  "PCIe",   64,  _A6000),
+    _card("L40S",           "NVIDIA L40S",             (8, 9), 44.4,  864,  "PCIe",   64,  _L40S),
+    _card("RTX-5090",       "NVIDIA GeForce RTX 5090", (12, 0), 31.3, 1792, "PCIe",   128, _RTX_5090),
+    _card("B200",           "NVIDIA B200",             (10, 0), 178.3, 7700, "NVLink", 1800, _B200),
+    _card("GB200",          "NVIDIA GB200",            (10, 0), 184.0, 8000, "NVLink", 1800, _GB200),
     Hardware(name="CPU", gpu=None, num_gpus=0),
 ]
 # fmt: on
 
 # Common short names with one meaning. "A100" and "V100" have several and are refused with the choices.
-_ALIASES = {"h100": "H100-SXM", "3090": "RTX-3090", "4090": "RTX-4090"}
+_ALIASES = {"h100": "H100-SXM", "3090": "RTX-3090", "4090": "RTX-4090", "5090": "RTX-5090", "a6000": "RTX-A6000"}
 
 
 def names() -> list[str]:
