@@ -47,7 +47,7 @@ def test_a_plan_can_be_piped() -> None:
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["plan", EXAMPLE, "--on", "H20"], "'H20' is not in the table of machines: did you mean H200?"),
+        (["plan", EXAMPLE, "--on", "H20"], "'H20' is not in the table of machines: did you mean H200"),
         (["train", EXAMPLE, "train.btach_tokens=1"], "did you mean train.batch_tokens?"),
     ],
 )

@@ -249,6 +249,16 @@ def test_overrides_are_refused_like_the_file(write: Any, override: str, mistake:
     assert said.startswith(f"command line: {mistake}")
 
 
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [("FLATOUT_TRAIN_LR", "FLATOUT__TRAIN__LR"), ("flatout_plan_micro_batch", "FLATOUT__PLAN__MICRO_BATCH")],
+)
+def test_a_variable_with_single_underscores_is_not_ignored_in_silence(write: Any, name: str, meant: str) -> None:
+    assert mistakes_of(write(SMALL), environ={name: "4", "FLATOUT_CACHE": "/tmp", "FLATOUT_OTHER": "1"})[1:] == [
+        f"environment {name}: is not read; write {meant}=4, with two underscores"
+    ]
+
+
 def test_one_key_by_two_spellings_of_a_variable_is_refused(write: Any) -> None:
     environ = {"FLATOUT__SEED": "1", "FLATOUT__seed": "2"}
     assert mistakes_of(write(SMALL), environ=environ)[1:] == [

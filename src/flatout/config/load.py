@@ -115,6 +115,15 @@ def schema() -> dict[str, Any]:
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **document}
 
 
+@cache
+def _single_underscores() -> dict[str, str]:
+    """The variables that somebody may write for those that are read."""
+    return {
+        f"FLATOUT_{key.replace('.', '_').upper()}": f"{ENVIRONMENT_PREFIX}{key.replace('.', '__').upper()}"
+        for key in _leaves()
+    }
+
+
 def keys() -> list[str]:
     """Every dotted key."""
     return list(_leaves())
@@ -275,6 +284,9 @@ class _Gathered:
         names: dict[str, str] = {}
         for name, text in sorted(environ.items()):
             if not name.upper().startswith(ENVIRONMENT_PREFIX):
+                if meant := _single_underscores().get(name.upper()):
+                    place = _Place(source="environment", label=f"environment {name}")
+                    self.mistakes.append((place, f"is not read; write {meant}={_short(text)}, with two underscores"))
                 continue
             key = name[len(ENVIRONMENT_PREFIX) :].lower().replace("__", ".")
             place = _Place(source="environment", label=f"environment {name}")

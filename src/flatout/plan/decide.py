@@ -56,6 +56,8 @@ class Plan:
             "predicted": asdict(self.predicted),
             "job": {
                 "shape": self.job.shape.to_json(),
+                "parameters": self.job.num_parameters,
+                "trained_parameters": self.job.num_trained,
                 "sequence_length": self.job.sequence_length,
                 "batch_tokens": self.job.batch_tokens,
                 "num_ranks": self.job.num_ranks,

@@ -54,6 +54,15 @@ class Job:
         return "cpu" if self.hardware.gpu is None and self.hardware.sm is None else "gpu"
 
     @property
+    def num_parameters(self) -> int | None:
+        """Those of the model; None if transformers builds it in a way that we do not know."""
+        return None if self.shape.foreign else self.shape.num_parameters
+
+    @property
+    def num_trained(self) -> int | None:
+        return self.num_parameters if self.adapters is None else self.adapters.num_parameters(self.shape)
+
+    @property
     def memory_gib(self) -> float | None:
         """Memory of the GPU, or of the host if there is no GPU; None: unknown."""
         return self.hardware.memory_gib if self.device == "gpu" else self.hardware.ram_gib
