@@ -58,7 +58,9 @@ def plan_tables(plan: Mapping[str, Any]) -> list[Table]:
     unknown, rates = predicted.get("unknown"), Rates.from_json(plan["rates"])
     if (total := plan["job"].get("parameters")) is not None:
         trained = plan["job"]["trained_parameters"]
-        share = "all of them trained" if trained == total else f"{trained:,} trained, {percent(trained / total)} of them"
+        share = (
+            "all of them trained" if trained == total else f"{trained:,} trained, {percent(trained / total)} of them"
+        )
         forecast.add_row("parameters", number(total), share)
     forecast.add_row("peak memory", number(predicted["peak_gib"], unit=" GiB"), parts)
     how = f"estimated from shape and {rates.peak_words}"
