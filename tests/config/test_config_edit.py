@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from flatout.config import edit
 from flatout.errors import UsageError
 
-VALUES = {"plan.micro_batch": 8, "plan.recompute": "none", "plan.graphs": True, "train.lr": 3e-4}
+VALUES = {"plan.micro_batch": 8, "plan.recompute": "none", "plan.graphs": True, "train.lr": 4e-05}
 
 
 def with_values(given: Any, values: dict[str, Any]) -> Any:
@@ -35,6 +35,8 @@ def with_values(given: Any, values: dict[str, Any]) -> Any:
         "plan:\n  # why\n  micro_batch: 2  # by hand\n  compile: none\ntrain: {lr: 1.0e-3, steps: 5}\n",
         "plan: {micro_batch: 2, compile: none} # flow\n",
         "plan: {}\n",
+        "plan:\n  # micro_batch: 4\ntrain:\n",
+        "plan:\n  micro_batch:\n  tf32: true\n",
         "{recipe: sft, plan: {compile: none}}\n",
         "base: &b {compile: none}\nplan:\n  <<: *b\n  tf32: true\n",
         "plan: &p\n      micro_batch:    1\n      compile: 'none'\ntrain:\n lr: !!float 1\n# end\n",
@@ -60,7 +62,6 @@ def test_only_the_keys_change(text: str) -> None:
         "size: &s 4\nplan:\n  micro_batch: *s\n",
         "plan:\n  micro_batch: &s 4\nother: *s\n",
         "plan: fast\n",
-        "plan:\n",
         "- a list\n",
         "recipe: sft\n...\n",
     ],
@@ -120,3 +121,32 @@ def test_a_file_that_was_changed_since_is_not_overwritten(tmp_path: Path) -> Non
     with pytest.raises(UsageError, match="was changed after the edit"):
         edit.revert(path)
     assert "# mine" in path.read_text()
+
+
+def test_comments_stay_with_their_keys() -> None:
+    text = "plan:\n  # fp32 because bf16 diverged here\n  precision: fp32\ntrain: {lr: 1.0}\n"
+    assert "# fp32 because bf16 diverged here\n  precision: fp32\n  micro_batch: 4\n" in edit.edited(
+        text, {"plan.micro_batch": 4}
+    )
+
+
+def test_a_link_stays_a_link_and_permissions_stay(tmp_path: Path) -> None:
+    real, link = tmp_path / "real.yaml", tmp_path / "job.yaml"
+    real.write_text("recipe: sft\n")
+    real.chmod(0o600)
+    link.symlink_to(real)
+    kept = edit.apply(link, {"plan.micro_batch": 4}, note={})
+    assert link.is_symlink()
+    assert "micro_batch: 4" in real.read_text()
+    assert {real.stat().st_mode & 0o777, kept.stat().st_mode & 0o777} == {0o600}
+    edit.revert(link)
+    assert (link.is_symlink(), real.read_text(), real.stat().st_mode & 0o777) == (True, "recipe: sft\n", 0o600)
+
+
+def test_a_missing_file_is_said(tmp_path: Path) -> None:
+    path = tmp_path / "job.yaml"
+    path.write_text("recipe: sft\n")
+    edit.apply(path, {"plan.micro_batch": 4}, note={})
+    path.unlink()
+    with pytest.raises(UsageError, match="does not exist"):
+        edit.revert(path)

@@ -31,7 +31,10 @@ class Simulated:
         self.gain, self.chance, self.noise, self.broken = gain, chance, noise, broken
         self.level = 0.0
 
-    def run(self, trial: Trial, *, name: str) -> Measured:
+    def known(self, trial: Trial) -> bool:
+        return trial.key in self.found
+
+    def run(self, trial: Trial, *, name: str, again: bool = False) -> Measured:
         if trial.key in self.found:
             return self.found[trial.key]
         self.spent_s += 1.0
@@ -55,6 +58,7 @@ class Simulated:
             seed=trial.seed,
             seconds=1.0,
             log_time=time,
+            log_total=time,
             tokens_per_s=math.exp(-time),
             loss=loss,
             last_loss=loss + abs(math.log(trial.settings.get("train.lr", 1e-3) / 4e-3)),

@@ -17,13 +17,15 @@ from tests.insight.simulated import Simulated
 from tests.waiting import wait_until
 from typer.testing import CliRunner
 
+from flatout import gallery
 from flatout.cli import app
 from flatout.cli.ablate import seconds_of
+from flatout.config import load
 from flatout.errors import RunFailed, UsageError
 from flatout.insight import trials as trials_module
-from flatout.insight.ablate import BEFORE, PLAN, ablate
+from flatout.insight.ablate import BEFORE, PLAN, ablate, not_in_effect
 from flatout.insight.report.ablation import html
-from flatout.insight.switches import SWITCHES, Switch, of_baseline
+from flatout.insight.switches import SWITCHES, Switch, before_of, of_baseline
 from flatout.insight.trials import Measured, Trial, Trials
 
 ROOT = Path(__file__).parents[2]
@@ -77,9 +79,9 @@ def test_failures_are_rows_and_the_rest_goes_on(config: Path, tmp_path: Path, mo
     class Impatient(Trials):
         """Waits briefly for the trial that hangs, and long for the others, however busy the machine is."""
 
-        def run(self, trial: Trial, *, name: str) -> Measured:
+        def run(self, trial: Trial, *, name: str, again: bool = False) -> Measured:
             self.limit_s = 1.0 if trial.settings.get("plan.recompute") == "none" else 600.0
-            return super().run(trial, name=name)
+            return super().run(trial, name=name, again=again)
 
     fails = {"plan.recompute=none": "hang", "plan.precision=bf16": "memory", "plan.workers=2": "crash"}
     monkeypatch.setenv("FAILS", json.dumps(fails))
@@ -112,15 +114,25 @@ def test_a_loss_that_is_one_percent_worse_is_called_different(config: Path) -> N
     assert rows["+ no recomputation"].loss_difference.ratio == pytest.approx(1.01, abs=1e-6)
 
 
-def test_a_budget_leaves_out_the_last_rows_and_says_so(config: Path) -> None:
+def test_a_budget_is_kept_and_what_it_leaves_out_is_said(config: Path) -> None:
     simulated: Any = Simulated(config, chance=random.Random(0))
     found = ablate(simulated, only=SOME, budget_s=30.0)
-    assert any("the budget was too short" in reason for reason in found.left_out.values())
-    assert found.left_out["cumulative"] == "the budget was spent"
+    assert simulated.spent_s <= 30.0
     rows = {row.name: row for row in found.rows}
     assert rows["+ mixed precision"].blocks == 4
-    dropped = next(rows[name] for name in rows if name in found.left_out)
-    assert (dropped.blocks, dropped.verdict) == (1, "not enough evidence")
+    short = [name for name, why in found.left_out.items() if why.startswith("the budget")]
+    assert short
+    assert {rows[name].verdict for name in short if name in rows} <= {"not enough evidence", "not measured"}
+    # A second call has all of that, and goes on.
+    simulated.spent_s = 0.0
+    again = {row.name: row for row in ablate(simulated, only=SOME, budget_s=30.0).rows}
+    assert sum(row.blocks for row in again.values()) > sum(row.blocks for row in rows.values())
+
+
+def test_the_shortest_budget_measures_the_plan_against_the_start(config: Path) -> None:
+    simulated: Any = Simulated(config, chance=random.Random(0))
+    found = ablate(simulated, only=SOME, budget_s=1.0)
+    assert [row.name for row in found.rows if row.blocks] == [BEFORE, PLAN]
 
 
 SEARCH = """
@@ -154,8 +166,51 @@ def test_killed_it_goes_on_without_repeating_a_trial(config: Path, tmp_path: Pat
     assert json.loads(done.stdout)["rows"]
 
 
+def test_a_folder_has_one_search_at_a_time(config: Path, tmp_path: Path) -> None:
+    first = Trials(config, [], folder=tmp_path / "search")
+    with pytest.raises(UsageError, match="another search is using"):
+        Trials(config, [], folder=tmp_path / "search")
+    del first
+
+
+@pytest.mark.parametrize("name", [one.path.stem for one in gallery.examples()])
+def test_every_example_can_be_made_short(name: str, tmp_path: Path) -> None:
+    example = gallery.find(name)
+    if load(example.path).settings.recipe == "rft":
+        with pytest.raises(UsageError, match="samples before it trains"):
+            Trials(example.path, [], folder=tmp_path / "search")
+    else:
+        Trials(example.path, [], folder=tmp_path / "search")
+
+
+def test_what_makes_a_trial_short_wins(config: Path, tmp_path: Path) -> None:
+    trials = Trials(config, [], folder=tmp_path / "search", base={"plan.compile": "default"})
+    given = trials._given(Trial(settings={"train.steps": 50_000, "log.wandb": "online", "train.lr": 1.0}, seed=3))
+    assert {"log.wandb=off", "train.lr=1.0", "plan.compile=default", "seed=3"} <= set(given)
+    assert "train.steps=50000" not in given
+
+
+def test_a_switch_that_is_not_in_effect_has_no_verdict() -> None:
+    def one(**active: str) -> Measured:
+        return Measured(key="", settings={}, seed=0, active=active)
+
+    graphs = next(switch for switch in SWITCHES if switch.name == "CUDA graphs")
+    attention = next(switch for switch in SWITCHES if switch.name == "attention kernel")
+    assert not_in_effect(graphs, one(), one(graphs="off: compiled")) == "off: compiled"
+    assert not_in_effect(graphs, one(), one(graphs="forward and backward")) is None
+    assert not_in_effect(attention, one(attention="varlen"), one(attention="varlen")) == "varlen"
+    assert not_in_effect(attention, one(attention="math"), one(attention="flash")) is None
+    assert not_in_effect(attention, one(), one()) is None, "nothing is known"
+
+
+@pytest.mark.parametrize(("size", "accumulation", "start"), [(64, 2, 8), (60, 1, 6), (7, 3, 1), (1, 1, 1)])
+def test_the_first_micro_batch_divides_the_batch(size: int, accumulation: int, start: int) -> None:
+    switch = next(switch for switch in SWITCHES if switch.name == "micro-batch")
+    assert before_of(switch, {"micro_batch": size, "accumulation": accumulation})["plan.micro_batch"] == start
+
+
 def test_another_configuration_needs_another_folder(config: Path, tmp_path: Path) -> None:
-    Trials(config, [], folder=tmp_path / "search")
+    Trials(config, [], folder=tmp_path / "search")._locked.close()
     with pytest.raises(UsageError, match="another configuration"):
         Trials(config, ["train.lr=1e-4"], folder=tmp_path / "search")
     (tmp_path / "full").mkdir()
@@ -220,7 +275,8 @@ def test_bad_input(config: Path, words: list[str], told: str) -> None:
 
 def test_a_baseline_gives_its_differences_as_switches(config: Path, tmp_path: Path) -> None:
     ours = {"train.lr": 1e-3, "plan.recompute": None, "log.every": 10}
-    found = of_baseline(ours, {"train.lr": 2e-3, "plan.recompute": "full", "log.every": 10})
+    theirs = {"train.lr": 2e-3, "plan.recompute": "full", "log.every": 10, "train.steps": 9, "criteria.mfu": 0.4}
+    found = of_baseline(ours, theirs, without={"train.steps"})
     assert [(one.name, one.kind) for one in found] == [("train.lr", "recipe"), ("plan.recompute", "numerics")]
     assert found[0].after == {"train.lr": 1e-3}
     assert found[1].after == {}

@@ -7,6 +7,7 @@ import json
 import random
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from flatout.config import load
 from flatout.errors import UsageError
 from flatout.hardware import parse
 from flatout.insight import trials as trials_module
+from flatout.insight.trials import Measured, Trial
 from flatout.insight.tune import knobs_of, search_lr, tune
 from flatout.plan import Job, job_of
 
@@ -54,9 +56,38 @@ def job(config: Path, *, on: str = "H200") -> Job:
 class Slow(Simulated):
     """The user's own pins count where a trial sets nothing else."""
 
-    def run(self, trial: Any, *, name: str) -> Any:
+    def _whole(self, trial: Trial) -> Trial:
         mine = {"plan.precision": "fp32", "plan.recompute": "full", "plan.micro_batch": 1}
-        return super().run(type(trial)(settings={**mine, **trial.settings}, seed=trial.seed), name=name)
+        return Trial(settings={**mine, **trial.settings}, seed=trial.seed)
+
+    def known(self, trial: Trial) -> bool:
+        return super().known(self._whole(trial))
+
+    def run(self, trial: Trial, *, name: str, again: bool = False) -> Measured:
+        return super().run(self._whole(trial), name=name)
+
+
+def test_an_unconfirmed_plan_is_not_written(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    simulated: Any = Slow(config, chance=random.Random(0))
+    found = tune(simulated, job(config), most=6)
+    assert found.unconfirmed is None
+    assert found.gain is not None
+    worse = replace(found, gain=replace(found.gain, verdict="too noisy to tell"))
+    assert worse.unconfirmed == "measured again, the best plan is too noisy to tell"
+    assert replace(found, loss_verdict="different").unconfirmed == "its loss is different"
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--apply", "train.lr=1e-4"], "overrides are not in the file"),
+        (["--search", "lr", "--budget", "5m"], "are for --search plan"),
+    ],
+)
+def test_bad_input(config: Path, words: list[str], told: str, tmp_path: Path) -> None:
+    found = CliRunner().invoke(app, ["tune", str(config), *words, "--run", str(tmp_path / "search")])
+    assert isinstance(found.exception, UsageError)
+    assert told in str(found.exception)
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -96,6 +127,9 @@ def test_a_budget_ends_the_search(config: Path) -> None:
     found = tune(simulated, job(config), budget_s=21.0)
     assert found.left == "the budget was spent"
     assert found.gain is not None
+    assert simulated.spent_s <= 21.0
+    again = tune(simulated, job(config), budget_s=21.0)
+    assert len(again.trials) >= len(found.trials), "a second call has what the first one measured"
 
 
 def test_the_command_applies_and_reverts(config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,6 +31,8 @@ Budget = Annotated[
     str | None, typer.Option(help="time for all trials, such as 90s, 10m or 2h; decides what is left out")
 ]
 
+Limit = Annotated[float, typer.Option(help="seconds after which a trial is taken for hung", min=1.0)]
+
 
 def ablate(
     config: Config,
@@ -41,6 +43,7 @@ def ablate(
     blocks: Annotated[int, typer.Option(help="repeats of every variant, in turn", min=1, max=16)] = 4,
     budget: Budget = None,
     only: Annotated[list[str] | None, typer.Option(help="measure only this switch; may be repeated")] = None,
+    limit: Limit = 600.0,
     run: SearchFolder = None,
     as_json: AsJson = False,
 ) -> None:
@@ -57,13 +60,21 @@ def ablate(
 
     require_torch()
     seconds = None if budget is None else seconds_of(budget)
-    switches = SWITCHES if baseline is None else of_baseline(_flat(config, overrides), _flat(baseline, None))
+    trials = Trials(
+        config,
+        overrides or [],
+        folder=run or new_folder(f"{config.stem}-ablate"),
+        limit_s=limit,
+        base=planned(config, overrides),
+        say=say,
+    )
+    mine = _flat(config, overrides)
+    switches = SWITCHES if baseline is None else of_baseline(mine, _flat(baseline, None), without=trials.fixed)
     names = {switch.name for switch in switches}
     if unknown := next((name for name in only or () if name not in names), None):
         raise UsageError(f"--only {unknown!r} is no switch; there are: {', '.join(sorted(names))}")
     if not switches:
         raise UsageError(f"{baseline} has the same settings as {config}, so there is nothing to measure")
-    trials = Trials(config, overrides or [], folder=run or new_folder(f"{config.stem}-ablate"), say=say)
     found = verb.ablate(trials, blocks=blocks, budget_s=seconds, switches=switches, only=only or ())
     write_atomic(trials.folder / "ablation.json", json.dumps(found.to_json(), indent=1).encode())
     write_atomic(trials.folder / "ablation.html", html(found, name=config.stem).encode())
@@ -82,6 +93,17 @@ def ablate(
         f"{len(trials.found)} trials, {duration(found.seconds)}. Warm-up steps and compilation are not part of the "
         f"speed. With pictures: {trials.folder / 'ablation.html'}"
     )
+
+
+def planned(config: Path, overrides: list[str] | None) -> dict[str, object]:
+    """Decisions that follow from the real length of the run, for its short trials."""
+    from flatout.config import load
+    from flatout.hardware import detect
+    from flatout.plan import decide, job_of
+
+    settings = load(config, overrides=overrides or []).settings
+    made = decide(job_of(settings, hardware=detect(), num_ranks=1))
+    return {"plan.compile": made.decisions.compile}
 
 
 def say(text: str) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from flatout.cli.ablate import Budget, SearchFolder, say, seconds_of
+from flatout.cli.ablate import Budget, Limit, SearchFolder, planned, say, seconds_of
 from flatout.cli.shared import (
     AsJson,
     Config,
@@ -20,7 +20,7 @@ from flatout.cli.shared import (
     print_plain,
     require_torch,
 )
-from flatout.errors import UsageError
+from flatout.errors import RunFailed, UsageError
 from flatout.words import loss_text, number, percent
 
 if TYPE_CHECKING:
@@ -33,10 +33,11 @@ def tune(
     search: Annotated[
         Literal["plan", "lr"], typer.Option(help="plan: decisions that change the speed; lr: the learning rate")
     ] = "plan",
-    trials: Annotated[int, typer.Option(help="trials of the search, at most", min=2)] = 20,
+    trials: Annotated[int | None, typer.Option(help="trials of the search, at most (default: 20)", min=2)] = None,
     budget: Budget = None,
     apply: Annotated[bool, typer.Option("--apply", help="write the result into CONFIG; comments are kept")] = False,
     revert: Annotated[bool, typer.Option("--revert", help="undo the last --apply, byte for byte")] = False,
+    limit: Limit = 600.0,
     run: SearchFolder = None,
     as_json: AsJson = False,
 ) -> None:
@@ -49,6 +50,10 @@ def tune(
     if revert:
         print_plain(f"restored {edit.revert(config)}")
         return
+    if apply and overrides:
+        raise UsageError("--apply writes what was measured, and overrides are not in the file: put them there first")
+    if search == "lr" and (budget is not None or trials is not None):
+        raise UsageError("--budget and --trials are for --search plan; the search for the learning rate has its own")
     require_torch()
     from flatout.config import load
     from flatout.files import write_atomic
@@ -60,15 +65,17 @@ def tune(
     settings = load(config, overrides=overrides or []).settings
     folder = run or new_folder(f"{config.stem}-tune")
     steps = verb.LR_STEPS if search == "lr" else STEPS
-    made = Trials(config, overrides or [], folder=folder, steps=steps, say=say)
+    base = planned(config, overrides)
+    made = Trials(config, overrides or [], folder=folder, steps=steps, limit_s=limit, base=base, say=say)
     if search == "lr":
         rates = verb.search_lr(made)
         values, found = ({} if rates.best == rates.lr else {"train.lr": rates.best}), rates.to_json()
+        unconfirmed = rates.unconfirmed
     else:
         seconds = None if budget is None else seconds_of(budget)
         job = job_of(settings, hardware=detect(), num_ranks=1)
-        tuned = verb.tune(made, job, most=trials, budget_s=seconds)
-        values, found = tuned.values, tuned.to_json()
+        tuned = verb.tune(made, job, most=trials or 20, budget_s=seconds)
+        values, found, unconfirmed = tuned.values, tuned.to_json(), tuned.unconfirmed
     write_atomic(folder / "tuned.json", json.dumps(found, indent=1).encode())
     if as_json:
         print_json(found)
@@ -80,15 +87,21 @@ def tune(
         if not as_json:
             print_plain("The configuration is as good as the best trial, so there is nothing to change.")
         return
+    if apply and unconfirmed is not None:
+        raise RunFailed(f"nothing was written: {unconfirmed}")
     try:
-        before = config.read_text()
+        before = config.read_bytes().decode()
         after = edit.edited(before, values)
     except UsageError as error:
-        print_plain(str(error))
+        if apply:
+            raise
+        say(str(error))
         return
     if not as_json:
         for line in difflib.unified_diff(before.splitlines(), after.splitlines(), str(config), "tuned", lineterm=""):
             print_plain(line)
+        if unconfirmed is not None:
+            print_plain(f"Not confirmed: {unconfirmed}.")
     if apply:
         kept = edit.apply(config, values, note={"trials": str(folder)})
         if not as_json:

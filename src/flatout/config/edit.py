@@ -46,7 +46,9 @@ def edited(text: str, values: Mapping[str, Any]) -> str:
 def _scalar(value: Any) -> str:
     if isinstance(value, str) and re.fullmatch(r"[A-Za-z][\w-]*", value) and yaml.safe_load(value) == value:
         return value
-    return "null" if value is None else json.dumps(value)
+    text = "null" if value is None else json.dumps(value)
+    # YAML 1.1 reads 4e-05 as text.
+    return re.sub(r"^(-?\d+)e", r"\1.0e", text) if isinstance(value, float) else text
 
 
 def _set(text: str, section: str, key: str, value: str) -> str:
@@ -62,19 +64,33 @@ def _set(text: str, section: str, key: str, value: str) -> str:
             return _in_braces(text, root, f"{section}: {{{key}: {value}}}")
         whole = text if text.endswith("\n") else text + end
         return f"{whole}{indent}{section}:{end}{indent}  {key}: {value}{end}"
+    if isinstance(found, yaml.ScalarNode) and found.start_mark.index == found.end_mark.index:
+        indent, at = " " * root.value[0][0].start_mark.column, _line_end(text, found.start_mark.index)
+        return f"{text[:at]}{end}{indent}  {key}: {value}{text[at:]}"
     if not isinstance(found, yaml.MappingNode):
         return text  # the check of the whole says so
     old = _pair(found, key)
     if old is not None:
         was = text[old.start_mark.index : old.end_mark.index]
         after = was[len(was.rstrip()) :]  # a block of text ends at the next line
+        value = value if was else f" {value}"
         return text[: old.start_mark.index] + value + after + text[old.end_mark.index :]
     if found.flow_style:
         return _in_braces(text, found, f"{key}: {value}")
     if not found.value:
         return text
-    at = found.value[0][0].start_mark
-    return text[: at.index] + f"{key}: {value}{end}{' ' * at.column}" + text[at.index :]
+    first, last = found.value[0][0].start_mark, found.value[-1][1]
+    if isinstance(last, yaml.ScalarNode) and last.style not in ("|", ">"):
+        at = _line_end(text, last.end_mark.index)
+        return f"{text[:at]}{end}{' ' * first.column}{key}: {value}{text[at:]}"
+    return text[: first.index] + f"{key}: {value}{end}{' ' * first.column}" + text[first.index :]
+
+
+def _line_end(text: str, index: int) -> int:
+    """Where the line ends, its line break apart."""
+    at = text.find("\n", index)
+    at = len(text) if at < 0 else at
+    return at - 1 if at > index and text[at - 1] == "\r" else at
 
 
 def _pair(node: yaml.MappingNode, key: str) -> yaml.Node | None:
@@ -95,15 +111,22 @@ def apply(path: Path, values: Mapping[str, Any], *, note: Mapping[str, Any]) -> 
     """Sets the keys in the file. Returns where its earlier contents are kept."""
     before = read_bytes(path)
     after = edited(before.decode(), values).encode()
-    folder = history(path)
+    folder, mode = history(path), path.stat().st_mode & 0o777
     folder.mkdir(exist_ok=True)
     number = 1 + max((int(one.stem) for one in folder.glob("*.yaml") if one.stem.isdigit()), default=0)
     kept = folder / f"{number:04d}.yaml"
-    write_atomic(kept, before)
     told = {"after": _digest(after), "values": dict(values), **note}
     write_atomic(kept.with_suffix(".json"), json.dumps(told, indent=1).encode())
-    write_atomic(path, after)
+    _write(kept, before, mode=mode)
+    _write(path, after, mode=mode)
     return kept
+
+
+def _write(path: Path, data: bytes, *, mode: int) -> None:
+    """Replaces the contents; a link stays a link, and the permissions stay."""
+    real = path.resolve()
+    write_atomic(real, data)
+    real.chmod(mode)
 
 
 def revert(path: Path) -> Path:
@@ -113,14 +136,16 @@ def revert(path: Path) -> Path:
     if not numbers:
         raise UsageError(f"{path} has no history: nothing was applied to it, or everything was reverted")
     kept = folder / f"{numbers[-1]}.yaml"
+    if not path.exists():
+        raise UsageError(f"{path} does not exist; its earlier contents are in {kept}")
     told = read_json(kept.with_suffix(".json"))
     if _digest(read_bytes(path)) != told.get("after"):
         raise UsageError(
             f"{path} was changed after the edit, and reverting would lose that; its earlier contents are in {kept}"
         )
-    write_atomic(path, read_bytes(kept))
-    kept.with_suffix(".json").unlink()
+    _write(path, read_bytes(kept), mode=path.stat().st_mode & 0o777)
     kept.unlink()
+    kept.with_suffix(".json").unlink()
     return path
 
 

@@ -19,7 +19,8 @@ from typing import Any, Literal
 from flatout import parity
 from flatout.errors import RunFailed
 from flatout.insight.compare import finite
-from flatout.insight.switches import SWITCHES, Kind, Switch, after_of, applies, before_of, changes, planned_of
+from flatout.insight.switches import FOLLOW, SWITCHES, Kind, Switch, after_of, applies, before_of, changes, planned_of
+from flatout.insight.switches import PLAN as PLAN_KEY
 from flatout.insight.trials import Measured, Trial, Trials
 from flatout.parity import Difference
 
@@ -64,13 +65,16 @@ class Row:
     loss_difference: Difference | None
     loss_verdict: LossVerdict | None
     problem: str | None
+    not_in_effect: str | None = None  # why the switch changes nothing here
 
     @property
     def verdict(self) -> str:
         if self.problem is not None:
             return self.problem
+        if self.not_in_effect is not None:
+            return f"not in effect: {self.not_in_effect}"
         if self.time is None:
-            return "reference"
+            return "reference" if self.reference is None else "not measured"
         if self.time.verdict in ("faster", "slower"):
             return self.time.verdict
         if self.time.verdict == "no effect shown":
@@ -107,17 +111,14 @@ def ablate(
 ) -> Ablation:
     """Measures every switch; those of the guides, or those that lead from a baseline to the configuration."""
     seed = trials.settings.seed
-    first = trials.run(Trial(settings={}, seed=seed), name=PLAN)
+    first = trials.run(Trial(settings={}, seed=seed), name=PLAN, again=True)
     if first.problem is not None:
         raise RunFailed(f"the configuration itself cannot be measured: {first.problem}")
     session = _Session(trials, blocks=blocks, budget_s=budget_s)
     variants, left_out = _variants(trials, first.decisions, switches=switches, only=only)
     session.measure(variants)
-    steps = _cumulative(variants, session)
-    if steps and session.fits(len(steps) * blocks):
-        session.measure(steps, references=[BEFORE])
-    elif steps:
-        left_out["cumulative"] = "the budget was spent"
+    if steps := _cumulative(variants, session):
+        session.measure(steps, references=[BEFORE], first_seed=seed + MOST_BLOCKS)
     return Ablation(
         rows=session.rows(),
         left_out=left_out | session.left_out,
@@ -131,8 +132,9 @@ def _variants(
 ) -> tuple[list[Variant], dict[str, str]]:
     """The references and what is compared with them, the most important first."""
     known = [switch for switch in switches if applies(switch, trials.settings)]
-    before = {key: value for switch in known for key, value in before_of(switch, full).items()}
-    planned = {key: value for switch in known for key, value in planned_of(switch, full).items()}
+    free = dict.fromkeys(FOLLOW)
+    before = free | {key: value for switch in known for key, value in before_of(switch, full).items()}
+    planned = free | {key: value for switch in known for key, value in planned_of(switch, full).items()}
     found = [
         Variant(name=BEFORE, settings=before, reference=None),
         Variant(name=PLAN, settings=planned, reference=BEFORE),
@@ -159,12 +161,13 @@ def _variants(
 
 def _cumulative(variants: Sequence[Variant], session: _Session) -> list[Variant]:
     """The switches that were faster alone, added one after the other, the largest gain first."""
-    alone = [
-        (row.time.ratio, variant)
-        for variant in variants
-        if variant.question == "alone" and variant.switch is not None and (row := session.row(variant)).time is not None
-    ]
-    helped = [variant for ratio, variant in sorted(alone, key=lambda pair: pair[0]) if ratio < 1 and variant.switch]
+    rows = {row.name: row for row in session.rows()}
+    alone = [variant for variant in variants if variant.question == "alone" and variant.switch is not None]
+    times = {variant.name: rows[variant.name].time for variant in alone if rows[variant.name].verdict == "faster"}
+    helped = sorted(
+        (variant for variant in alone if times.get(variant.name) is not None),
+        key=lambda variant: 1.0 if (time := times[variant.name]) is None else time.ratio,
+    )
     settings, code, found = dict(variants[0].settings), "", list[Variant]()
     reference = BEFORE
     for variant in helped:
@@ -192,34 +195,45 @@ class _Session:
     def __init__(self, trials: Trials, *, blocks: int, budget_s: float | None) -> None:
         self.trials, self.blocks, self.budget_s = trials, blocks, budget_s
         self.variants: dict[str, Variant] = {}
-        self.measured: dict[str, dict[int, Measured]] = {}
+        self.measured: dict[str, dict[int, Measured]] = {}  # by name, then by seed
         self.left_out: dict[str, str] = {}
 
-    def fits(self, num_trials: int) -> bool:
-        """Whether this many more trials fit the budget, by the mean time of those so far."""
-        if self.budget_s is None or not self.trials.found:
-            return True
-        mean = self.trials.spent_s / len(self.trials.found)
-        return self.trials.spent_s + num_trials * mean <= self.budget_s
+    def _trial(self, name: str, seed: int) -> Trial:
+        variant = self.variants[name]
+        return Trial(settings=variant.settings, seed=seed, code=variant.code)
 
-    def measure(self, variants: Sequence[Variant], *, references: Sequence[str] = ()) -> None:
+    def _fits(self, names: Sequence[str], seeds: Sequence[int]) -> bool:
+        """Whether these trials, less those that were measured before, fit the budget."""
+        if self.budget_s is None:
+            return True
+        count = sum(not self.trials.known(self._trial(name, seed)) for name in names for seed in seeds)
+        known = [one.seconds for one in self.trials.found.values()]
+        mean = sum(known) / len(known) if known else 0.0
+        return self.trials.spent_s + count * mean <= self.budget_s
+
+    def measure(
+        self, variants: Sequence[Variant], *, references: Sequence[str] = (), first_seed: int | None = None
+    ) -> None:
+        """Every session has its own seeds, so that all its pairs are measured next to each other."""
         self.variants |= {variant.name: variant for variant in variants}
-        names = [*references, *(variant.name for variant in variants)]
-        self._block(names, 0)
-        # The budget decides by the time of the first block what is measured in all of them, the last rows first.
-        while len(names) > 2 and not self.fits(len(names) * (self.blocks - 1)):
-            dropped = names.pop()
-            if self.variants[dropped].question == "cumulative":
-                continue
-            self.left_out[dropped] = "the budget was too short for its blocks; one block is shown"
-        at = 1
-        while at < MOST_BLOCKS:
-            if at >= self.blocks:
-                names = self._undecided(names)
-                if self.budget_s is None or not names or not self.fits(len(names)):
-                    return
-            self._block(names, at)
-            at += 1
+        start = self.trials.settings.seed if first_seed is None else first_seed
+        every = [*references, *(variant.name for variant in variants)]
+        names, planned = list(every), [start + block for block in range(self.blocks)]
+        if references and not self._fits(names[:2], planned):
+            self.left_out |= dict.fromkeys((variant.name for variant in variants), "the budget was spent")
+            return
+        while len(names) > 2 and not self._fits(names, planned[:1]):
+            self.left_out[names.pop()] = "the budget was too short for it"
+        self._block(names, start, 0, every=every)
+        # By the time of the first block, the budget decides what is measured in all of them; the last rows go first.
+        while len(names) > 2 and not self._fits(names, planned):
+            self.left_out[names.pop()] = "the budget was too short for all its blocks"
+        for block in range(1, MOST_BLOCKS):
+            if block >= self.blocks:
+                names = self._undecided(names) if self.budget_s is not None else []
+            if not names or not self._fits(names, [start + block]):
+                return
+            self._block(names, start, block, every=every)
 
     def _undecided(self, names: Sequence[str]) -> list[str]:
         """Those whose evidence is short, with their references."""
@@ -228,15 +242,15 @@ class _Session:
         wanted = {*open_, *(self.variants[name].reference for name in open_)}
         return [name for name in names if name in wanted]
 
-    def _block(self, names: Sequence[str], block: int) -> None:
-        order = list(names)
-        random.Random(f"{self.trials.settings.seed} {block // 2}").shuffle(order)
+    def _block(self, names: Sequence[str], start: int, block: int, *, every: Sequence[str]) -> None:
+        order = list(every)
+        random.Random(f"{start} {block // 2}").shuffle(order)
         for name in order if block % 2 == 0 else reversed(order):
-            if any(one.problem is not None for one in self.measured.get(name, {}).values()):
-                continue  # it would fail again
-            variant = self.variants[name]
-            trial = Trial(settings=variant.settings, seed=self.trials.settings.seed + block, code=variant.code)
-            self.measured.setdefault(name, {})[block] = self.trials.run(trial, name=f"block {block + 1}, {name}")
+            if name not in names or any(one.problem is not None for one in self.measured.get(name, {}).values()):
+                continue  # it was left out, or would fail again
+            seed = start + block
+            found = self.trials.run(self._trial(name, seed), name=f"block {block + 1}, {name}")
+            self.measured.setdefault(name, {})[seed] = found
 
     def rows(self) -> list[Row]:
         """All rows; differences that do not remain when all are judged together are not called decided."""
@@ -256,14 +270,18 @@ class _Session:
         own = self.measured.get(variant.name, {})
         problem = next((one.problem for one in own.values() if one.problem is not None), None)
         good = [one for one in own.values() if one.problem is None]
-        time = loss = None
+        time = loss = unused = None
         verdict: LossVerdict | None = None
         if variant.reference is not None and problem is None:
             against = self.measured.get(variant.reference, {})
-            shared = [block for block in sorted(own) if block in against and against[block].problem is None]
-            time, loss, verdict = compared([against[block] for block in shared], [own[block] for block in shared])
-            if not shared:
+            shared = [seed for seed in sorted(own) if seed in against and against[seed].problem is None]
+            pairs = [against[seed] for seed in shared], [own[seed] for seed in shared]
+            whole = variant.switch is not None and variant.switch.some_steps
+            time, loss, verdict = compared(*pairs, whole=whole)
+            if own and not shared:
                 problem = f"{variant.reference} could not be measured"
+            elif shared and variant.switch is not None:
+                unused = not_in_effect(variant.switch, pairs[0][0], pairs[1][0])
         switch = variant.switch
         return Row(
             name=variant.name,
@@ -282,7 +300,22 @@ class _Session:
             loss_difference=loss,
             loss_verdict=verdict,
             problem=problem,
+            not_in_effect=unused,
         )
+
+
+def not_in_effect(switch: Switch, reference: Measured, own: Measured) -> str | None:
+    """Why a switch of the plan changes nothing here: its paths are off, or the same as those of the reference."""
+    reasons = []
+    for name in (key.removeprefix(PLAN_KEY) for key in switch.before if key.startswith(PLAN_KEY)):
+        mine, theirs = own.active.get(name), reference.active.get(name)
+        off = next((words for words in (mine, theirs) if words is not None and words.startswith("off")), None)
+        if mine is None and theirs is None:
+            return None  # not every decision reports what is active
+        if mine != theirs and (off is None or None not in (mine, theirs)):
+            return None
+        reasons.append(off or mine)
+    return reasons[0] if reasons else None
 
 
 def _undone(time: Difference) -> Difference:
@@ -294,13 +327,14 @@ def _undone(time: Difference) -> Difference:
 
 
 def compared(
-    a: Sequence[Measured], b: Sequence[Measured], *, margin: float = LOSS_MARGIN
+    a: Sequence[Measured], b: Sequence[Measured], *, margin: float = LOSS_MARGIN, whole: bool = False
 ) -> tuple[Difference | None, Difference | None, LossVerdict | None]:
-    """Time and loss of pairs of measurements with the same seeds."""
+    """Time and loss of pairs of measurements with the same seeds; `whole` compares all steps instead of the median."""
     pairs = [(x, y) for x, y in zip(a, b, strict=True) if x.log_time is not None and y.log_time is not None]
     if not pairs:
         return None, None, None
-    time = parity.paired([x.log_time or 0.0 for x, _ in pairs], [y.log_time or 0.0 for _, y in pairs])
+    times = [[(one.log_total if whole else one.log_time) or 0.0 for one in side] for side in zip(*pairs, strict=True)]
+    time = parity.paired(times[0], times[1])
     known = [(x.loss, y.loss) for x, y in pairs if x.loss is not None and y.loss is not None]
     if len(known) < len(pairs) or any(min(pair) <= 0 for pair in known):
         return time, None, None  # a policy's loss has no logarithm

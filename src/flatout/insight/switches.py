@@ -7,7 +7,7 @@ are here as code that a trial runs first, so that this can be shown.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -16,7 +16,11 @@ from flatout.config.settings import Settings
 
 # Numerics: the same training with other rounding, so the loss must stay equal. Recipe: another training.
 Kind = Literal["numerics", "recipe"]
-PLAN = "plan."
+PLAN, PRESET = "plan.", "plan.preset"
+# Decisions that follow from others.
+FOLLOW = ("plan.accumulation", "plan.loss_chunk")
+# A starting point of the micro-batch.
+EIGHTH = "an eighth of the plan's"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +33,7 @@ class Switch:
     code: str = ""  # for calls that are not settings: what runs before the command where the switch is on
     kind: Kind = "numerics"
     samples: bool = False  # only where completions are generated
+    some_steps: bool = False  # it costs or saves time in some steps only, which a median would not show
 
 
 _EMPTY_CACHE = """
@@ -47,7 +52,7 @@ SWITCHES = (
     Switch(name="TF32", task="T04", claim="1.2 to 1.5 times on Ampere and later", before={"plan.tf32": False}),
     Switch(name="8-bit matmuls", task="T05", claim="faster on Hopper", before={"plan.fp8": False}),
     Switch(name="no recomputation", task="T08", claim="20 to 30 % faster", before={"plan.recompute": "full"}),
-    Switch(name="micro-batch", task="T06", claim="higher GPU use", before={"plan.micro_batch": None}),
+    Switch(name="micro-batch", task="T06", claim="higher GPU use", before={"plan.micro_batch": EIGHTH}),
     Switch(
         name="fused kernels",
         task="T11",
@@ -82,20 +87,36 @@ SWITCHES = (
     Switch(
         name="expandable segments", task="T15", claim="less fragmentation", before={"plan.expandable_segments": False}
     ),
-    Switch(name="manual garbage collection", task="T15", claim="none", before={"plan.manual_gc": False}),
-    Switch(name="rare logging", task="T19", claim="2 to 5 % faster", before={"log.every": 1}, after={"log.every": 50}),
+    Switch(
+        name="manual garbage collection", task="T15", claim="none", before={"plan.manual_gc": False}, some_steps=True
+    ),
+    Switch(
+        name="rare logging",
+        task="T19",
+        claim="2 to 5 % faster",
+        before={"log.every": 1},
+        after={"log.every": 50},
+        some_steps=True,
+    ),
     Switch(
         name="cudnn.benchmark", task="T16", claim="faster", code="import torch\ntorch.backends.cudnn.benchmark = True"
     ),
-    Switch(name="empty_cache every 10 steps", task="T16", claim="fewer out-of-memory errors", code=_EMPTY_CACHE),
+    Switch(
+        name="empty_cache every 10 steps",
+        task="T16",
+        claim="fewer out-of-memory errors",
+        code=_EMPTY_CACHE,
+        some_steps=True,
+    ),
 )
 
 
 def before_of(switch: Switch, full: Mapping[str, Any]) -> dict[str, Any]:
-    """The values where the switch is off. A micro-batch starts at an eighth of the plan's."""
+    """The values where the switch is off."""
     found = dict(switch.before)
-    if found.get("plan.micro_batch", 0) is None:
-        found["plan.micro_batch"] = max(1, full["micro_batch"] // 8)
+    if found.get("plan.micro_batch") == EIGHTH:
+        size, sequences = full["micro_batch"], full["micro_batch"] * full["accumulation"]
+        found["plan.micro_batch"] = max(one for one in range(1, max(1, size // 8) + 1) if sequences % one == 0)
     return found
 
 
@@ -114,19 +135,22 @@ def changes(switch: Switch, full: Mapping[str, Any]) -> bool:
     return bool(switch.code) or before_of(switch, full) != after_of(switch, full)
 
 
-def of_baseline(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[Switch]:
-    """A switch for every setting of a configuration, by dotted key, that differs from those of a baseline."""
+def of_baseline(ours: Mapping[str, Any], theirs: Mapping[str, Any], *, without: Collection[str]) -> list[Switch]:
+    """A switch for every setting, by dotted key, in which a configuration differs from a baseline.
+
+    `without` has those that every trial sets itself.
+    """
     return [
         Switch(
             name=key,
             task="",
             claim="none",
             before={key: value},
-            after={} if key.startswith(PLAN) else {key: ours.get(key)},
+            after={} if key.startswith(PLAN) and key != PRESET else {key: ours.get(key)},
             kind="numerics" if key.startswith((PLAN, "log.")) else "recipe",
         )
         for key, value in theirs.items()
-        if value != ours.get(key)
+        if value != ours.get(key) and key not in (*FOLLOW, *without) and not key.startswith("criteria.")
     ]
 
 

@@ -7,6 +7,7 @@ search, whatever ends it (`supervisor`).
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import math
@@ -21,20 +22,25 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import fmean
+from types import MappingProxyType
 from typing import Any
 
-from flatout import parity
+from flatout import __version__, parity
 from flatout.config import load, to_mapping
 from flatout.config.recipes import RECIPES
+from flatout.config.settings import Settings
 from flatout.errors import UsageError
 from flatout.files import read_json, typed, write_atomic
+from flatout.hardware import detect
 from flatout.insight import supervisor
-from flatout.insight.compare import BLOCK_STEPS, costs
+from flatout.insight.compare import BLOCK_STEPS
 from flatout.insight.story import tell
 from flatout.record import WARM_STEPS, Run, redact
 from flatout.record.events import MemoryRanOut
 
-SEARCH, TRIALS = "search.json", "trials"
+SEARCH, TRIALS, LOCK = "search.json", "trials", "lock"
+# Settings that have no effect without tasks.
+OF_TASKS = ("criterion", "tasks_every", "task_limit", "task_tokens")
 # Steps of a trial after its warm-up.
 STEPS = BLOCK_STEPS
 # A trial that lasts longer has hung, unless the first ones took long too.
@@ -70,6 +76,7 @@ class Measured:
     seconds: float = 0.0  # of the whole process
     start_s: float | None = None  # from the command to the end of the first step
     log_time: float | None = None  # the median logarithm of the seconds per token of warm steps
+    log_total: float | None = None  # the same of all warm steps together, for what costs time in some steps only
     tokens_per_s: float | None = None
     mfu: float | None = None
     peak_gib: float | None = None
@@ -95,10 +102,14 @@ class Trials:
         folder: Path,
         limit_s: float = LIMIT_S,
         steps: int = STEPS,
+        base: Mapping[str, Any] = MappingProxyType({}),
         say: Callable[[str], None] = lambda _: None,
     ) -> None:
-        self.config, self.overrides, self.folder = config, list(overrides), folder
+        """`base`: settings of every trial that does not set them itself, such as what follows from the real length."""
+        self.config, self.overrides, self.folder, self.base = config, list(overrides), folder, dict(base)
         self.settings = load(config, overrides=self.overrides).settings
+        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            raise UsageError("trials are single processes: run this command without torchrun")
         if RECIPES[self.settings.recipe].samples:
             raise UsageError(
                 f"recipe {self.settings.recipe} samples before it trains, which short runs cannot show: measure its "
@@ -106,35 +117,61 @@ class Trials:
             )
         self.limit_s, self.steps, self.say = limit_s, steps, say
         self.found: dict[str, Measured] = {}
-        self.spent_s = 0.0  # by all trials, those of earlier calls included
+        self.spent_s = 0.0  # by the trials of this call
+        self.num_run = 0
+        load(config, overrides=[*self.overrides, *self._given(Trial(settings={}, seed=0))])  # or a mistake is named
         self._open()
 
     def _open(self) -> None:
         """Starts the folder, or reads what an earlier call measured there with the same configuration."""
+        whole = json.dumps([to_mapping(self.settings), self.base], sort_keys=True)
         told = {
-            # Only a digest: a configuration may contain secrets.
-            "configuration": hashlib.sha256(json.dumps(to_mapping(self.settings), sort_keys=True).encode()).hexdigest(),
+            "configuration": hashlib.sha256(whole.encode()).hexdigest(),  # it may contain secrets
             "steps": self.steps,
+            "device": detect().gpu or "CPU",
+            "version": __version__,
         }
         name = self.folder / SEARCH
         if name.exists():
             if read_json(name) != told:
-                raise UsageError(f"{self.folder} holds the trials of another configuration: name another --run FOLDER")
+                raise UsageError(
+                    f"{self.folder} holds the trials of another configuration, device or version of flatout: name "
+                    "another --run FOLDER"
+                )
+            self._lock()
             for file in sorted((self.folder / TRIALS).glob("*.json")):
                 one = typed(Measured, read_json(file, root=self.folder), source=file)
                 self.found[one.key] = one
-                self.spent_s += one.seconds
             for left in self.folder.glob("trial-*"):  # of the trial that was running when an earlier call was killed
                 shutil.rmtree(left, ignore_errors=True)
             return
         if self.folder.exists() and any(self.folder.iterdir()):
             raise UsageError(f"{self.folder} is not empty and holds no trials: name another --run FOLDER")
         (self.folder / TRIALS).mkdir(parents=True, exist_ok=True)
+        self._lock()
         write_atomic(name, json.dumps(told, indent=1).encode())
 
-    def run(self, trial: Trial, *, name: str) -> Measured:
-        """Runs a trial, unless it was measured before."""
-        if (known := self.found.get(trial.key)) is not None:
+    def _lock(self) -> None:
+        """Refuses a second search in the same folder; the system releases the lock when the process ends."""
+        self._locked = (self.folder / LOCK).open("a")
+        try:
+            fcntl.flock(self._locked, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise UsageError(
+                f"another search is using {self.folder}: wait for it, or name another --run FOLDER"
+            ) from None
+
+    @property
+    def fixed(self) -> set[str]:
+        """The settings that every trial has, whatever else it measures."""
+        return {*self._short(), "seed"}
+
+    def known(self, trial: Trial) -> bool:
+        return trial.key in self.found
+
+    def run(self, trial: Trial, *, name: str, again: bool = False) -> Measured:
+        """Runs a trial, unless it was measured before; with `again`, one that failed then is tried again."""
+        if (known := self.found.get(trial.key)) is not None and not (again and known.problem):
             return known
         began = time.time()
         with tempfile.TemporaryDirectory(dir=self.folder, prefix="trial-") as scratch:
@@ -149,7 +186,8 @@ class Trials:
                 found = self._measured(trial, Run.open(run), seconds=seconds, began=began)
         self.found[found.key] = found
         self.spent_s += found.seconds
-        file = self.folder / TRIALS / f"{len(self.found):04d}-{found.key}.json"
+        self.num_run += 1
+        file = self.folder / TRIALS / f"{found.key}.json"
         write_atomic(file, json.dumps(asdict(found), indent=1).encode(), root=self.folder)
         if found.problem is None:
             self.limit_s = max(self.limit_s, LIMIT_TIMES * found.seconds)
@@ -158,8 +196,7 @@ class Trials:
 
     def _process(self, trial: Trial, run: Path) -> tuple[int, str, bool]:
         """The exit code, the end of what it wrote on stderr, and whether it had to be stopped."""
-        given = [f"{key}={_word(value)}" for key, value in {**self._short(), **trial.settings}.items()]
-        given += [f"seed={trial.seed}", "--run", str(run)]
+        given = [*self._given(trial), "--run", str(run)]
         command = [*train_command(trial.code), str(self.config), *self.overrides, *given]
         watched = [sys.executable, "-I", "-S", supervisor.__file__]
         mask = " ".join(str(int(number)) for number in signal.pthread_sigmask(signal.SIG_BLOCK, ()))
@@ -199,26 +236,34 @@ class Trials:
         code: int | None = ended["returncode"]
         return (1 if code is None else code), said, timed_out
 
+    def _given(self, trial: Trial) -> list[str]:
+        """The overrides of a trial. What makes it short comes last."""
+        values = {**self.base, **trial.settings, **self._short(), "seed": trial.seed}
+        return [f"{key}={_word(value)}" for key, value in values.items()]
+
     def _short(self) -> dict[str, Any]:
         """What makes a run short, the same for every trial; the batch and the lengths stay."""
-        settings = self.settings
+        settings, plain = self.settings, Settings()
         steps = (WARM_STEPS + self.steps) * (settings.rl.steps_in_phase if settings.recipe == "rl" else 1)
         found: dict[str, Any] = {
             "train.steps": steps,
             "train.epochs": None,
             "train.tokens": None,
-            "train.warmup_steps": min(settings.train.warmup_steps, steps - 1),
+            "train.warmup_steps": min(settings.train.warmup_steps, steps // 4),
             "eval.every": None,
             "eval.tokens": min(settings.eval.tokens, 4 * settings.data.sequence_length),
-            "eval.tasks": [],
             "eval.patience": None,
+            "eval.tasks": [],
+            **{f"eval.{name}": getattr(plain.eval, name) for name in OF_TASKS},
+            "target.val_loss": None,
+            "profile.steps": None,
             "save.every": None,
             "save.best": False,
             "save.weights_only": True,
             "log.tensorboard": False,
             "log.wandb": "off",
         }
-        return found | ({"rl.teach": 0} if settings.recipe == "rl" else {})
+        return found | ({"rl.teach": 0, "rl.teach_lr": None} if settings.recipe == "rl" else {})
 
     def _failed(self, trial: Trial, seconds: float, problem: str) -> Measured:
         return Measured(
@@ -234,10 +279,15 @@ class Trials:
         events = list(run.events())
         if ran_out := next((event for event in events if isinstance(event, MemoryRanOut)), None):
             return self._failed(trial, seconds, f"{OUT_OF_MEMORY} with micro-batch {ran_out.micro_batch}")
-        story, steps, spent = tell(run), list(run.latest_steps()), costs(run)
+        story, steps = tell(run), list(run.latest_steps())
+        size = self.settings.rl.steps_in_phase if self.settings.recipe == "rl" else 1
+        warm = [step for step in steps[WARM_STEPS * size :] if step.tokens and step.training_s > 0]
+        # Only the first step of a phase generates, so a phase is measured as a whole.
+        parts = [warm[at : at + size] for at in range(0, len(warm) - size + 1, size)]
+        spent = [sum(step.training_s for step in part) / sum(step.tokens for step in part) for part in parts]
         if not spent:
             return self._failed(trial, seconds, "it took no step after its warm-up")
-        losses = [step.loss for step in steps[WARM_STEPS:] if step.loss is not None]
+        losses = [step.loss for step in warm if step.loss is not None]
         if not losses or not all(map(math.isfinite, losses)):
             return self._failed(trial, seconds, "its loss is not finite")
         return Measured(
@@ -248,6 +298,7 @@ class Trials:
             seconds=seconds,
             start_s=steps[0].time - began,
             log_time=parity.typical(spent),
+            log_total=math.log(sum(step.training_s for step in warm) / sum(step.tokens for step in warm)),
             tokens_per_s=story.speed.tokens_per_s,
             mfu=story.speed.mfu,
             peak_gib=story.peak_gib,

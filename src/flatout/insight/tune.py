@@ -16,17 +16,15 @@ from typing import Any
 import numpy as np
 
 from flatout import parity
-from flatout.errors import FlatoutError, RunFailed
+from flatout.errors import FlatoutError, RunFailed, UsageError
 from flatout.insight.ablate import compared
 from flatout.insight.compare import finite
-from flatout.insight.switches import PLAN
+from flatout.insight.switches import FOLLOW, PLAN
 from flatout.insight.trials import Measured, Trial, Trials
 from flatout.parity import Difference
 from flatout.plan import Job, decide
 
 Choice = dict[str, Any]  # of one knob: values by dotted key
-# Decisions that follow from others.
-FOLLOW = ("plan.accumulation", "plan.loss_chunk")
 # The strength of the ridge.
 RIDGE = 0.1
 # How much faster, as a logarithm, a decision that was never tried may be than predicted.
@@ -57,6 +55,13 @@ class Tuned:
     @property
     def values(self) -> dict[str, Any]:
         return {key: after for key, (_, after) in self.changes.items()}
+
+    @property
+    def unconfirmed(self) -> str | None:
+        """Why the changes should not be written; None if they should."""
+        if self.gain is None or self.gain.verdict != "faster":
+            return f"measured again, the best plan is {self.gain.verdict if self.gain else 'not measured in pairs'}"
+        return "its loss is different" if self.loss_verdict == "different" else None
 
     def to_json(self) -> dict[str, Any]:
         found: dict[str, Any] = finite(asdict(self))
@@ -175,27 +180,27 @@ def _predicted(job: Job, values: Choice) -> float | None:
 def tune(trials: Trials, job: Job, *, most: int = 20, budget_s: float | None = None) -> Tuned:
     """Searches, confirms the best plan against the start, and measures what each change brought."""
     seed, knobs = trials.settings.seed, knobs_of(job)
-    start = trials.run(Trial(settings={}, seed=seed), name="as it is")
+    start = trials.run(Trial(settings={}, seed=seed), name="as it is", again=True)
     if start.problem is not None and not start.out_of_memory:
         raise RunFailed(f"the configuration itself cannot be measured: {start.problem}")
     names = [name for choices in knobs.values() for name in choices[0]]
     free = dict.fromkeys([*names, *FOLLOW])
     unpinned = trials.run(Trial(settings=free, seed=seed), name="the plan's own choice")
     model, measured, left = Model(job, knobs), [start, unpinned], None
-    reserve = CONFIRMED * 2 + len(knobs)
+    reserve = 2 * CONFIRMED + len(knobs)
     stale = 0
     while len(measured) < most:
-        if budget_s is not None and not _fits(trials, reserve, budget_s=budget_s):
-            left = "the budget was spent"
-            break
         model.fit(measured)
         values = _next(model, measured, knobs)
         if values is None:
             left = "every combination that the plan allows was measured or ruled out"
             break
+        trial = Trial(settings=values | dict.fromkeys(FOLLOW), seed=seed)
+        if not trials.known(trial) and not fits(trials, 1 + reserve, budget_s=budget_s):
+            left = "the budget was spent"
+            break
         best = _best(measured)
-        settings = values | dict.fromkeys(FOLLOW)
-        measured.append(trials.run(Trial(settings=settings, seed=seed), name=_told(values, knobs)))
+        measured.append(trials.run(trial, name=_told(values, knobs)))
         found = measured[-1].log_time
         if measured[-1].out_of_memory:
             continue  # it rules out all that need as much
@@ -208,22 +213,24 @@ def tune(trials: Trials, job: Job, *, most: int = 20, budget_s: float | None = N
     if best.problem is not None:
         raise RunFailed(f"no trial could be measured; the last one: {best.problem}")
     changes = _changes(start, best, trials, knobs)
-    gain, loss = _confirmed(trials, start, best, changes) if changes else (None, None)
+    gain, loss = _confirmed(trials, changes, budget_s=budget_s) if changes else (None, None)
     return Tuned(
         start=start,
         best=best,
         changes=changes,
         gain=gain,
         loss_verdict=loss,
-        without=_without(trials, start, best, knobs) if changes else {},
+        without=_without(trials, start, best, knobs, budget_s=budget_s) if changes else {},
         trials=measured,
         left=left,
     )
 
 
-def _fits(trials: Trials, count: int, *, budget_s: float) -> bool:
-    mean = trials.spent_s / max(1, len(trials.found))
-    return trials.spent_s + (count + 1) * mean <= budget_s
+def fits(trials: Trials, count: int, *, budget_s: float | None) -> bool:
+    """Whether this many more trials fit the budget, by the mean time of all so far."""
+    known = [one.seconds for one in trials.found.values()]
+    mean = sum(known) / len(known) if known else 0.0
+    return budget_s is None or trials.spent_s + count * mean <= budget_s
 
 
 def _best(measured: Sequence[Measured]) -> Measured:
@@ -244,13 +251,14 @@ def _next(model: Model, measured: Sequence[Measured], knobs: Mapping[str, Sequen
 
 
 def _as_heavy(values: Choice, failed: Mapping[str, Any]) -> bool:
-    """Whether a combination needs at least the memory of one that failed: micro-batch, recomputation, precision."""
+    """Whether a combination needs at least the memory of one that failed."""
 
-    def heavy(one: Mapping[str, Any]) -> tuple[int, int, int]:
+    def heavy(one: Mapping[str, Any]) -> tuple[int, ...]:
         kept = ("full", "selective", "none").index(one.get("plan.recompute") or "none")
-        return one.get("plan.micro_batch") or 0, kept, 32 if one.get("plan.precision") == "fp32" else 16
+        bits = 32 if one.get("plan.precision") == "fp32" else 16
+        return one.get("plan.micro_batch") or 0, kept, bits, int(one.get("plan.fused_loss") is False)
 
-    return all(mine >= theirs > 0 or theirs == mine for mine, theirs in zip(heavy(values), heavy(failed), strict=True))
+    return all(mine >= theirs for mine, theirs in zip(heavy(values), heavy(failed), strict=True))
 
 
 def _own(settings: Mapping[str, Any]) -> Choice:
@@ -278,16 +286,22 @@ def _changes(
 
 
 def _confirmed(
-    trials: Trials, start: Measured, best: Measured, changes: Mapping[str, tuple[Any, Any]]
+    trials: Trials, changes: Mapping[str, tuple[Any, Any]], *, budget_s: float | None
 ) -> tuple[Difference | None, str | None]:
     """The start and the best plan in turn, with other seeds: what was best by chance is not best again."""
     values = {name: after for name, (_, after) in changes.items()}
+    both = {"as it is": dict[str, Any](), "the best plan": values}
     pairs: list[tuple[Measured, Measured]] = []
     for block in range(CONFIRMED):
-        seed, found = trials.settings.seed + 1 + block, dict[str, Measured]()
-        both = [("as it is", dict[str, Any]()), ("the best plan", values)]
-        for name, settings in both if block % 2 == 0 else reversed(both):
-            found[name] = trials.run(Trial(settings=settings, seed=seed), name=f"confirming, {name}")
+        seed = trials.settings.seed + 1 + block
+        made = {name: Trial(settings=settings, seed=seed) for name, settings in both.items()}
+        new = sum(not trials.known(trial) for trial in made.values())
+        if new and not fits(trials, new, budget_s=budget_s):
+            break
+        found = {
+            name: trials.run(made[name], name=f"confirming, {name}")
+            for name in (list(both) if block % 2 == 0 else reversed(both))
+        }
         pairs.append((found["as it is"], found["the best plan"]))
     good = [(a, b) for a, b in pairs if a.problem is None and b.problem is None]
     time, _, loss = compared([a for a, _ in good], [b for _, b in good])
@@ -295,7 +309,12 @@ def _confirmed(
 
 
 def _without(
-    trials: Trials, start: Measured, best: Measured, knobs: Mapping[str, Sequence[Choice]]
+    trials: Trials,
+    start: Measured,
+    best: Measured,
+    knobs: Mapping[str, Sequence[Choice]],
+    *,
+    budget_s: float | None,
 ) -> dict[str, float | None]:
     """The time of the best plan with one knob as before, as a ratio to the best plan's; None if it fails."""
     before, after, found = values_of(start, knobs), values_of(best, knobs), dict[str, float | None]()
@@ -304,8 +323,10 @@ def _without(
         if all(before[inner] == after[inner] for inner in own):
             continue
         values = after | {inner: before[inner] for inner in own}
-        settings = values | dict.fromkeys(FOLLOW)
-        one = trials.run(Trial(settings=settings, seed=trials.settings.seed), name=f"the best plan, {name} as before")
+        trial = Trial(settings=values | dict.fromkeys(FOLLOW), seed=trials.settings.seed)
+        if not trials.known(trial) and not fits(trials, 1, budget_s=budget_s):
+            break
+        one = trials.run(trial, name=f"the best plan, {name} as before")
         known = one.log_time is not None and best.log_time is not None
         found[name] = math.exp((one.log_time or 0.0) - (best.log_time or 0.0)) if known else None
     return found
@@ -321,6 +342,11 @@ class Rates:
     difference: Difference | None  # of the loss, with several seeds
     steps: int
 
+    @property
+    def unconfirmed(self) -> str | None:
+        lower = self.difference is not None and self.difference.verdict == "faster"
+        return None if lower else "with other seeds its loss is not shown to be lower"
+
     def to_json(self) -> dict[str, Any]:
         found: dict[str, Any] = finite(asdict(self))
         return found
@@ -328,6 +354,8 @@ class Rates:
 
 def search_lr(trials: Trials) -> Rates:
     """Runs the same steps with several learning rates; the grid grows while its best is at an end."""
+    if trials.settings.recipe == "rl":
+        raise UsageError("--search lr compares losses, and that of a policy says nothing about its rewards")
     lr, seed = trials.settings.train.lr, trials.settings.seed
     losses: dict[float, float | None] = {}
 
@@ -345,7 +373,7 @@ def search_lr(trials: Trials) -> Rates:
         raise RunFailed("no trial could be measured: every learning rate failed")
     difference = None
     if best != 1.0:
-        pairs = [(loss(1.0, number), loss(best, number)) for number in range(CONFIRMED)]
+        pairs = [(loss(1.0, number), loss(best, number)) for number in range(1, CONFIRMED + 1)]
         known = [(math.log(a), math.log(b)) for a, b in pairs if a is not None and b is not None and min(a, b) > 0]
         difference = parity.paired([a for a, _ in known], [b for _, b in known], looks=(max(1, len(known)),))
     return Rates(

@@ -47,9 +47,9 @@ class Levels:
         return self._opened[self.spec(task, level=level)]
 
     def see(self, event: RolloutsGraded) -> None:
-        """Moves the levels after a phase."""
+        """Moves the levels after a phase; one that was generated at an earlier level says nothing about this one."""
         for one in event.tasks:
-            if one.task in self._levels and one.accuracy is not None:
+            if one.task in self._levels and one.accuracy is not None and one.level in (None, self._levels[one.task]):
                 up = (one.accuracy > HARDER) - (one.accuracy < EASIER)
                 self._levels[one.task] = min(LAST, max(FIRST, self._levels[one.task] + up))
 

@@ -8,7 +8,7 @@ phases, which the run folder has. So a run that is resumed between two phases co
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -60,6 +60,7 @@ class Generated:
     prompts: Sequence[Prompt]
     completions: Sequence[Sequence[Completion]]
     grades: Sequence[Sequence[Grade]]
+    levels: Mapping[str, int | None]  # of the tasks, when the phase was generated
     seconds: float
 
 
@@ -189,7 +190,7 @@ class RolloutBatches:
         for graders in self.graders.values():
             graders.forget()
         self.engine.phases.mark("data")
-        self._report(tried, step=step, seconds=spent + waited, waited=waited)
+        self._report(tried, levels=generated.levels, step=step, seconds=spent + waited, waited=waited)
         return self.experience.updates(list(found.values()), phase=phase)
 
     def _last_ahead(self, phase: int) -> int:
@@ -203,7 +204,8 @@ class RolloutBatches:
 
     def _saved_at(self, phase: int) -> bool:
         """Whether the weights at the start of a phase are saved."""
-        cadences = [self.settings.save.every, self.settings.eval.every if self.settings.save.best else None]
+        evaluation = (self.settings.eval.every, self.settings.eval.tasks_every) if self.settings.save.best else ()
+        cadences = [self.settings.save.every, *evaluation]
         step, before = phase * self.rl.steps_in_phase, (phase - 1) * self.rl.steps_in_phase
         return any(step // every > before // every for every in cadences if every)
 
@@ -276,7 +278,8 @@ class RolloutBatches:
         with torch.no_grad():
             completions, grades = self.fitting.run(generate) if prompts else ([], [])
         seconds = time.perf_counter() - began
-        return Generated(prompts=prompts, completions=completions, grades=grades, seconds=seconds)
+        levels = {spec: self.levels.level(spec) for spec in self.rl.tasks}
+        return Generated(prompts=prompts, completions=completions, grades=grades, levels=levels, seconds=seconds)
 
     def _sampler(self, rows: int) -> Sampler:
         """On the weights that are being trained; it reads them again before every use."""
@@ -300,7 +303,15 @@ class RolloutBatches:
             )
         return groups
 
-    def _report(self, groups: Sequence[Group], *, step: int, seconds: float, waited: float) -> None:
+    def _report(
+        self,
+        groups: Sequence[Group],
+        *,
+        levels: Mapping[str, int | None],
+        step: int,
+        seconds: float,
+        waited: float,
+    ) -> None:
         """Records the completions of all ranks by task."""
         by_task = [[group for group in groups if group.prompt.task == spec] for spec in self.rl.tasks]
         device = self.engine.active.device
@@ -310,7 +321,7 @@ class RolloutBatches:
         event = RolloutsGraded(
             step=step,
             tasks=tuple(
-                summary(row, task=spec, level=self.levels.level(spec), slowest_s=seconds)
+                summary(row, task=spec, level=levels[spec], slowest_s=seconds)
                 for spec, row, seconds in zip(self.rl.tasks, totals, longest, strict=True)
             ),
             tokens=int(totals[:, COUNTS.index("tokens")].sum()),
