@@ -2,7 +2,7 @@
 
     python -m benchmarks.rl_embedded
 
-A CPU is enough. The questions of each task come again in every four phases. The start is the first eight phases of
+A CPU is enough. The questions of each task come again in every two phases. The start is the first eight phases of
 rollouts, the end the last eight. The interval is that of the difference, by the spread of the phases around the mean of
 their own seed.
 """

@@ -11,12 +11,12 @@ import typer
 
 from flatout.cli.shared import AsJson, Config, Overrides, err, escaped, new_folder, out, print_json, print_plain
 from flatout.errors import UsageError
-from flatout.words import duration, number, percent
+from flatout.words import duration
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from flatout.insight.ablate import Ablation, Row
+    from flatout.insight.ablate import Ablation
 
 QUESTIONS = {
     "alone": "Each switch alone, on the starting point",
@@ -126,35 +126,15 @@ def seconds_of(text: str) -> float:
 
 
 def _tables(found: Ablation) -> list[Table]:
+    from flatout.insight.ablate import HEADS
     from flatout.terminal import table
 
     tables = []
     for question, title in QUESTIONS.items():
         if not (rows := found.asked(question)):
             continue
-        made = table(title, "", "claim", "tokens/s", "speed", "MFU", "memory", "start-up", "loss", "verdict")
+        made = table(title, *HEADS)
         for row in rows:
-            made.add_row(*_cells(row))
+            made.add_row(*map(escaped, row.cells))
         tables.append(made)
     return tables
-
-
-def _cells(row: Row) -> list[str]:
-    speed = loss = ""
-    if row.time is not None:
-        speed = f"{1 / row.time.ratio:.2f}x"
-        if row.time.low > 0:
-            speed += f" ({1 / row.time.high:.2f} to {1 / row.time.low:.2f})"
-    if row.loss_verdict is not None:
-        loss = "another training" if row.kind == "recipe" else row.loss_verdict
-    return [
-        escaped(row.name),
-        escaped(row.claim or ""),
-        number(row.tokens_per_s),
-        speed,
-        percent(row.mfu),
-        number(row.peak_gib, unit=" GiB"),
-        number(row.start_s, unit=" s"),
-        loss,
-        escaped(row.verdict),
-    ]

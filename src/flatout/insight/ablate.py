@@ -23,11 +23,14 @@ from flatout.insight.switches import FOLLOW, SWITCHES, Kind, Switch, after_of, a
 from flatout.insight.switches import PLAN as PLAN_KEY
 from flatout.insight.trials import Measured, Trial, Trials
 from flatout.parity import Difference
+from flatout.words import number, percent
 
 BEFORE, PLAN = "before", "full plan"
 # Losses of changed numerics that differ by less are called equal.
 LOSS_MARGIN = 0.005
 BLOCKS, MOST_BLOCKS = parity.LOOKS[0], parity.LOOKS[-1]
+
+HEADS = ("", "claim", "tokens/s", "speed", "MFU", "memory", "start-up", "loss", "verdict")
 
 Question = Literal["alone", "without", "cumulative"]
 LossVerdict = Literal["equal", "different", "not enough evidence"]
@@ -80,6 +83,24 @@ class Row:
         if self.time.verdict == "no effect shown":
             return f"no difference above {parity.MARGIN:.0%}"
         return "not enough evidence"
+
+    @property
+    def cells(self) -> list[str]:
+        """The row as a table shows it, under HEADS."""
+        speed = "" if self.time is None else f"{1 / self.time.ratio:.2f}x"
+        if self.time is not None and self.time.low > 0:
+            speed += f" ({1 / self.time.high:.2f} to {1 / self.time.low:.2f})"
+        return [
+            self.name,
+            self.claim or "",
+            number(self.tokens_per_s),
+            speed,
+            percent(self.mfu),
+            number(self.peak_gib, unit=" GiB"),
+            number(self.start_s, unit=" s"),
+            "another training" if self.kind == "recipe" else self.loss_verdict or "",
+            self.verdict,
+        ]
 
 
 @dataclass(frozen=True, kw_only=True)

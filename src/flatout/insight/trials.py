@@ -19,7 +19,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from statistics import fmean
 from types import MappingProxyType
@@ -266,14 +266,7 @@ class Trials:
         return found | ({"rl.teach": 0, "rl.teach_lr": None} if settings.recipe == "rl" else {})
 
     def _failed(self, trial: Trial, seconds: float, problem: str) -> Measured:
-        return Measured(
-            key=trial.key,
-            settings=dict(trial.settings),
-            seed=trial.seed,
-            code=trial.code,
-            seconds=seconds,
-            problem=redact(problem),
-        )
+        return replace(_of(trial, seconds), problem=redact(problem))
 
     def _measured(self, trial: Trial, run: Run, *, seconds: float, began: float) -> Measured:
         events = list(run.events())
@@ -290,12 +283,8 @@ class Trials:
         losses = [step.loss for step in warm if step.loss is not None]
         if not losses or not all(map(math.isfinite, losses)):
             return self._failed(trial, seconds, "its loss is not finite")
-        return Measured(
-            key=trial.key,
-            settings=dict(trial.settings),
-            seed=trial.seed,
-            code=trial.code,
-            seconds=seconds,
+        return replace(
+            _of(trial, seconds),
             start_s=steps[0].time - began,
             log_time=parity.typical(spent),
             log_total=math.log(sum(step.training_s for step in warm) / sum(step.tokens for step in warm)),
@@ -307,6 +296,10 @@ class Trials:
             decisions={choice.name: choice.value for choice in story.choices},
             active=dict(story.active),
         )
+
+
+def _of(trial: Trial, seconds: float) -> Measured:
+    return Measured(key=trial.key, settings=dict(trial.settings), seed=trial.seed, code=trial.code, seconds=seconds)
 
 
 def train_command(code: str) -> list[str]:

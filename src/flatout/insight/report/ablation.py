@@ -6,18 +6,17 @@ import time
 from collections.abc import Sequence
 
 from flatout import __version__
-from flatout.insight.ablate import Ablation, Row
+from flatout.insight.ablate import HEADS, Ablation, Row
 from flatout.insight.report.fragments import table
 from flatout.insight.report.html import Child, Html, join, tag
 from flatout.insight.report.page import POLICY, digest, document, style
-from flatout.words import number, percent
+from flatout.words import number
 
 QUESTIONS = {
     "alone": ("Each switch alone", "Speed against the starting point; the thin line is the 95 % interval."),
     "without": ("Without each switch", "Speed against the full plan; the thin line is the 95 % interval."),
     "cumulative": ("One after the other", "Tokens per second; each bar begins where the one before it ended."),
 }
-HEADS = ["", "claim", "tokens/s", "speed", "MFU", "peak memory", "start-up", "loss", "blocks", "verdict"]
 WIDTH, NAMES, RIGHT, ROW = 640, 210, 60, 24
 
 
@@ -47,7 +46,7 @@ def _section(found: Ablation, question: str) -> Html | None:
         return None
     title, about = QUESTIONS[question]
     chart = waterfall(found, rows) if question == "cumulative" else bars(rows)
-    cells = [_cells(row) for row in found.asked(question)]
+    cells = [row.cells for row in found.asked(question)]
     return tag(
         "section",
         tag("h2", title, id=f"{question}-h"),
@@ -122,22 +121,3 @@ def _svg(parts: Sequence[Child], *, height: int, title: str) -> Html:
         class_="chart",
         aria_label=title,
     )
-
-
-def _cells(row: Row) -> list[Child]:
-    speed = "" if row.time is None else f"{1 / row.time.ratio:.3f}"
-    if row.time is not None and row.time.low > 0:
-        speed += f" ({1 / row.time.high:.3f} to {1 / row.time.low:.3f})"
-    loss = "another training" if row.kind == "recipe" else row.loss_verdict or ""
-    return [
-        row.name,
-        row.claim or "",
-        number(row.tokens_per_s),
-        speed,
-        percent(row.mfu),
-        number(row.peak_gib, unit=" GiB"),
-        number(row.start_s, unit=" s"),
-        loss,
-        row.blocks,
-        row.verdict,
-    ]
