@@ -27,7 +27,7 @@ from flatout.recipes.experience import (
     examples_of,
     packed,
 )
-from flatout.recipes.rl import PolicyGradient
+from flatout.recipes.policy_gradient import PolicyGradient
 
 VOCAB, WIDTH = 17, 8
 COLUMNS = (ADVANTAGE, WEIGHT, OLD_LOGP, SAMPLER_LOGP, REFERENCE_LOGP, OLD_VALUE, RETURN)

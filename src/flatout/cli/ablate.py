@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from flatout.insight.ablate import Ablation
+    from flatout.insight.switches import Switch
 
 QUESTIONS = {
     "alone": "Each switch alone, on the starting point",
@@ -52,14 +54,24 @@ def ablate(
     Every trial is a short run in its own process. A second call with the same --run continues.
     """
     from flatout.cli.shared import require_torch
+    from flatout.config import load
     from flatout.files import write_atomic
     from flatout.insight import ablate as verb
     from flatout.insight.report.ablation import html
     from flatout.insight.switches import SWITCHES, of_baseline
-    from flatout.insight.trials import Trials
+    from flatout.insight.trials import Trials, short
 
     require_torch()
     seconds = None if budget is None else seconds_of(budget)
+    switches: Sequence[Switch] = SWITCHES
+    if baseline is not None:
+        fixed = {*short(load(config, overrides=overrides or []).settings), "seed"}
+        switches = of_baseline(_flat(config, overrides), _flat(baseline, None), without=fixed)
+    names = {switch.name for switch in switches}
+    if unknown := next((name for name in only or () if name not in names), None):
+        raise UsageError(f"--only {unknown!r} is no switch; there are: {', '.join(sorted(names))}")
+    if not switches:
+        raise UsageError(f"{baseline} has the same settings as {config}, so there is nothing to measure")
     trials = Trials(
         config,
         overrides or [],
@@ -68,13 +80,6 @@ def ablate(
         base=planned(config, overrides),
         say=say,
     )
-    mine = _flat(config, overrides)
-    switches = SWITCHES if baseline is None else of_baseline(mine, _flat(baseline, None), without=trials.fixed)
-    names = {switch.name for switch in switches}
-    if unknown := next((name for name in only or () if name not in names), None):
-        raise UsageError(f"--only {unknown!r} is no switch; there are: {', '.join(sorted(names))}")
-    if not switches:
-        raise UsageError(f"{baseline} has the same settings as {config}, so there is nothing to measure")
     found = verb.ablate(trials, blocks=blocks, budget_s=seconds, switches=switches, only=only or ())
     write_atomic(trials.folder / "ablation.json", json.dumps(found.to_json(), indent=1).encode())
     write_atomic(trials.folder / "ablation.html", html(found, name=config.stem).encode())

@@ -118,7 +118,6 @@ class Trials:
         self.limit_s, self.steps, self.say = limit_s, steps, say
         self.found: dict[str, Measured] = {}
         self.spent_s = 0.0  # by the trials of this call
-        self.num_run = 0
         load(config, overrides=[*self.overrides, *self._given(Trial(settings={}, seed=0))])  # or a mistake is named
         self._open()
 
@@ -161,11 +160,6 @@ class Trials:
                 f"another search is using {self.folder}: wait for it, or name another --run FOLDER"
             ) from None
 
-    @property
-    def fixed(self) -> set[str]:
-        """The settings that every trial has, whatever else it measures."""
-        return {*self._short(), "seed"}
-
     def known(self, trial: Trial) -> bool:
         return trial.key in self.found
 
@@ -186,7 +180,6 @@ class Trials:
                 found = self._measured(trial, Run.open(run), seconds=seconds, began=began)
         self.found[found.key] = found
         self.spent_s += found.seconds
-        self.num_run += 1
         file = self.folder / TRIALS / f"{found.key}.json"
         write_atomic(file, json.dumps(asdict(found), indent=1).encode(), root=self.folder)
         if found.problem is None:
@@ -238,32 +231,8 @@ class Trials:
 
     def _given(self, trial: Trial) -> list[str]:
         """The overrides of a trial. What makes it short comes last."""
-        values = {**self.base, **trial.settings, **self._short(), "seed": trial.seed}
+        values = {**self.base, **trial.settings, **short(self.settings, steps=self.steps), "seed": trial.seed}
         return [f"{key}={_word(value)}" for key, value in values.items()]
-
-    def _short(self) -> dict[str, Any]:
-        """What makes a run short, the same for every trial; the batch and the lengths stay."""
-        settings, plain = self.settings, Settings()
-        steps = (WARM_STEPS + self.steps) * (settings.rl.steps_in_phase if settings.recipe == "rl" else 1)
-        found: dict[str, Any] = {
-            "train.steps": steps,
-            "train.epochs": None,
-            "train.tokens": None,
-            "train.warmup_steps": min(settings.train.warmup_steps, steps // 4),
-            "eval.every": None,
-            "eval.tokens": min(settings.eval.tokens, 4 * settings.data.sequence_length),
-            "eval.patience": None,
-            "eval.tasks": [],
-            **{f"eval.{name}": getattr(plain.eval, name) for name in OF_TASKS},
-            "target.val_loss": None,
-            "profile.steps": None,
-            "save.every": None,
-            "save.best": False,
-            "save.weights_only": True,
-            "log.tensorboard": False,
-            "log.wandb": "off",
-        }
-        return found | ({"rl.teach": 0, "rl.teach_lr": None} if settings.recipe == "rl" else {})
 
     def _failed(self, trial: Trial, seconds: float, problem: str) -> Measured:
         return replace(_of(trial, seconds), problem=redact(problem))
@@ -296,6 +265,31 @@ class Trials:
             decisions={choice.name: choice.value for choice in story.choices},
             active=dict(story.active),
         )
+
+
+def short(settings: Settings, *, steps: int = STEPS) -> dict[str, Any]:
+    """What makes a run short, the same for every trial; the batch and the lengths stay."""
+    plain = Settings()
+    steps = (WARM_STEPS + steps) * (settings.rl.steps_in_phase if settings.recipe == "rl" else 1)
+    found: dict[str, Any] = {
+        "train.steps": steps,
+        "train.epochs": None,
+        "train.tokens": None,
+        "train.warmup_steps": min(settings.train.warmup_steps, steps // 4),
+        "eval.every": None,
+        "eval.tokens": min(settings.eval.tokens, 4 * settings.data.sequence_length),
+        "eval.patience": None,
+        "eval.tasks": [],
+        **{f"eval.{name}": getattr(plain.eval, name) for name in OF_TASKS},
+        "target.val_loss": None,
+        "profile.steps": None,
+        "save.every": None,
+        "save.best": False,
+        "save.weights_only": True,
+        "log.tensorboard": False,
+        "log.wandb": "off",
+    }
+    return found | ({"rl.teach": 0, "rl.teach_lr": None} if settings.recipe == "rl" else {})
 
 
 def _of(trial: Trial, seconds: float) -> Measured:
