@@ -118,7 +118,7 @@ def several(options: argparse.Namespace, scratch: Path, call: Call) -> list[Resu
     )
     found: list[Result] = []
     for seed in options.seeds:
-        for method in METHODS:
+        for method in options.methods:
             overrides = [*options.set, f"mtl.method={method}", f"seed={seed}"]
             run = trained(config, overrides, folder=scratch / f"{method}-{seed}")
             found += rows(call, f"{method}-seed{seed}", [figures(run)])
@@ -148,6 +148,7 @@ def main() -> None:
     parser.add_argument("--peer-repeats", type=int, default=1)
     parser.add_argument("--model", type=Path, help="folder of real weights")
     parser.add_argument("--mtl", action="store_true")
+    parser.add_argument("--methods", nargs="+", choices=METHODS, default=METHODS)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--steps", type=int, default=24)
     parser.add_argument("--limit", type=int, default=400)

@@ -61,17 +61,17 @@ def gain(runs: list[list[float]]) -> tuple[float, float, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--commit", default=None)
     parser.add_argument("--to", type=Path, default=FOLDER / "rl-embedded.jsonl")
     options = parser.parse_args()
     call = Call(benchmark="rl-embedded", commit=options.commit or git_commit())
-    jobs = list(product(ALGORITHMS, range(options.seeds)))
+    jobs = list(product(ALGORITHMS, options.seeds))
     with tempfile.TemporaryDirectory() as scratch, ThreadPoolExecutor(os.cpu_count()) as threads:
         found = dict(zip(jobs, threads.map(lambda job: rewards_of(*job, scratch=Path(scratch)), jobs), strict=True))
     results = []
     for algorithm in ALGORITHMS:
-        runs = [found[algorithm, seed] for seed in range(options.seeds)]
+        runs = [found[algorithm, seed] for seed in options.seeds]
         for task in runs[0]:
             variant, of_task = f"{algorithm} {task.partition(':')[0]}", [run[task] for run in runs]
             for metric, part in (("start", slice(PHASES)), ("end", slice(-PHASES, None))):
@@ -79,7 +79,7 @@ def main() -> None:
                 results.append(call.result(variant=variant, metric=metric, unit="mean reward", values=values))
             value, low, high = gain(of_task)
             row = call.result(variant=variant, metric="gain", unit="mean reward", values=[value])
-            results.append(replace(row, low=low, high=high, repeats=options.seeds))
+            results.append(replace(row, low=low, high=high, repeats=len(options.seeds)))
     write(results, options.to)
     print(table(results))
 

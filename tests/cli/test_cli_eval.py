@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +17,7 @@ from flatout.data.tokenizer import ByteTokenizer
 from flatout.engine.opening import open_model
 from flatout.errors import UsageError
 from flatout.model import Decoder, weights
+from flatout.record import Run
 
 
 @pytest.fixture(scope="module")
@@ -113,6 +115,18 @@ def test_what_is_no_model_is_said(tmp_path: Path) -> None:
         open_model(str(tmp_path))
     with pytest.raises(UsageError, match="does not exist"):
         open_model(str(tmp_path / "nothing"))
+
+
+@pytest.mark.parametrize("name", ["plan.json", "hardware.json", "env.json", "config.yaml", "config.json"])
+@pytest.mark.parametrize("as_pipe", [False, True])
+def test_a_damaged_run_is_not_taken_for_a_model(tmp_path: Path, name: str, *, as_pipe: bool) -> None:
+    run = Run.create(tmp_path / "run", config_text="", config={}, plan={}, hardware={}, environment={})
+    (run.path / "checkpoints").mkdir()
+    (run.path / name).unlink()
+    if as_pipe:
+        os.mkfifo(run.path / name)
+    with pytest.raises(UsageError, match=f"run folder: it lacks {name}"):
+        open_model(str(run.path))
 
 
 def test_all_that_ends_a_text_is_known(folder: Path, tmp_path: Path) -> None:

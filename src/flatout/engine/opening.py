@@ -61,7 +61,7 @@ def open_model(
         raise UsageError(f"--dtype {dtype!r} must be one of {', '.join(DTYPES)}")
     chosen = DTYPES[dtype or _natural(place)]
     place = torch.device("cpu") if backend == "vllm" else place
-    if Run.is_at(name):
+    if Run.is_named_by(name):
         opened = _trained(name, place, chosen, trust)
     elif (Path(name) / peft.CONFIG).is_file() and not (Path(name) / "config.json").is_file():
         opened = _adapter(name, place, chosen)

@@ -218,9 +218,9 @@ def adapters_of(lora: LoraSettings) -> Adapters | None:
 
 def _of_runs(settings: Settings) -> Settings:
     """Gives a student that is a run folder that run's shape; such a generator is assumed to have the same shape."""
-    if settings.rft.generator is not None and Run.is_at(settings.rft.generator):
+    if settings.rft.generator is not None and Run.is_named_by(settings.rft.generator):
         settings = replace(settings, rft=replace(settings.rft, generator=None))
-    if settings.model.name is None or not Run.is_at(settings.model.name):
+    if settings.model.name is None or not Run.is_named_by(settings.model.name):
         return settings
     run = Run.open(settings.model.name)
     return replace(

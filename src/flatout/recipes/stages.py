@@ -75,7 +75,7 @@ class RunTasks:
                 f"rft.teach: {rft.teach} has no worked solutions, or is endless; use sums:shown, units:train or "
                 "gsm8k:FILE"
             )
-        if rft.teach is not None and settings.model.name is not None and Run.is_at(settings.model.name):
+        if rft.teach is not None and settings.model.name is not None and Run.is_named_by(settings.model.name):
             raise UsageError(f"rft.teach and {settings.model.name}, an already trained run: leave one out")
         sampled = questions_of(made[0])
         return cls(
@@ -115,7 +115,7 @@ class Stages:
             if outcome.stopped_by.startswith("SIG"):
                 raise Stopped(outcome.stopped_by)
             self._as_folder(Run.open(run.stage_dir("taught")), to)
-        elif name is not None and Run.is_at(name):
+        elif name is not None and Run.is_named_by(name):
             self._as_folder(Run.open(name), to)
         elif name is not None and settings.model.revision is not None:
             return str(hub.folder(name, weights=True, revision=settings.model.revision))
@@ -381,7 +381,7 @@ def single_rank() -> Ranks:
 
 def weights_of(name: str) -> str:
     """Identifies the weights behind a name: the checkpoint of a run, the seal of a folder, or the name."""
-    if Run.is_at(name):
+    if Run.is_named_by(name):
         return chosen_checkpoint(Run.open(name))[0].checksum
     return seal_of(Path(name)) or name
 

@@ -190,6 +190,12 @@ class Run:
         """Whether there is a run at `path`."""
         return all((Path(path) / name).is_file() for name in _WRITTEN_ONCE)
 
+    @classmethod
+    def is_named_by(cls, name: str | Path) -> bool:
+        """Whether a name of a model names a run, whole or damaged; opening a damaged one names the file it lacks."""
+        of_runs_only = [file for file in _WRITTEN_ONCE if file != _CONFIG]
+        return sum(os.path.lexists(Path(name) / file) for file in of_runs_only) >= 2
+
     @contextmanager
     def lock(self) -> Iterator[None]:
         """Keeps other processes from training into this folder; the system releases the lock when the process dies."""
