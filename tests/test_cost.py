@@ -174,7 +174,7 @@ def test_recomputation_adds_a_forward_of_the_blocks_to_hfu_only() -> None:
 def test_rates_are_shares_of_all_devices_peaks() -> None:
     flops = Flops(forward=100.0, backward=200.0, recomputed=60.0, common=330.0)
     shares = Rates(flops=flops, peak_flops=1000.0, num_devices=2).shares(tokens=20, seconds=10.0)
-    assert asdict(shares) == pytest.approx({"mfu": 0.3, "hfu": 0.36, "mfu_common": 0.33})
+    assert asdict(shares) == pytest.approx({"mfu": 0.3, "hfu": 0.36, "mfu_common": 0.33, "critic": None})
 
 
 @pytest.mark.parametrize(("peak", "seconds"), [(None, 1.0), (0.0, 1.0), (1e12, 0.0)])

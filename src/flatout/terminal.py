@@ -256,6 +256,8 @@ class View:
             rewards = [number(outcome.reward_first_tenth, digits=3), number(outcome.reward_last_tenth, digits=3)]
             rows.add_row("reward", f"{rewards[0]} in the first tenth, {rewards[1]} in the last")
             rows.add_row("actor MFU", f"{percent(speed.actor_mfu)} without generation and grading")
+            if speed.critic_mfu is not None:
+                rows.add_row("critic MFU", f"{percent(speed.critic_mfu)} in the same time")
         losses = [number(outcome.loss_first_tenth, digits=4), number(outcome.loss_last_tenth, digits=4)]
         rows.add_row("training loss", f"{losses[0]} in the first tenth, {losses[1]} in the last")
         if outcome.val_losses:

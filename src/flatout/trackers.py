@@ -17,7 +17,7 @@ from flatout.cost import Rates
 from flatout.errors import EnvironmentLacks
 from flatout.record import Event, Sink, StepRecord, redacted
 from flatout.record.events import Ended, Evaluated, RolloutsGraded, TasksScored
-from flatout.verdict import actor_mfu
+from flatout.verdict import shares_of_learning
 
 # The numbers of a step's `extra` that are usually charted.
 _EXTRA = ("lr", "grad_norm")
@@ -43,8 +43,9 @@ def step_scalars(record: StepRecord, *, rates: Rates) -> dict[str, float]:
     if record.seconds > 0:
         shares = rates.shares(tokens=record.tokens, seconds=record.training_s)
         scalars["perf/throughput"] = record.tokens / record.training_s
-        actor = actor_mfu(rates, tokens=record.tokens, seconds=record.training_s, phases=record.phases)
-        mfu = {"perf/mfu/done": shares.mfu, "perf/mfu/common": shares.mfu_common, "perf/mfu/actor": actor}
+        learning = shares_of_learning(rates, tokens=record.tokens, seconds=record.training_s, phases=record.phases)
+        mfu = {"perf/mfu/done": shares.mfu, "perf/mfu/common": shares.mfu_common}
+        mfu |= {"perf/mfu/actor": learning.mfu_common, "perf/mfu/critic": learning.critic}
         scalars |= {name: share for name, share in mfu.items() if share is not None}
     if "peak_gib" in record.memory:
         scalars["perf/memory_gib"] = record.memory["peak_gib"]

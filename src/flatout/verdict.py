@@ -58,6 +58,7 @@ class Speedometer:
         if self.steps <= 0 or self.seconds <= 0:
             return Speed()
         shares = self.rates.shares(tokens=self.tokens, seconds=self.seconds) if self.rates else Shares()
+        learning = shares_of_learning(self.rates, tokens=self.tokens, seconds=self.seconds, phases=self._phases)
         timed = bool(self._phases)
         return Speed(
             steps=self.steps,
@@ -69,16 +70,17 @@ class Speedometer:
             data_share=max(0.0, self.data / self.seconds) if timed else None,
             # Two clocks never agree to the last digit.
             unattributed_share=max(0.0, 1 - sum(self._phases.values()) / self.wall) if timed else None,
-            actor_mfu=actor_mfu(self.rates, tokens=self.tokens, seconds=self.seconds, phases=self._phases),
+            actor_mfu=learning.mfu_common,
+            critic_mfu=learning.critic,
         )
 
 
-def actor_mfu(rates: Rates | None, *, tokens: int, seconds: float, phases: Mapping[str, float]) -> float | None:
-    """MFU of the time in which a policy learns from rollouts; None for runs without rollouts."""
+def shares_of_learning(rates: Rates | None, *, tokens: int, seconds: float, phases: Mapping[str, float]) -> Shares:
+    """Shares of the peak in the time in which a policy learns from rollouts; unknown for runs without rollouts."""
     outside = sum(spent for phase, spent in phases.items() if phase.rpartition("/")[2] in ROLLOUT_PHASES)
     if rates is None or not outside or seconds <= outside:
-        return None
-    return rates.shares(tokens=tokens, seconds=seconds - outside).mfu_common
+        return Shares()
+    return rates.shares(tokens=tokens, seconds=seconds - outside)
 
 
 def speed_of(run: Run, parts: Sequence[Rollup], *, rates: Rates | None, rank: int = 0) -> Speed:
@@ -189,6 +191,7 @@ def judge(criteria: CriteriaSettings, outcome: Outcome) -> list[Verdict]:
         "hours": outcome.hours,
         "saves": float(outcome.saves),
         "actor_mfu": speed.actor_mfu,
+        "critic_mfu": speed.critic_mfu,
         "reward": outcome.reward_last_tenth,
         "task_score": outcome.task_scores[-1] if outcome.task_scores else None,
     }

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import sys
+import types
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
@@ -12,19 +14,21 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from tests.warm import two_ranks
 
 from flatout.config import from_mapping
 from flatout.config.settings import RlSettings, Settings
 from flatout.engine.step import Engine
 from flatout.engine.trained import open_trained
-from flatout.errors import UsageError
+from flatout.errors import EnvironmentLacks, UsageError
 from flatout.recipes import rl, rollouts, run
 from flatout.recipes.experience import Experience
 from flatout.recipes.levels import Levels
 from flatout.recipes.rollouts import RolloutBatches
 from flatout.record import Run
 from flatout.record.events import MemoryRanOut, Notice, RolloutsGraded, RowsHalved, TaskRollouts
+from flatout.sample import sampler_of
 from flatout.tasks import Graded, open_task
 
 TRAIN, SHOWN = "sums:train?prompt=bare", "sums:shown?prompt=bare"
@@ -322,6 +326,53 @@ def test_a_run_with_a_critic_is_opened_without_it(tmp_path: Path) -> None:
     run(settings(rl={"algorithm": "ppo", "critic": "own"}, train={"steps": 2}), folder=tmp_path / "run")
     opened = open_trained(Run.open(tmp_path / "run"))
     assert not [name for name, _ in opened.model.named_parameters() if name.startswith("critic")]
+
+
+def test_a_policy_stays_as_it_is_while_only_its_critic_learns(tmp_path: Path) -> None:
+    chosen = settings(rl={"algorithm": "ppo", "critic_warmup": 2}, train={"weight_decay": 0.0}, save={"keep": 3})
+    run(chosen, folder=tmp_path / "run")  # of three phases, the last one trains the policy
+    found = [load_file(next(place.glob("weights*"))) for place in sorted((tmp_path / "run/checkpoints").glob("step-*"))]
+    assert len(found) == 3
+    changed = [{name for name, tensor in one.items() if not tensor.equal(found[0][name])} for one in found[1:]]
+    assert changed[0] == {"critic.weight", "critic.bias"}
+    assert changed[1] == set(found[0])
+
+
+def test_a_critic_with_its_own_model_has_its_own_mfu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = []
+    for critic in ("shared", "own"):
+        chosen = settings(rl={"algorithm": "ppo", "critic": critic}, train={"steps": 10})
+        found.append(run(chosen, folder=tmp_path / critic).speed)
+    shared, own = found
+    assert shared.critic_mfu is None
+    assert own.critic_mfu is not None
+    assert own.actor_mfu is not None
+    # A critic has no head: 6N + 12LHT without it.
+    width, length, vocab = 32, 64, 320
+    blocks = 6 * 2 * (4 * width * width + 3 * width * 128) + 12 * 2 * width * length
+    assert own.critic_mfu / own.actor_mfu == pytest.approx(blocks / (blocks + 6 * vocab * width))
+
+
+def test_vllm_is_asked_for_before_anything_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    with pytest.raises(EnvironmentLacks, match="vLLM is not installed"):
+        run(settings(rl={"sampler": "vllm"}), folder=tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_vllm_generates_from_the_weights_of_the_moment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[str, float]] = []
+
+    def opened(live: Any, *, backend: str = "auto", rows: int | None = None, memory: float | None = None) -> Any:
+        if backend == "vllm":
+            assert memory is not None
+            asked.append((backend, memory))
+        return sampler_of(live, rows=rows)
+
+    monkeypatch.setitem(sys.modules, "vllm", types.ModuleType("vllm"))
+    monkeypatch.setattr(rollouts, "sampler_of", opened)
+    run(settings(rl={"sampler": "vllm", "vllm_memory": 0.2}, train={"steps": 2}), folder=tmp_path / "run")
+    assert asked == [("vllm", 0.2)]
 
 
 def test_questions_that_do_not_fit_are_reported_once(tmp_path: Path) -> None:

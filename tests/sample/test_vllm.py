@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import sys
 import types
@@ -35,7 +36,15 @@ class FakeLLM:
     def __init__(self, **options: Any) -> None:
         self.options = options
         self.asked: list[tuple[Any, Any, Any]] = []
+        self.loaded: list[dict[str, torch.Tensor]] = []
+        self.forgotten = 0
+        model = types.SimpleNamespace(load_weights=lambda named: self.loaded.append({k: v.clone() for k, v in named}))
+        runner = types.SimpleNamespace(model_runner=types.SimpleNamespace(model=model))
+        self.llm_engine = types.SimpleNamespace(model_executor=types.SimpleNamespace(driver_worker=runner))
         FakeLLM.made.append(self)
+
+    def reset_prefix_cache(self) -> None:
+        self.forgotten += 1
 
     def generate(self, prompts: Any, params: Any, *, use_tqdm: bool, lora_request: Any) -> list[Any]:
         self.asked.append((prompts, params, lora_request))
@@ -157,11 +166,34 @@ def test_adapters_go_as_peft_files_on_their_base(decoder: Decoder, tmp_path: Pat
     assert json.loads((Path(path) / "adapter_config.json").read_text())["r"] == 4
 
 
+@pytest.mark.parametrize("adapted", [False, True])
+def test_a_model_in_training_is_followed(decoder: Decoder, *, adapted: bool) -> None:
+    spec = Adapters(rank=4, alpha=8.0)
+    if adapted:
+        lora.freeze(decoder, device=torch.device("cpu"), base_bits=16, seed=0)
+        lora.attach(decoder, spec, seed=0)
+    sampler = sampler_of(Asked(decoder), backend="vllm", memory=0.25)
+    [llm] = FakeLLM.made
+    assert llm.options["gpu_memory_utilization"] == 0.25
+    for step in range(2):
+        with torch.no_grad():
+            for parameter in decoder.parameters():
+                parameter.add_(0.01 * (step + 1))
+        list(sampler.generate([[1]], sampling=Sampling(max_tokens=1)))
+        expected = copy.deepcopy(decoder)
+        lora.merge(expected)
+        named = dict(weights.to_hf(expected.state_dict(), expected.shape))
+        assert llm.loaded[step].keys() == named.keys()
+        for name, tensor in llm.loaded[step].items():
+            torch.testing.assert_close(tensor.float(), named[name].float())
+    assert llm.forgotten == 2
+
+
 def test_without_vllm_the_way_out_is_told(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "vllm", None)
-    with pytest.raises(EnvironmentLacks, match="vLLM, which is not installed"):
+    with pytest.raises(EnvironmentLacks, match="vLLM is not installed"):
         sampler_of(Asked(decoder, Path("folder")), backend="vllm")
-    with pytest.raises(EnvironmentLacks, match="vLLM, which is not installed"):
+    with pytest.raises(EnvironmentLacks, match="vLLM is not installed"):
         backend_of("vllm")
     with pytest.raises(UsageError, match="'vlm' must be one of auto, flatout, hf, vllm"):
         backend_of("vlm")

@@ -207,6 +207,10 @@ class RlSettings:
     graders: int | None = setting(
         None, "processes that grade the completions of a task (default: one less than the cores, at most 8)", gt=0
     )
+    sampler: Literal["flatout", "vllm"] = setting(
+        "flatout", "what generates: flatout's own sampler, or vLLM in the same process, where it is installed"
+    )
+    vllm_memory: float = setting(0.3, "vllm: share of the GPU's memory that vLLM may take", gt=0, lt=1)
     curriculum: bool = setting(False, "choose the level of each task by the accuracy of earlier phases")
     old_logprobs: Literal["auto", "sampler", "trainer"] = setting(
         "auto",
@@ -323,6 +327,9 @@ class CriteriaSettings:
     validation_improving: bool | None = setting(None, "the last validation loss is below the first")
     saves: int | None = setting(None, "at least this many checkpoints were saved", gt=0)
     actor_mfu: float | None = setting(None, "recipe rl: at least this MFU while the policy learns", gt=0, le=1)
+    critic_mfu: float | None = setting(
+        None, "recipe rl: at least this MFU of a critic with a model of its own, in the same time", gt=0, le=1
+    )
     reward: float | None = setting(None, "recipe rl: at least this mean reward in the last tenth of the phases")
     task_score: float | None = setting(None, "at least this mean score in the last evaluation of tasks", gt=0, le=1)
 

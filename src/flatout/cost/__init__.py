@@ -58,6 +58,7 @@ class Flops:
     recomputed: float
     common: float
     attention: float = 0.0  # of forward and backward, the part that is attention
+    critic: float = 0.0  # of a critic with a trunk of its own, counted as `common` is
 
     @property
     def done(self) -> float:
@@ -105,6 +106,7 @@ class Shares:
     mfu: float | None = None
     hfu: float | None = None
     mfu_common: float | None = None
+    critic: float | None = None  # of a critic with a trunk of its own
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,6 +136,7 @@ class Rates:
             mfu=self.flops.done * per_flop,
             hfu=self.flops.executed * per_flop,
             mfu_common=self.flops.common * per_flop,
+            critic=self.flops.critic * per_flop or None,
         )
 
     def to_json(self) -> dict[str, Any]:

@@ -49,10 +49,13 @@ class Head:
         hidden = self.hidden_NC if rows is None else self.hidden_NC.index_select(0, rows)
         return linear_log_probs(hidden, self.weight_VC, targets, chunk=LOG_PROB_ROWS, temperature=temperature)
 
-    def values(self, *, rows: Tensor | None = None) -> Tensor:
-        """What the critic expects at each token."""
+    def values(self, *, rows: Tensor | None = None, into_policy_N: Tensor | None = None) -> Tensor:
+        """What the critic expects at each token. Where `into_policy_N` is false, its gradient stops at the critic."""
         assert self.critic is not None, "the model has no critic"
-        found = self.critic(self.hidden_NC)
+        hidden_NC = self.hidden_NC
+        if into_policy_N is not None:
+            hidden_NC = torch.where(into_policy_N[:, None], hidden_NC, hidden_NC.detach())
+        found = self.critic(hidden_NC)
         return found if rows is None else found.index_select(0, rows)
 
 

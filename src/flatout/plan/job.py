@@ -48,6 +48,8 @@ class Job:
     gradient_tasks: int = 0
     own_critic: bool = False
     reference: bool = False
+    # Share of the GPU's memory that another engine takes, such as vLLM.
+    taken_share: float = 0.0
 
     @property
     def device(self) -> str:
@@ -70,17 +72,20 @@ class Job:
     @property
     def usable_gib(self) -> float | None:
         """The share of `memory_gib` that the run may use."""
-        return None if self.memory_gib is None else (self.pins.memory_fraction or 1.0) * self.memory_gib
+        share = min(self.pins.memory_fraction or 1.0, 1.0 - self.taken_share)
+        return None if self.memory_gib is None else share * self.memory_gib
 
     def flops(self, recompute: str) -> Flops:
         """FLOPs per token of this job."""
-        return flops_per_token(
+        found = flops_per_token(
             self.shape,
             sequence_length=self.sequence_length,
             mean_context=self.mean_context,
             adapters=self.adapters,
             recompute=recompute,
         )
+        head = 6 * self.shape.vocab * self.shape.hidden  # a critic has none
+        return replace(found, critic=found.common - head) if self.own_critic else found
 
     @property
     def rank_sequences(self) -> int:
@@ -142,6 +147,7 @@ def job_of(
         gradient_tasks=len(rl.tasks) if recipe.rolls_out and settings.mtl.method not in ("mixed", "equal") else 0,
         own_critic=recipe.rolls_out and rl.algorithm == "ppo" and rl.critic == "own",
         reference=recipe.rolls_out and bool(rl.kl) and adapters is None,  # under adapters it is the frozen base
+        taken_share=rl.vllm_memory if recipe.rolls_out and rl.sampler == "vllm" else 0.0,
     )
 
 

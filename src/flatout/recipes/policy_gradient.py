@@ -55,7 +55,8 @@ class PolicyGradient:
             found["reference_kl"] = (kl.detach() * trained).sum()
         loss = (losses * columns[WEIGHT] * trained).sum()
         if self.method.estimator is None:
-            values = head.values(rows=rows)
+            # While only the critic learns, a shared trunk must stay as it is: it is the policy.
+            values = head.values(rows=rows, into_policy_N=batch.columns[WEIGHT] != 0)
             errors = policy.value_loss(values, columns[OLD_VALUE], columns[RETURN], clip=self.rl.value_clip) * trained
             loss = loss + self.rl.value_weight * errors.sum()
             found["value_loss"] = errors.detach().sum()

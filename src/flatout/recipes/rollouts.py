@@ -34,7 +34,17 @@ from flatout.recipes.questions import Live
 from flatout.recipes.sampling import Fitting, Graders
 from flatout.recipes.session import Session
 from flatout.record.events import Notice, RolloutSample, RolloutsGraded, TaskRollouts
-from flatout.sample import Completion, Sampler, Sampling, prompt_ids, prompt_ids_batch, sampler_of, stop_texts, text_of
+from flatout.sample import (
+    Completion,
+    Sampler,
+    Sampling,
+    backend_of,
+    prompt_ids,
+    prompt_ids_batch,
+    sampler_of,
+    stop_texts,
+    text_of,
+)
 from flatout.tasks import Graded, Task, Worked
 
 # The most concurrent sequences. On a GPU all of a phase are fastest; the sampler takes fewer if memory is short.
@@ -71,6 +81,7 @@ class Rollouts:
 
     def __init__(self, settings: Settings, tokenizer: Tokenizer) -> None:
         self.settings, self.tokenizer = settings, tokenizer
+        backend_of(settings.rl.sampler)  # or what is missing is named now
         self.levels = Levels(settings.rl)
         for spec in settings.rl.tasks:
             self._check(spec, self.levels.task(spec, level=self.levels.level(spec)))
@@ -95,6 +106,8 @@ class Rollouts:
     def batches(
         self, engine: Engine, plan: Plan, session: Session, ranks: Ranks, *, start: int, stop: int
     ) -> Iterator[RolloutBatches]:
+        if self.settings.rl.sampler == "vllm" and ranks.world > 1:
+            raise UsageError(f"rl.sampler: vllm runs on one rank, not on {ranks.world}: use flatout, or one GPU")
         self.levels.recall(session.run.events(), before=start)
         with ExitStack() as stack:
             graders = {
@@ -283,7 +296,10 @@ class RolloutBatches:
 
     def _sampler(self, rows: int) -> Sampler:
         """On the weights that are being trained; it reads them again before every use."""
-        return sampler_of(Live(model=unprepared(self.engine.model), tokenizer=self.tokenizer), rows=rows)
+        live = Live(model=unprepared(self.engine.model), tokenizer=self.tokenizer)
+        if self.rl.sampler == "vllm":
+            return sampler_of(live, backend="vllm", rows=rows, memory=self.rl.vllm_memory)
+        return sampler_of(live, rows=rows)
 
     def _graded(self, generated: Generated) -> list[Group]:
         groups = []

@@ -23,6 +23,7 @@ class Speed:
     data_share: Finite | None = None
     unattributed_share: Finite | None = None
     actor_mfu: Finite | None = None  # without the time of rollouts; None where there are none
+    critic_mfu: Finite | None = None  # in the same time; None without a critic that has a trunk of its own
 
 
 @dataclass(frozen=True, kw_only=True)

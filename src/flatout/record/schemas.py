@@ -33,6 +33,7 @@ class _Flops:
     recomputed: Finite
     common: Finite
     attention: Finite = 0.0
+    critic: Finite = 0.0
 
 
 @dataclass

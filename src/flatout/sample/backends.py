@@ -6,8 +6,12 @@ import atexit
 import copy
 import shutil
 import tempfile
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Literal, Protocol, get_args
+
+from torch import Tensor
 
 from flatout.cost import Adapters
 from flatout.data.tokenizer import Tokenizer
@@ -49,11 +53,16 @@ def backend_of(name: str) -> Backend:
     raise UsageError(f"--backend {name!r} must be one of {', '.join(BACKENDS)}")
 
 
-def sampler_of(opened: SampledModel, *, backend: Backend = "auto", rows: int | None = None) -> Sampler:
-    """`auto` is our sampler for our decoder, and transformers for all other models."""
+def sampler_of(
+    opened: SampledModel, *, backend: Backend = "auto", rows: int | None = None, memory: float | None = None
+) -> Sampler:
+    """`auto` is our sampler for our decoder, and transformers for all other models. `memory` is for vLLM.
+
+    Our own sampler reads the weights again before every use, and so does vLLM where a share of memory is given.
+    """
     model, tokenizer = opened.model, opened.tokenizer
     if backend == "vllm":
-        return _vllm(opened, rows=rows)
+        return _vllm(opened, rows=rows, memory=memory)
     if isinstance(model, Foreign):
         if backend == "flatout":
             raise UsageError(f"--backend flatout runs only flatout's own decoder, use hf: {model.shape.foreign}")
@@ -72,13 +81,25 @@ def _merged(model: Decoder) -> Decoder:
     return plain
 
 
-def _vllm(opened: SampledModel, *, rows: int | None) -> Sampler:
+def _plain(model: Model) -> Model:
+    """The model itself, or a copy with merged adapters where it has some."""
+    return _merged(model) if isinstance(model, Decoder) and lora.adapters(model) else model
+
+
+def _live(model: Model) -> Iterator[tuple[str, Tensor]]:
+    """The present weights by Hugging Face's names, with merged adapters."""
+    plain = _plain(model)
+    assert isinstance(plain, Decoder)
+    yield from weights.to_hf({name: tensor.detach() for name, tensor in plain.state_dict().items()}, plain.shape)
+
+
+def _vllm(opened: SampledModel, *, rows: int | None, memory: float | None) -> Sampler:
     """vLLM on the folder of the weights; weights without a folder are written to a temporary one."""
     model, adapters, folder, adapter = opened.model, opened.adapters, opened.folder, None
     dtype = str(model.compute_dtype).removeprefix("torch.")
     if folder is None:
         folder = _temporary_folder()
-        export_model(model, folder, dtype=model.compute_dtype, eos_token_id=opened.tokenizer.eos_id)
+        export_model(_plain(model), folder, dtype=model.compute_dtype, eos_token_id=opened.tokenizer.eos_id)
         opened.tokenizer.save(folder)
     elif adapters is not None and isinstance(model, Decoder):
         adapter = _temporary_folder()
@@ -92,6 +113,8 @@ def _vllm(opened: SampledModel, *, rows: int | None) -> Sampler:
         adapter=adapter,
         rank=adapters.rank if adapters else None,
         rows=rows,
+        memory=memory,
+        follow=None if memory is None else partial(_live, model),
     )
 
 

@@ -6,9 +6,12 @@ raw, at temperature 1, without top-k or top-p. It returns whole answers only.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
+
+from torch import Tensor
 
 from flatout.data.tokenizer import Tokenizer
 from flatout.errors import EnvironmentLacks
@@ -34,8 +37,16 @@ class Vllm:
         adapter: Path | None = None,
         rank: int | None = None,
         rows: int | None = None,
+        memory: float | None = None,
+        follow: Callable[[], Iterable[tuple[str, Tensor]]] | None = None,
     ) -> None:
-        """`vocab` is the model's, `rank` the adapter's."""
+        """`vocab` is the model's, `rank` the adapter's, `memory` the share of the GPU's memory that vLLM may take.
+
+        `follow` returns the weights of a model that is being trained, by their names in the folder; they are loaded
+        before each use. The engine then runs in this process.
+        """
+        if follow is not None:
+            os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
         vllm = imported()
         self.tokenizer, self.window = tokenizer, window - KEPT_FREE
         lora = {} if adapter is None else {"enable_lora": True, "max_loras": 1, "max_lora_rank": rank}
@@ -47,7 +58,9 @@ class Vllm:
             logprobs_mode="raw_logprobs",
             **lora,
             **({} if rows is None else {"max_num_seqs": rows}),
+            **({} if memory is None else {"gpu_memory_utilization": memory}),
         )
+        self._follow = follow
         self._params = vllm.SamplingParams
         self._adapter = None if adapter is None else _request(adapter)
         # A head may be wider than the tokenizer: ids without text are never sampled.
@@ -96,6 +109,8 @@ class Vllm:
     def _ask(self, prompts: Sequence[Prompt], params: Sequence[Any]) -> list[Any]:
         if not prompts:
             return []
+        if self._follow is not None:
+            self._refresh(self._follow())
         answers: list[Any] = self._llm.generate(
             [{"prompt_token_ids": list(prompt)} for prompt in prompts],
             list(params),
@@ -103,6 +118,12 @@ class Vllm:
             lora_request=self._adapter,
         )
         return answers
+
+    def _refresh(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Loads weights into the running engine. What it cached of earlier prompts came from the old ones."""
+        worker = self._llm.llm_engine.model_executor.driver_worker
+        worker.model_runner.model.load_weights(weights)
+        self._llm.reset_prefix_cache()
 
     def _sampling(self, sampling: Sampling, *, key: int, length: int) -> Any:
         most = min(sampling.max_tokens, self.window - length)
@@ -131,8 +152,8 @@ def imported() -> Any:
         import vllm
     except ImportError:
         raise EnvironmentLacks(
-            "--backend vllm needs vLLM, which is not installed: pip install vllm in a separate environment (it "
-            "brings its own torch), or leave --backend out"
+            "vLLM is not installed: pip install vllm in a separate environment (it brings its own torch), or use "
+            "another sampler: leave out --backend vllm or rl.sampler: vllm"
         ) from None
     return vllm
 
