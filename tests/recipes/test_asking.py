@@ -127,7 +127,7 @@ def test_a_foreign_model(foreign: Path, tmp_path: Path) -> None:
         sampler_of(opened, backend="flatout")
     lacks = CliRunner().invoke(app, ["chat", str(foreign), "--backend", "vllm"])
     assert lacks.exception is not None
-    assert "vLLM, which is not installed" in str(lacks.exception)
+    assert "vLLM is not installed" in str(lacks.exception)
 
 
 def test_a_run_of_a_foreign_model(flatout: Call, config: Path, tmp_path: Path) -> None:
