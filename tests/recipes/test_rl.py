@@ -338,7 +338,7 @@ def test_a_policy_stays_as_it_is_while_only_its_critic_learns(tmp_path: Path) ->
     assert changed[1] == set(found[0])
 
 
-def test_a_critic_with_its_own_model_has_its_own_mfu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_critic_with_its_own_model_has_its_own_mfu(tmp_path: Path) -> None:
     found = []
     for critic in ("shared", "own"):
         chosen = settings(rl={"algorithm": "ppo", "critic": critic}, train={"steps": 10})
@@ -360,7 +360,7 @@ def test_vllm_is_asked_for_before_anything_is_loaded(tmp_path: Path, monkeypatch
     assert not (tmp_path / "run").exists()
 
 
-def test_vllm_generates_from_the_weights_of_the_moment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_vllm_generates_with_its_share_of_the_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[str, float]] = []
 
     def opened(live: Any, *, backend: str = "auto", rows: int | None = None, memory: float | None = None) -> Any:
