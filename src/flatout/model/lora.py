@@ -212,6 +212,12 @@ def adapters(model: Decoder, which: int = 0) -> dict[str, tuple[Tensor, Tensor]]
     return found
 
 
+def names_of(model: Decoder) -> tuple[str, ...]:
+    """The names of a bank's adapters; none for a plain model or a single adapter."""
+    adapter = next(iter(model.blocks[0].adapters.values()), None)  # type: ignore[union-attr]
+    return adapter.names if isinstance(adapter, Adapter) else ()
+
+
 def alone(model: Decoder, which: int | None) -> Decoder:
     """The same weights with one adapter of the bank, or none, as a plain model: for sampling and merging."""
     plain = copy.copy(model)
@@ -245,6 +251,7 @@ def merge(model: Decoder) -> None:
         for group in list(block.adapters):
             adapter = block.adapters[group]
             assert isinstance(adapter, Adapter)
+            assert not adapter.names, "one adapter of a bank is merged, see `alone`"
             a_RK, b_MR = adapter.matrices()
             weight = getattr(block, group)
             dense = weight.dense(torch.float32) if isinstance(weight, Nf4) else weight.detach().float()

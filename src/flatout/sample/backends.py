@@ -17,6 +17,7 @@ from flatout.model.loading import export_model
 from flatout.sample.generate import Generator
 from flatout.sample.hf import HuggingFace
 from flatout.sample.request import Sampler
+from flatout.sample.routed import RoutedSampler
 from flatout.sample.vllm import Vllm, imported
 
 Backend = Literal["auto", "flatout", "hf", "vllm"]
@@ -52,6 +53,10 @@ def backend_of(name: str) -> Backend:
 def sampler_of(opened: SampledModel, *, backend: Backend = "auto", rows: int | None = None) -> Sampler:
     """`auto` is our sampler for our decoder, and transformers for all other models."""
     model, tokenizer = opened.model, opened.tokenizer
+    if isinstance(model, Decoder) and model.router is not None:
+        if backend in ("hf", "vllm"):
+            raise UsageError(f"--backend {backend} cannot route among adapters: use flatout, or choose one by --adapter")
+        return RoutedSampler(model, tokenizer, rows=rows)
     if backend == "vllm":
         return _vllm(opened, rows=rows)
     if isinstance(model, Foreign):
