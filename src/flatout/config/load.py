@@ -185,7 +185,6 @@ def _leaves() -> dict[str, _Leaf]:
     return _leaves_in(Settings)
 
 
-@cache
 def _leaves_in(kind: type[Any]) -> dict[str, _Leaf]:
     return dict(_leaves_of(kind, prefix=""))
 
@@ -222,7 +221,7 @@ def _model(kind: type[Any]) -> type[BaseModel]:
     for field in settable(kind):
         hint, help, rules = hints[field.name], field.metadata["help"], field.metadata["rules"]
         if get_origin(hint) is tuple and is_dataclass(item := get_args(hint)[0]):
-            hint = tuple[_model(item), ...]  # type: ignore[misc]
+            hint = tuple[_model(item), ...]  # type: ignore[misc, arg-type]
         if field.default is MISSING:
             section = _model(hint)
             definitions[field.name] = (section, Field(default_factory=section, description=help))

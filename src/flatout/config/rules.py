@@ -326,7 +326,9 @@ def _routed(settings: Settings) -> Iterator[Breach]:
             yield Breach(keys=("data.sources", "recipe"), text=text)
         return
     if len(sources) < 2:
-        text = f"{len(sources)} sources; a router needs at least two, each with its task: [{{task: qa}}, {{task: code}}]"
+        text = (
+            f"{len(sources)} sources; a router needs at least two, each with its task: [{{task: qa}}, {{task: code}}]"
+        )
         yield Breach(keys=("data.sources", "recipe"), text=text)
     names = [source.label.partition("?")[0] for source in sources]
     for number, (source, name) in enumerate(zip(sources, names, strict=True)):

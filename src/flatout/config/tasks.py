@@ -31,7 +31,8 @@ TAKES = {
 }
 # Built-in tasks whose `train` questions have held-out ones beside them, which the bare name means.
 SPLIT = (
-    "units", "sums", "math", "code", "logic", "simulation", "table", "stem", "sentiment", "qa", "summary", "translation",
+    "units", "sums", "math", "code", "logic", "simulation", "table", "stem",
+    "sentiment", "qa", "summary", "translation",
 )  # fmt: skip
 
 

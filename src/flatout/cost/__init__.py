@@ -242,7 +242,9 @@ def training_memory(
     if adapters is not None:
         trained = adapters.num_parameters(shape)
         # The input of each pair of matrices is kept already; what lies between them is not.
-        kept += 0 if recompute == "full" else width * shape.layers * adapters.count * adapters.rank * len(adapters.targets)
+        kept += (
+            0 if recompute == "full" else width * shape.layers * adapters.count * adapters.rank * len(adapters.targets)
+        )
         # The widest projection: rebuilt from 4 bits by way of indices and fp32, or laid beside its adapter.
         rebuilt = (6 if adapters.base_bits == 4 else width) * 2 * shape.intermediate * shape.hidden
         return Memory(

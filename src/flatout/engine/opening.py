@@ -19,7 +19,6 @@ from flatout.model import Decoder, Model, load_adapted, load_model, lora, peft
 from flatout.plan import model_settings, named_shape
 from flatout.record import Run
 
-
 # The name that means no adapter.
 BASE = "base"
 

@@ -12,7 +12,7 @@ from typing import Any
 from flatout.data.tokenizer import Tokenizer
 from flatout.errors import UsageError
 from flatout.evaluate.intervals import Difference, mean_interval, paired, ratio_interval, wilson
-from flatout.sample import Sampler, Sampling, prompt_ids, stop_texts, text_of
+from flatout.sample import RoutedSampler, Sampler, Sampling, prompt_ids, stop_texts, text_of
 from flatout.tasks import Grader, Measured, Task, Texts, open_task
 
 # The seed for the questions under a limit: the same for every model, spread over the file.
@@ -140,6 +140,9 @@ def _written(
         solved = sum(max(many) == 1.0 for many in rewards)
         within = wilson(solved, len(indices))
         details["solved_once"] = {"value": solved / len(indices), "low": within.low, "high": within.high}
+    if isinstance(sampler, RoutedSampler):
+        adapters = [sampler.names[which] for which, _ in sampler.chosen]
+        details["adapters"] = {name: adapters.count(name) for name in sampler.names if name in adapters}
     if isinstance(task, Measured) and measured:
         details["measures"] = {
             name: task.summed(values) if isinstance(values[0], list) else sum(values) / len(values)

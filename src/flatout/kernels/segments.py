@@ -140,9 +140,7 @@ class _NormQkvRope(torch.autograd.Function):
             )
         if scales is None:
             x, cast, between, mix, raw = kept
-            dx, d_weight, d_a, d_b, d_mix = _project_back(
-                d_qkv, x, cast, between, ctx.stacked, weight_type, mix, raw
-            )
+            dx, d_weight, d_a, d_b, d_mix = _project_back(d_qkv, x, cast, between, ctx.stacked, weight_type, mix, raw)
             if bias_type is not None:
                 d_bias = d_qkv.sum(0, dtype=torch.float32).to(bias_type)
         else:
@@ -165,8 +163,8 @@ class _NormMlp(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, residual: Tensor, delta: Tensor, norm: Tensor, gate_up: Tensor, down: Tensor, eps: float,
-        scales: Mlp8 | None, a1: Tensor | None, b1: Tensor | None, stacked1: lowrank.Stacked | None, mix1: Tensor | None,
-        a2: Tensor | None, b2: Tensor | None, stacked2: lowrank.Stacked | None, mix2: Tensor | None,
+        scales: Mlp8 | None, a1: Tensor | None, b1: Tensor | None, stacked1: lowrank.Stacked | None,
+        mix1: Tensor | None, a2: Tensor | None, b2: Tensor | None, stacked2: lowrank.Stacked | None, mix2: Tensor | None,
         dtype: torch.dtype | None,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         buffer = lowrank.input_buffer(residual, stacked1)

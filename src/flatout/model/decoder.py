@@ -118,9 +118,7 @@ class Block(nn.Module):
         delta_NC = self.project(mixed_NHD.flatten(1), "out", self.out_bias, mix_NE)
         return self.norm_mlp(residual_NC, delta_NC, mix_NE)
 
-    def project(
-        self, x: Tensor, name: str, bias: Tensor | None = None, mix_NE: Tensor | None = None
-    ) -> Tensor:
+    def project(self, x: Tensor, name: str, bias: Tensor | None = None, mix_NE: Tensor | None = None) -> Tensor:
         """One of the four projections, with its adapter if it has one."""
         weight: Tensor | Nf4 = getattr(self, name)
         if name in self.adapters:
@@ -132,8 +130,10 @@ class Block(nn.Module):
         """(A, B, stacked weights, weights of a bank) of a projection's adapter, for the kernels; empty without one."""
         if not self.adapters:
             return ()
-        adapter: Any = self.adapters[name] if name in self.adapters else None
-        if adapter is None or adapter.is_off(mix_NE):
+        if name not in self.adapters:
+            return None, None, None, None
+        adapter: Any = self.adapters[name]
+        if adapter.is_off(mix_NE):
             return None, None, None, None
         assert adapter.stacked is not None, "kernels need an adapter with weights stacked by `lora.stack_weights`"
         return adapter.a, adapter.b, adapter.stacked, mix_NE
@@ -156,9 +156,7 @@ class Block(nn.Module):
             k_NGD = rms_norm(k_NGD, self.k_norm, s.norm_eps)
         return residual_NC, rotate(q_NHD, cos, sin), rotate(k_NGD, cos, sin), v_NGD
 
-    def norm_mlp(
-        self, residual_NC: Tensor, delta_NC: Tensor, mix_NE: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
+    def norm_mlp(self, residual_NC: Tensor, delta_NC: Tensor, mix_NE: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """The residual stream plus the attention output, and the output of the MLP."""
         if self.mlp_kernel is not None:
             lora = (*self.low_rank("gate_up", mix_NE), *self.low_rank("down", mix_NE))
@@ -218,9 +216,7 @@ class Decoder(nn.Module):
             return self.norm_kernel(residual_NC, delta_NC, self.norm)
         return rms_norm(residual_NC + delta_NC, self.norm, self.shape.norm_eps)
 
-    def hidden(
-        self, tokens_N: Tensor, positions_N: Tensor, attend: Attend, mix_NE: Tensor | None = None
-    ) -> Tensor:
+    def hidden(self, tokens_N: Tensor, positions_N: Tensor, attend: Attend, mix_NE: Tensor | None = None) -> Tensor:
         """The final, normalised hidden state of each token; under a bank, with the adapters weighted by `mix_NE`."""
         residual_NC, cos, sin = self.enter(tokens_N, positions_N)
         delta_NC: Tensor | None = None

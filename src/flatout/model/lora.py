@@ -51,9 +51,7 @@ class Adapter(nn.Module):
         self.a = nn.Parameter(torch.empty(spec.count, spec.rank * len(self.parts), widths[self.parts[0]][0]))
         self.b = nn.Parameter(torch.zeros(spec.count, sum(widths[name][1] for name in self.parts), spec.rank))
 
-    def forward(
-        self, x_NK: Tensor, weight: Tensor | Nf4, bias: Tensor | None, mix_NE: Tensor | None = None
-    ) -> Tensor:
+    def forward(self, x_NK: Tensor, weight: Tensor | Nf4, bias: Tensor | None, mix_NE: Tensor | None = None) -> Tensor:
         if self.is_off(mix_NE):
             return linear(x_NK, weight, bias)
         a_RK, b_MR = self.matrices()
@@ -214,7 +212,9 @@ def adapters(model: Decoder, which: int = 0) -> dict[str, tuple[Tensor, Tensor]]
 
 def names_of(model: Decoder) -> tuple[str, ...]:
     """The names of a bank's adapters; none for a plain model or a single adapter."""
-    adapter = next(iter(model.blocks[0].adapters.values()), None)  # type: ignore[union-attr]
+    block = model.blocks[0]
+    assert isinstance(block, Block)
+    adapter = next(iter(block.adapters.values()), None)
     return adapter.names if isinstance(adapter, Adapter) else ()
 
 
@@ -227,7 +227,7 @@ def alone(model: Decoder, which: int | None) -> Decoder:
     for block in plain.blocks:
         assert isinstance(block, Block)
         bank, block._modules = block.adapters, dict(block._modules)
-        block.adapters = nn.ModuleDict() if which is None else nn.ModuleDict(_one(bank, which))
+        block.adapters = nn.ModuleDict() if which is None else nn.ModuleDict(dict(_one(bank, which)))
     return plain
 
 

@@ -17,8 +17,14 @@ import torch
 from safetensors import SafetensorError
 
 from flatout import files
-from flatout.config.settings import CriteriaSettings, LoraSettings, ModelSettings, ProfileSettings, Settings
-from flatout.config.settings import TargetSettings
+from flatout.config.settings import (
+    CriteriaSettings,
+    LoraSettings,
+    ModelSettings,
+    ProfileSettings,
+    Settings,
+    TargetSettings,
+)
 from flatout.data.tokenizer import load_tokenizer
 from flatout.engine.checkpoint import as_os_error
 from flatout.engine.opening import Opened, open_model
@@ -40,7 +46,6 @@ from flatout.record import Outcome, Run, Sink, events
 from flatout.record.routed import AdapterScore, PhaseScored
 from flatout.sample import RoutedSampler, Sampler, Sampling, sampler_of
 
-# What a name of `start` may be followed by in its folder.
 PHASES = ("1", "2", "3")
 
 
@@ -86,9 +91,7 @@ def _require(names: Sequence[str], found: Sequence[str], *, start: str) -> None:
 
 
 @contextmanager
-def opened(
-    settings: Settings, *, folder: Path, resume: bool, sinks: Sequence[Sink]
-) -> Iterator[tuple[Session, bool]]:
+def opened(settings: Settings, *, folder: Path, resume: bool, sinks: Sequence[Sink]) -> Iterator[tuple[Session, bool]]:
     """The run folder, and whether an earlier attempt began in it."""
     ranks, hardware = single_rank("router"), detect()
     check_build(hardware)
@@ -221,9 +224,6 @@ class Phases:
         self.session.recorder.event(event)
         if self.session.stop:
             raise Stopped(self.session.stop.signal.name if self.session.stop.signal else "SIGTERM")
-
-    def verdict(self) -> None:
-        """The run's own folder is the last phase's; earlier phases are reported in their own folders too."""
 
     @property
     def _seals(self) -> Seals:

@@ -35,7 +35,9 @@ from flatout.record import Outcome, Sink
 def run(settings: Settings, *, folder: Path, resume: bool = False, sinks: Sequence[Sink] = ()) -> Outcome:
     settings = prepared(settings)
     with opened(settings, folder=folder, resume=resume, sinks=sinks) as (session, resume):
-        phases = Phases(settings=settings, session=session, resume=resume, train=partial(train, open_material=solutions))
+        phases = Phases(
+            settings=settings, session=session, resume=resume, train=partial(train, open_material=solutions)
+        )
         try:
             # The base: a published model, or a random one that first learns a little of everything.
             base = phases.base()
@@ -54,7 +56,6 @@ def run(settings: Settings, *, folder: Path, resume: bool = False, sinks: Sequen
             if "3" in phases.wanted:
                 outcome = phases.trained("3", base=base)
                 phases.score("3", ("joint", "joint own"))
-            phases.verdict()
             return outcome
         except Stopped as stopped:
             return nothing_trained(stopped_by=str(stopped))

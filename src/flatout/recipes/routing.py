@@ -62,7 +62,8 @@ class RoutedLoss:
         self.router, self.names = router, names
         parts = ("task", "balance", "sparsity", "consistency", "entropy", "routed_right", "confidence")
         self.metrics: dict[str, Rule] = dict.fromkeys(parts, "mean")
-        self.metrics |= {f"load_{name}": "mean" for name in names} | {"temperature": "max"}
+        self.metrics |= dict.fromkeys((f"load_{name}" for name in names), "mean")
+        self.metrics["temperature"] = "max"
 
     def __call__(self, batch: Batch, head: Head) -> Mapping[str, Tensor]:
         routed, rows = head.routed, batch.rows

@@ -55,7 +55,9 @@ def sampler_of(opened: SampledModel, *, backend: Backend = "auto", rows: int | N
     model, tokenizer = opened.model, opened.tokenizer
     if isinstance(model, Decoder) and model.router is not None:
         if backend in ("hf", "vllm"):
-            raise UsageError(f"--backend {backend} cannot route among adapters: use flatout, or choose one by --adapter")
+            raise UsageError(
+                f"--backend {backend} cannot route among adapters: use flatout, or choose one by --adapter"
+            )
         return RoutedSampler(model, tokenizer, rows=rows)
     if backend == "vllm":
         return _vllm(opened, rows=rows)

@@ -1,4 +1,4 @@
-"""A sampler on a bank of adapters: the router chooses one for each prompt, and its answer is generated with that one."""
+"""A sampler on a bank of adapters: the router chooses one for each prompt, and the answer is generated with it."""
 
 from __future__ import annotations
 

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from flatout.errors import UsageError
 from flatout.tasks import overlap
@@ -192,7 +193,7 @@ def _qa(path: Path) -> Iterator[Item]:
         yield Item(text=text, answers=several, group=str(row.value.get("title", context)), where=row.where)
 
 
-def _squad(path: Path) -> list[Mapping[str, object]] | None | list[dict]:  # type: ignore[type-arg]
+def _squad(path: Path) -> list[Mapping[str, object]] | list[dict] | None:  # type: ignore[type-arg]
     text = read_text(path)
     if not text.lstrip().startswith("{"):
         return None

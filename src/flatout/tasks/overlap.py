@@ -89,7 +89,7 @@ def _chrf(found: str, wanted: str) -> float:
 
 
 def bleu_counts(text: str, references: Sequence[str]) -> list[int]:
-    """The counts of one sentence, to be summed over a corpus: both lengths, then common and all n-grams of each order."""
+    """The counts of one sentence, to be summed over a corpus: both lengths, then common and all n-grams by order."""
     found, many = _words(text), [_words(reference) for reference in references]
     nearest = min((abs(len(words) - len(found)), len(words)) for words in many)[1]
     counts = [len(found), nearest]
