@@ -374,6 +374,10 @@ def _routed(settings: Settings) -> Iterator[Breach]:
     if router.temperature_mode == "annealed" and router.temperature_end > router.temperature:
         text = f"{router.temperature_end} must be at most router.temperature ({router.temperature}), where it starts"
         yield Breach(keys=("router.temperature_end", "router.temperature"), text=text)
+    if settings.data.train_on != "completion":
+        yield Breach(
+            keys=("data.train_on", "recipe"), text="all leaves no prompt to route by; recipe router needs completion"
+        )
     if settings.eval.tasks:
         text = "is not used by recipe router, which scores the task of each source after every phase; remove it"
         yield Breach(keys=("eval.tasks", "recipe"), text=text)

@@ -164,8 +164,8 @@ class _NormMlp(torch.autograd.Function):
     def forward(
         ctx: Any, residual: Tensor, delta: Tensor, norm: Tensor, gate_up: Tensor, down: Tensor, eps: float,
         scales: Mlp8 | None, a1: Tensor | None, b1: Tensor | None, stacked1: lowrank.Stacked | None,
-        mix1: Tensor | None, a2: Tensor | None, b2: Tensor | None, stacked2: lowrank.Stacked | None, mix2: Tensor | None,
-        dtype: torch.dtype | None,
+        mix1: Tensor | None, a2: Tensor | None, b2: Tensor | None, stacked2: lowrank.Stacked | None,
+        mix2: Tensor | None, dtype: torch.dtype | None,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         buffer = lowrank.input_buffer(residual, stacked1)
         fp8_x = None if scales is None else scales.x

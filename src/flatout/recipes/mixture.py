@@ -27,7 +27,7 @@ from flatout.errors import UsageError
 from flatout.sample import plain_prompt
 from flatout.tasks import Messages, Texts, Worked, open_task
 
-# Columns of a batch. Of each token: its adapter, whether it belongs to the prompt, its share of the answer, its example.
+# Columns of a batch. Of each token: its adapter, if it belongs to the prompt, its share of the answer, its example.
 ADAPTER, PROMPT, SHARE, EXAMPLE = "adapter", "prompt", "share", "example"
 # Of the step: the temperature, and the target tokens per document, which turn a sum over documents into their mean.
 TEMPERATURE, PER_DOCUMENT = "temperature", "per_document"

@@ -193,7 +193,8 @@ def _qa(path: Path) -> Iterator[Item]:
         yield Item(text=text, answers=several, group=str(row.value.get("title", context)), where=row.where)
 
 
-def _squad(path: Path) -> list[Mapping[str, object]] | list[dict] | None:  # type: ignore[type-arg]
+def _squad(path: Path) -> list[Mapping[str, Any]] | None:
+    """The articles of a file of SQuAD; None if it is another file."""
     text = read_text(path)
     if not text.lstrip().startswith("{"):
         return None
