@@ -4,10 +4,10 @@
     python -m benchmarks.router … --parts table --precision fp16      # the same forced to fp16
 
 `speed`: phase 1 of recipe router on all five tasks in one pass (`mixed`), recipe sft with one adapter on the same rows
-(`single`), and PEFT with Hugging Face's Trainer, one run for each task after the other (`peft`, benchmarks/router_peft.py).
-All have the same rank and targets; repeats are interleaved. Speeds are real tokens a second, over all five runs of PEFT.
-`table`: all three phases, with the scores of each task as base, own, routed, joint, and the share of prompts that went to
-their own adapter, with 95 % intervals.
+(`single`), and PEFT with Hugging Face's Trainer, one run for each task after the other (`peft`: router_peft.py). All
+have the same rank and targets; repeats are interleaved. Speeds are real tokens a second, over all five runs of PEFT.
+`table`: all phases, with the scores of each task as base, own, routed, joint, and the share of prompts that went
+to their own adapter, with 95 % intervals.
 """
 
 from __future__ import annotations

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 WARM_STEPS = 5
@@ -23,7 +24,7 @@ def main() -> None:
 
     folder, rows, rank, steps, batch, precision, length = sys.argv[1:]
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    examples = [_encoded(tokenizer, json.loads(line), int(length)) for line in open(rows)]
+    examples = [_encoded(tokenizer, json.loads(line), int(length)) for line in Path(rows).read_text().splitlines()]
     examples = [one for one in examples if one is not None]
     examples *= -(-(int(steps) + WARM_STEPS) * int(batch) // len(examples))
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float32, "fp32": torch.float32}[precision]

@@ -130,6 +130,8 @@ def test_the_losses_of_a_choice() -> None:
     assert found["consistency"] == pytest.approx(0.0)
     assert found["entropy"] == pytest.approx(0.0, abs=1e-5)
     assert found["balance"] == pytest.approx(2 * (2 / 3 * 2 + 1 / 3 * 1))
+    single = choice_losses(sure, real, torch.eye(2)[[0, 0, 0, 0]] * real[:, None])
+    assert single["balance"] == 0.0, "a batch of one task belongs to one adapter"
     even = torch.full((4, 2), 0.5, requires_grad=True)
     found = choice_losses(even, real, own)
     assert found["entropy"].item() == pytest.approx(3 * np.log(2), rel=1e-5)
@@ -189,11 +191,12 @@ def test_all_phases(whole: Path) -> None:
     assert {score.metric for score in found[0][1]} == {"accuracy", "F1", "chrF"}
     for phase in ("phase-1", "phase-2"):
         assert Run.is_at(whole / phase)
-    metrics = [record.extra.metrics for record in Run.open(whole).latest_steps()]
+    metrics = [record.extra.metrics for record in Run.open(whole / "phase-2").latest_steps()]
     assert {"task", "balance", "sparsity", "consistency", "entropy", "temperature", "load_qa"} <= set(metrics[0])
     assert metrics[0]["temperature"] == 1.0
     assert metrics[-1]["temperature"] == pytest.approx(0.1)
-    assert not (whole / "phase-1" / "checkpoints" / "router").exists()
+    joint = [record.extra.metrics["temperature"] for record in Run.open(whole).latest_steps()]
+    assert joint == [pytest.approx(0.1)] * 4
 
 
 def test_each_phase_trains_what_it_should(whole: Path) -> None:
@@ -212,18 +215,34 @@ def test_each_phase_trains_what_it_should(whole: Path) -> None:
 
 
 def test_the_finished_run_is_used(whole: Path, tmp_path: Path) -> None:
+    from flatout.cli.chat import Conversation, Lines
+    from flatout.cli.chat import run as chat
+    from flatout.engine.opening import open_model
+    from flatout.sample import Sampling, sampler_of
+
     done = flatout("eval", whole, "--tasks", "qa", "--limit", "2", "--max-tokens", "4", "--json", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert sum(json.loads(done.stdout)["tasks"][0]["details"]["adapters"].values()) == 2
-    said = flatout("chat", whole, "--max-tokens", "4", cwd=tmp_path, input="Who has the tea?\n")
-    assert "answered, confidence" in said.stderr
+    opened = open_model(str(whole))
+    sampling = Sampling(max_tokens=4, stop_ids=opened.stop_ids)
+    talk = Conversation(sampler_of(opened), opened.tokenizer, sampling=sampling, system=None)
+    asked, notes = iter(["Who has the tea?"]), list[str]()
+
+    def ask() -> str:
+        try:
+            return next(asked)
+        except StopIteration:
+            raise EOFError from None
+
+    chat(talk, Lines(ask=ask, say=lambda text: None, note=notes.append))
+    assert any("answered, confidence" in note for note in notes)
     one = flatout("eval", whole, "--tasks", "qa", "--limit", "1", "--max-tokens", "2", "--adapter", "no", cwd=tmp_path)
     assert (one.returncode, "sentiment, qa, translation, base" in one.stderr) == (2, True)
     none = flatout("eval", whole / "phase-1", "--tasks", "qa", "--limit", "1", cwd=tmp_path)
     assert (none.returncode, "no router yet" in none.stderr) == (2, True)
     base = flatout("eval", whole / "phase-1", "--tasks", "qa", "--limit", "1", "--adapter", "base", cwd=tmp_path)
     assert base.returncode == 0, base.stderr
-    page = flatout("report", whole, "--to", tmp_path / "page.html", cwd=tmp_path)
+    page = flatout("report", whole, "--output", tmp_path / "page.html", cwd=tmp_path)
     assert page.returncode == 0, page.stderr
     text = (tmp_path / "page.html").read_text()
     for words in (

@@ -247,7 +247,7 @@ class Steps:
         router = self._router
         if router.temperature_mode != "annealed":
             return router.temperature
-        if self._total is None:
+        if self._total is None or router.phase == "3":  # phase 3 goes on where phase 2 ended
             return router.temperature_end
         done = min(1.0, step / max(1, self._total - 1))
         return float(router.temperature * (router.temperature_end / router.temperature) ** done)

@@ -113,7 +113,8 @@ class RoutedLoss:
 def choice_losses(p_DE: Tensor, real_D: Tensor, own_DE: Tensor) -> dict[str, Tensor]:
     """The losses of the choice, each summed over documents; 0 is the lowest, except for balance, which is 1 each.
 
-    balance: the number of adapters times the sum of (share of documents whose first choice it is x mean probability).
+    balance: the number of adapters times the sum of (share of documents whose first choice it is x mean probability);
+    0 in a batch of a single task, whose own adapter should get all of them.
     sparsity: 1 minus the sum of the squared probabilities. consistency: the squared distance from the mean of the
     documents of the same task in the batch. entropy: in nats; it is subtracted, as a bonus.
     """
@@ -121,8 +122,9 @@ def choice_losses(p_DE: Tensor, real_D: Tensor, own_DE: Tensor) -> dict[str, Ten
     count = real_D.sum().clamp(min=1.0)
     first_E = (F.one_hot(p_DE.argmax(-1), p_DE.shape[1]) * real_D[:, None]).sum(0) / count
     mean_EE = (own_DE.t() @ p_DE) / own_DE.sum(0).clamp(min=1.0)[:, None]
+    several = (own_DE.sum(0) > 0).sum() > 1
     return {
-        "balance": p_DE.shape[1] * (first_E * p_DE.sum(0)).sum(),
+        "balance": several * p_DE.shape[1] * (first_E * p_DE.sum(0)).sum(),
         "sparsity": (real_D - p_DE.square().sum(-1)).sum(),
         "consistency": (p_DE - own_DE @ mean_EE).square().sum(),
         "entropy": -(p_DE * p_DE.clamp(min=1e-12).log()).sum(),  # finite gradients also where a probability is 0
