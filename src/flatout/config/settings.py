@@ -302,7 +302,9 @@ class RouterSettings:
         "soft", "in training, a prompt gets all adapters weighted, or one (Gumbel, straight-through)"
     )
     temperature: float = setting(1.0, "temperature of the router's softmax, at the start of phase 2", gt=0)
-    temperature_end: float = setting(0.1, "annealed: the temperature at the end of phase 2 and in phase 3; learned: the lowest", gt=0)
+    temperature_end: float = setting(
+        0.1, "annealed: the temperature at the end of phase 2 and in phase 3; learned: the lowest", gt=0
+    )
     temperature_mode: Temperature = setting("annealed", "falls over phase 2, is learned, or stays")
     balance: float = setting(0.1, "weight of the load-balance loss: all adapters are used", ge=0)
     sparsity: float = setting(0.05, "weight of the sparsity loss: a prompt uses few adapters", ge=0)
