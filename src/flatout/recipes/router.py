@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 
 from flatout.config.settings import Settings
+from flatout.data.examples import Examples
 from flatout.data.packed import Packed
 from flatout.data.stream import Batch
 from flatout.data.tokenizer import load_tokenizer
@@ -68,9 +69,9 @@ def solutions(settings: Settings) -> Iterator[Material]:
     mixture = open_mixture(settings, load_tokenizer(tokenizer_of(settings), documents=None, cache=Path()))
     num_adapters, size = len(mixture.names), settings.train.batch_tokens // data.sequence_length
 
-    def packed(examples: object, batch_sequences: int, *, shuffle: bool = data.shuffle) -> Packed:
+    def packed(examples: Examples, batch_sequences: int, *, shuffle: bool = data.shuffle) -> Packed:
         return Packed(
-            examples,  # type: ignore[arg-type]
+            examples,
             sequence_length=data.sequence_length,
             batch_sequences=batch_sequences,
             seed=settings.seed,
