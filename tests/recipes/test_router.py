@@ -411,6 +411,7 @@ def test_a_source_becomes_two_specs() -> None:
         changed(data={"sources": [{"name": "a", "task": "code?level=1"}, {"name": "b", "task": "mbpp", "path": "x"}]})
     )
     first, second = (Source.of(given) for given in settings.data.sources)
+    assert (first.name, second.name) == ("a", "b")
     assert (first.train, first.valid) == ("code:train?level=1", "code:valid?level=1")
     assert (second.train, second.valid) == ("mbpp:x?part=train", "mbpp:x?part=valid")
     assert replace(first, name="c").name == "c"

@@ -330,7 +330,7 @@ def _routed(settings: Settings) -> Iterator[Breach]:
             f"{len(sources)} sources; a router needs at least two, each with its task: [{{task: qa}}, {{task: code}}]"
         )
         yield Breach(keys=("data.sources", "recipe"), text=text)
-    names = [source.label.partition("?")[0] for source in sources]
+    names = [source.adapter for source in sources]
     for number, (source, name) in enumerate(zip(sources, names, strict=True)):
         said = None
         if source.task is None:

@@ -92,6 +92,11 @@ class SourceSettings:
         """What it is called in the output."""
         return self.task or self.name or str(self.path)
 
+    @property
+    def adapter(self) -> str:
+        """The name of its adapter in recipe router: its own, or its task's without options."""
+        return self.name or str(self.task).partition("?")[0]
+
 
 @dataclass(frozen=True, kw_only=True)
 class DataSettings:

@@ -121,7 +121,7 @@ def job_of(
         name = settings.rft.generator
         asked = ModelSettings(name=name, trust=settings.model.trust)
         generator = shape_of(settings) if name is None else named_shape(asked)
-    bank = [source.label.partition("?")[0] for source in settings.data.sources] if recipe.routes else []
+    bank = [source.adapter for source in settings.data.sources] if recipe.routes else []
     rl, adapters = settings.rl, adapters_of(settings.lora, bank=bank)
     return Job(
         shape=shape_of(settings),

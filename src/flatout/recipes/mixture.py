@@ -57,8 +57,7 @@ class Source:
         else:
             more = f"{query}&" if query else ""
             train, valid = (f"{head}:{given.path}?{more}part={part}" for part in ("train", "valid"))
-        name = given.label.partition("?")[0]
-        return cls(name=name, train=train, valid=valid, size=given.size, weight=given.weight)
+        return cls(name=given.adapter, train=train, valid=valid, size=given.size, weight=given.weight)
 
     def solutions(self, spec: str, *, most: int | None) -> list[tuple[Messages, str]]:
         task = open_task(spec)
