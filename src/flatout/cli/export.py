@@ -54,6 +54,17 @@ def _write(trained: Trained, run: Path, to: Path, *, dtype: torch.dtype, merge: 
 
     trained.tokenizer.save(to)
     if trained.adapters is not None and isinstance(trained.model, Decoder):
+        if trained.adapters.names:
+            if merge:
+                raise UsageError(
+                    f"{run} has {trained.adapters.count} adapters, which cannot all be merged into one model"
+                )
+            for which, name in enumerate(trained.adapters.names):
+                at = {"base": trained.base, "fingerprint": trained.fingerprint, "which": which}
+                peft.save(trained.model, to / name, trained.adapters, **at)  # type: ignore[arg-type]
+            names = ", ".join(trained.adapters.names)
+            print_plain(f"wrote the adapters {names} of step {trained.step} of {run} to {to}, each in its own folder")
+            return
         if not merge:
             peft.save(trained.model, to, trained.adapters, base=trained.base, fingerprint=trained.fingerprint)
             print_plain(f"wrote the adapter of step {trained.step} of {run} to {to}; its base model is {trained.base}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 
@@ -35,6 +36,7 @@ def breaches(settings: Settings) -> Iterator[Breach]:
     yield from _conversations(settings)
     yield from _sampled(settings)
     yield from _rolled_out(settings)
+    yield from _routed(settings)
 
 
 def _length(settings: Settings) -> Iterator[Breach]:
@@ -312,6 +314,75 @@ def _rolled_out(settings: Settings) -> Iterator[Breach]:
             "(rl.updates x rl.epochs)"
         )
         yield Breach(keys=("train.steps", "rl.updates", "rl.epochs"), text=text)
+
+
+def _routed(settings: Settings) -> Iterator[Breach]:
+    """Yields the broken rules of the keys for recipes that train many adapters."""
+    router, sources = settings.router, settings.data.sources
+    if not RECIPES[settings.recipe].routes:
+        if sources:
+            users = recipes_that(lambda recipe: recipe.routes)
+            text = f"{len(sources)} items work only with recipe {users}"
+            yield Breach(keys=("data.sources", "recipe"), text=text)
+        return
+    if len(sources) < 2:
+        text = (
+            f"{len(sources)} sources; a router needs at least two, each with its task: [{{task: qa}}, {{task: code}}]"
+        )
+        yield Breach(keys=("data.sources", "recipe"), text=text)
+    names = [source.adapter for source in sources]
+    for number, (source, name) in enumerate(zip(sources, names, strict=True)):
+        said = None
+        if source.task is None:
+            said = "has no task; name one, such as sentiment, qa, summary, code, translation or mbpp"
+        elif problem := unknown_task(source.task):
+            said = problem
+        elif ":" in source.task.partition("?")[0]:
+            said = f"task {source.task}: give the file as path, and leave the split out"
+        elif not re.fullmatch("[A-Za-z][A-Za-z0-9_-]{0,31}", name):
+            said = f"is called {name!r:.60}, but an adapter's name has letters, digits, _ and - only; set another name"
+        elif names.count(name) > 1:
+            said = f"is called {name}, as another source is; give each its own name"
+        elif other := next((key for key in ("subset", "format") if getattr(source, key) is not None), None):
+            said = f"sets {other}, which recipe {settings.recipe} does not use; remove it"
+        elif source.split != "train":
+            said = f"has split {source.split}; its task holds questions out by itself, so remove it"
+        if said:
+            yield Breach(keys=("data.sources",), text=f"item {number} {said}")
+    weighted = [source.weight is not None for source in sources]
+    if any(weighted) and not all(weighted):
+        yield Breach(keys=("data.sources",), text="some items have a weight and some have none; give all of them one")
+    if settings.lora.rank is None:
+        yield Breach(keys=("lora.rank", "recipe"), text="null trains all weights; a router needs adapters, such as 16")
+    if settings.lora.adapter is not None:
+        yield Breach(keys=("lora.adapter",), text="is for a single adapter; use router.start, with one for each source")
+    alone = router.phase in ("2", "3")
+    if alone and router.start is None:
+        before = "1" if router.phase == "2" else "2"
+        text = f"missing; phase {router.phase} alone continues a run of phase {before}: set its folder, or phase: all"
+        yield Breach(keys=("router.start", "router.phase"), text=text)
+    if not alone and router.start is not None:
+        text = f"{router.start} works only with phase 2 or 3 alone; remove it, or set router.phase"
+        yield Breach(keys=("router.start", "router.phase"), text=text)
+    if alone and router.teach_steps is not None:
+        yield Breach(keys=("router.teach_steps", "router.phase"), text="works only before phase 1; remove it")
+    if router.teach_lr is not None and router.teach_steps is None:
+        yield Breach(keys=("router.teach_lr", "router.teach_steps"), text="has no effect without router.teach_steps")
+    if settings.model.name is None and router.teach_steps is None and not alone:
+        text = "missing; adapters on random weights are of no use: set model.name, or router.teach_steps"
+        yield Breach(keys=("model.name", "router.teach_steps"), text=text)
+    if router.temperature_mode == "annealed" and router.temperature_end > router.temperature:
+        text = f"{router.temperature_end} must be at most router.temperature ({router.temperature}), where it starts"
+        yield Breach(keys=("router.temperature_end", "router.temperature"), text=text)
+    if settings.data.train_on != "completion":
+        yield Breach(
+            keys=("data.train_on", "recipe"), text="all leaves no prompt to route by; recipe router needs completion"
+        )
+    if settings.eval.tasks:
+        text = "is not used by recipe router, which scores the task of each source after every phase; remove it"
+        yield Breach(keys=("eval.tasks", "recipe"), text=text)
+    if settings.data.source != DataSettings().source or settings.data.path is not None:
+        yield Breach(keys=("data.source", "data.path"), text="recipe router reads data.sources; remove it")
 
 
 def _multiples(value: int, *, of: int) -> str:

@@ -103,7 +103,7 @@ def unprepared(model: Model) -> Model:
     if isinstance(model, Foreign):
         return model
     plain = copy.copy(model)
-    plain._modules = {name: module for name, module in model._modules.items() if name != "critic"}
+    plain._modules = {name: module for name, module in model._modules.items() if name != "critic"}  # a router stays
     plain.blocks = nn.ModuleList(copy.copy(block) for block in model.blocks)
     plain.norm_kernel = plain.residual_dtype = None
     for block in plain.blocks:

@@ -254,6 +254,7 @@ def build_engine(
         session.recorder.event(events.Notice(text=text))
 
     model = build_model(settings, plan, active, note=note)
+    material.equip(model)
     chunk, recompute = plan.decisions.loss_chunk, plan.decisions.recompute
     head_loss, eight = prepare(model, active=active, recompute=recompute, loss_chunk=chunk)
     if material.critic is not None:
@@ -275,6 +276,7 @@ def build_engine(
         seed=settings.seed,
         objective=material.objective,
         combine=material.combine,
+        route=material.route,
     )
 
 
