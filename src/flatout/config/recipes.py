@@ -15,6 +15,7 @@ class Recipe:
 
     learns_from: Literal["running text", "rows", "samples", "rollouts"]
     sections: tuple[str, ...] = ()
+    compares: bool = False  # whether its rows have two answers, one preferred to the other
 
     @property
     def packs_documents(self) -> bool:

@@ -17,6 +17,18 @@ Recompute = Literal["none", "selective", "full"]
 Compile = Literal["none", "default", "max-autotune"]
 Attention = Literal["cudnn", "flash", "efficient", "math", "short"]
 Preset = Literal["safe", "balanced", "max"]
+RowFormat = Literal[
+    "messages",
+    "sharegpt",
+    "alpaca",
+    "prompt-completion",
+    "question-answer",
+    "instruction-response",
+    "segments",
+    "tokens",
+    "text",
+    "preference",
+]
 
 
 def setting(default: Any, help: str, **rules: Any) -> Any:
@@ -63,14 +75,35 @@ class ModelSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
+class SourceSettings:
+    """One item of `data.sources`."""
+
+    path: str | None = setting(None, "file, folder or glob: jsonl, json, csv, tsv, parquet or arrow")
+    name: str | None = setting(None, "Hugging Face dataset; with `path`: what the source is called in the output")
+    subset: str | None = setting(None, "configuration of the Hugging Face dataset")
+    split: str = setting("train", "split, with a slice of rows or per cent if wanted: train[:8000], test[10%:20%]")
+    format: RowFormat | None = setting(None, "format of its rows (default: recognised by their keys)")
+    size: int | None = setting(None, "read at most this many rows of the split, from its start", gt=0)
+    weight: float | None = setting(None, "share of the examples, relative to the other weights", gt=0)
+    task: str | None = setting(None, "label of its rows, for recipes that keep tasks apart and in the output")
+
+    @property
+    def label(self) -> str:
+        """What it is called in the output."""
+        return self.task or self.name or str(self.path)
+
+
+@dataclass(frozen=True, kw_only=True)
 class DataSettings:
     source: Literal["embedded", "text", "jsonl", "parquet", "hf", "tokens"] = setting(
-        "embedded", "where documents come from"
+        "embedded", "where documents come from; rows are found by `path` or `name` alone"
     )
-    path: str | None = setting(None, "file, folder or glob for text, jsonl, parquet and tokens")
-    name: str | None = setting(None, "Hugging Face dataset for `source: hf`")
+    sources: tuple[SourceSettings, ...] = setting((), "sft, dpo: several sources instead of one, see docs/data.md")
+    path: str | None = setting(None, "file, folder or glob to read")
+    name: str | None = setting(None, "Hugging Face dataset")
     subset: str | None = setting(None, "configuration of the Hugging Face dataset")
-    split: str = setting("train", "split of the Hugging Face dataset")
+    split: str = setting("train", "split of the dataset; rows can be sliced: train[:8000], train[10%:]")
+    format: RowFormat | None = setting(None, "sft, dpo: format of the rows (default: recognised by their keys)")
     field: str = setting("text", "field that holds the text (jsonl, parquet, hf)")
     separator: str = setting("<|endoftext|>", "in text files: the separator between documents")
     tokenizer: str = setting(
@@ -84,12 +117,19 @@ class DataSettings:
     valid_path: str | None = setting(
         None, "separate validation data of the same kind (default: a share of the training data)"
     )
+    valid_name: str | None = setting(None, "sft, dpo: Hugging Face dataset to validate with")
+    valid_split: str | None = setting(None, "sft, dpo: split to validate with, such as test or train[90%:]")
     valid_share: float = setting(0.01, "share of the documents held out for validation", gt=0, lt=0.5)
     prompt_field: str = setting("prompt", "sft: field that holds the prompt, as text or as messages")
     completion_field: str = setting("completion", "sft: field that holds the completion")
     messages_field: str = setting("messages", "sft: field that holds a whole conversation as messages")
-    as_chat: bool = setting(False, "sft: format prompt and completion texts with the chat template, as two turns")
-    system: str | None = setting(None, "sft: system message for conversations without one")
+    template: str | None = setting(
+        None, "sft: Jinja template that makes the prompt from a row's fields; the answer is in `completion_field`"
+    )
+    as_chat: bool | None = setting(
+        None, "sft: format questions and answers with the chat template (default: not prompt and completion texts)"
+    )
+    system: str | None = setting(None, "sft, dpo: system message for conversations without one")
     train_on: Literal["completion", "all"] = setting("completion", "sft: tokens the loss covers: the answers, or all")
     too_long: Literal["drop", "truncate", "stop"] = setting(
         "drop", "sft: drop, truncate or stop at an example longer than data.sequence_length"
