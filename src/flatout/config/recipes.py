@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-RecipeName = Literal["pretrain", "sft", "rft", "rl"]
+RecipeName = Literal["pretrain", "sft", "dpo", "rft", "rl"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +40,7 @@ class Recipe:
 RECIPES: Mapping[RecipeName, Recipe] = {
     "pretrain": Recipe(learns_from="running text"),
     "sft": Recipe(learns_from="rows", sections=("lora",)),
+    "dpo": Recipe(learns_from="rows", sections=("lora", "dpo"), compares=True),
     "rft": Recipe(learns_from="samples", sections=("lora", "rft", "sample")),
     "rl": Recipe(learns_from="rollouts", sections=("lora", "rl", "mtl", "sample")),
 }

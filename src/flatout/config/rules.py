@@ -231,6 +231,14 @@ def _conversations(settings: Settings) -> Iterator[Breach]:
         if data.valid_split and len(data.sources) > 1 and not (data.valid_path or data.valid_name):
             text = f"{data.valid_split} of which source? Set data.valid_path or data.valid_name too"
             yield Breach(keys=("data.valid_split", "data.sources"), text=text)
+        if RECIPES[settings.recipe].compares:
+            for name in ("template", "prompt_field", "completion_field", "train_on"):
+                if getattr(data, name) != getattr(default, name):
+                    text = f"{getattr(data, name)} works only with recipe sft; dpo reads prompt, chosen and rejected"
+                    yield Breach(keys=(f"data.{name}", "recipe"), text=text)
+            if settings.dpo.margin and settings.dpo.loss != "simpo":
+                text = f"{settings.dpo.margin} works only with dpo.loss: simpo"
+                yield Breach(keys=("dpo.margin", "dpo.loss"), text=text)
         if data.template is not None and data.format is not None:
             text = f"{data.format} conflicts with data.template, which reads rows of any keys; remove one"
             yield Breach(keys=("data.format", "data.template"), text=text)

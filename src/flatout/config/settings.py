@@ -173,6 +173,15 @@ class LoraSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
+class DpoSettings:
+    loss: Literal["sigmoid", "ipo", "simpo"] = setting(
+        "sigmoid", "sigmoid: DPO; ipo: squared, per token; simpo: per token, without a reference"
+    )
+    beta: float = setting(0.1, "how strongly the preference counts against the distance from the initial model", gt=0)
+    margin: float = setting(0.0, "simpo: by how much the chosen answer should be ahead", ge=0)
+
+
+@dataclass(frozen=True, kw_only=True)
 class SampleSettings:
     preset: Literal["quality", "balanced", "speed"] = setting(
         "balanced", "sets rft.oversample and sample.temperature to 50 and 0.5, 30 and 0.7, or 20 and 0.9"
@@ -381,6 +390,7 @@ class Settings:
     data: DataSettings = section(DataSettings, "the training data")
     train: TrainSettings = section(TrainSettings, "batch, length, learning rate and optimizer")
     lora: LoraSettings = section(LoraSettings, "train adapters instead of all weights")
+    dpo: DpoSettings = section(DpoSettings, "preference optimisation on pairs of answers")
     rft: RftSettings = section(RftSettings, "rejection-sampling fine-tuning: questions and kept samples")
     rl: RlSettings = section(RlSettings, "reinforcement learning: prompts, completions and the policy's loss")
     mtl: MtlSettings = section(MtlSettings, "reinforcement learning on several tasks")

@@ -390,19 +390,23 @@ class Encoder:
 
     def _fit_all(self, answers: Sequence[Encoded], where: str) -> list[Encoded]:
         """Both answers of a pair, or neither."""
-        fitted = [self._fit(ids, trained, where) for ids, trained in answers]
+        room = self.data.sequence_length // len(answers)
+        if sum(len(ids) - 1 for ids, _ in answers) <= self.data.sequence_length:
+            return list(answers)
+        fitted = [self._fit(ids, trained, where, room=room) for ids, trained in answers]
         return [one for one in fitted if one is not None] if all(one is not None for one in fitted) else []
 
-    def _fit(self, ids: NDArray[np.int32], trained: NDArray[np.bool_], where: str) -> Encoded | None:
+    def _fit(self, ids: NDArray[np.int32], trained: NDArray[np.bool_], where: str, *, room: int) -> Encoded | None:
         """The part of the example that fits the window; None if it has no trained token."""
         # The last token is only a target and takes no position.
-        most = self.data.sequence_length + 1
+        most = room + 1
         if len(ids) <= most:
-            return ids, trained
+            return (ids, trained) if self.data.too_long == "truncate" else None
         if self.data.too_long == "stop":
+            both = " for both answers of a pair" if self.pairs else ""
             raise UsageError(
-                f"{where}: {len(ids) - 1} tokens, but data.sequence_length is {most - 1}: raise it, or set "
-                "data.too_long to drop or truncate"
+                f"{where}: {len(ids) - 1} tokens, but data.sequence_length is {self.data.sequence_length}{both}: raise "
+                "it, or set data.too_long to drop or truncate"
             )
         if not trained[1:most].any():
             self.too_long["prompt_alone"] += 1

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flatout.data.examples import Examples
-from flatout.data.packed import Packed, pack
+from flatout.data.packed import Packed, pack_units
 from flatout.data.stream import Batch, permute
 from flatout.errors import UsageError
 
@@ -36,13 +36,15 @@ class Mixed:
         batch_sequences: int,
         seed: int,
         shuffle: bool,
+        unit: int = 1,
     ) -> None:
-        """`counts` are the examples of each source, which follow one another in `examples`."""
-        self.examples, self.counts, self.seed, self.shuffle = examples, tuple(counts), seed, shuffle
+        """`counts` are the examples of each source, which follow one another in `examples`, `unit` of them together."""
+        self.examples, self.seed, self.shuffle, self.unit = examples, seed, shuffle, unit
+        self.counts = tuple(count // unit for count in counts)
         self.sequence_length, self.batch_sequences = sequence_length, batch_sequences
         if empty := [i for i, count in enumerate(counts) if not count]:
             raise UsageError(f"data.sources: item {empty[0]} has a weight but no examples to train on")
-        self.drawn = shares(weights, total=sum(counts))
+        self.drawn = shares(weights, total=sum(self.counts))
         self.longest = int((examples.lengths - 1).max())
         self._lock = threading.Lock()  # loader workers are threads
         self._packed: dict[int, Packed] = {}
@@ -80,7 +82,8 @@ class Mixed:
                 part = permute(part, count, key=(self.seed, turn, number + 1)) if self.shuffle else part
                 found.append(begin + part)
             begin += count
-        return np.concatenate(found)
+        units = np.concatenate(found)
+        return (units[:, None] * self.unit + np.arange(self.unit)).reshape(-1)
 
     def micro_batches(self, step: int, *, rank: int = 0, world: int = 1, micro_batch: int) -> list[Batch]:
         """The rank's share of a step in slices of `micro_batch` sequences, in order."""
@@ -126,7 +129,8 @@ class Mixed:
                 del self._packed[next(iter(self._packed))]
             chosen = self.chosen(epoch)
             lengths = self.examples.lengths[chosen] - 1
-            bins = pack(lengths, capacity=self.sequence_length, seed=self.seed + EPOCH_SEEDS * epoch)
+            seed = self.seed + EPOCH_SEEDS * epoch
+            bins = pack_units(lengths, capacity=self.sequence_length, seed=seed, unit=self.unit)
             self._packed[epoch] = self._of([chosen[members].tolist() for members in bins])
         return self._packed[epoch]
 

@@ -42,9 +42,11 @@ class Packed:
         shuffle: bool,
         few_shapes: bool = False,
         bins: Sequence[Sequence[int]] | None = None,
+        unit: int = 1,
     ) -> None:
         """`few_shapes`: for data that is packed anew at every step; lengths and counts are rounded up further.
 
+        `unit`: so many consecutive examples stay together in one sequence, such as the two answers of a pair.
         `bins`: the examples of each sequence, if they are already packed. Some may be in none, and some in several.
         """
         self.examples, self.seed, self.shuffle = examples, seed, shuffle
@@ -54,7 +56,7 @@ class Packed:
         longest = int(self._places.max())
         self._few_shapes = few_shapes
         self.longest = min(sequence_length, power_of_two(max(SHORTEST, longest))) if few_shapes else longest
-        bins = pack(self._places, capacity=sequence_length, seed=seed) if bins is None else bins
+        bins = pack_units(self._places, capacity=sequence_length, seed=seed, unit=unit) if bins is None else bins
         # Examples in the order of their sequences, where each sequence ends among them, and where each example begins.
         self._order = np.concatenate([np.asarray(members, np.int64) for members in bins])
         self._ends = np.cumsum([len(members) for members in bins], dtype=np.int64)
@@ -203,6 +205,12 @@ def _rows(
     rows[: len(trained)] = trained
     row_targets[: len(trained)] = targets[trained]
     return torch.from_numpy(rows), torch.from_numpy(row_targets)
+
+
+def pack_units(lengths: NDArray[np.int64], *, capacity: int, seed: int, unit: int) -> list[list[int]]:
+    """Like `pack`, with so many consecutive items always in one bin, next to each other."""
+    bins = pack(lengths.reshape(-1, unit).sum(axis=1), capacity=capacity, seed=seed)
+    return bins if unit == 1 else [[item * unit + i for item in members for i in range(unit)] for members in bins]
 
 
 def pack(lengths: NDArray[np.int64], *, capacity: int, seed: int) -> list[list[int]]:

@@ -65,8 +65,8 @@ def conversations(settings: Settings) -> Iterator[Material]:
         )
 
 
-def stream_of(examples: Conversations, settings: Settings) -> Packed | Mixed:
-    """The training examples in the order of the run; weighted sources in the shares they ask for."""
+def stream_of(examples: Conversations, settings: Settings, *, unit: int = 1) -> Packed | Mixed:
+    """The training examples in the order of the run, `unit` of them together; weighted sources in their shares."""
     data, batch = settings.data, settings.train.batch_tokens // settings.data.sequence_length
     weights = [source.weight for source in data.sources if source.weight is not None]
     if not weights:
@@ -76,6 +76,7 @@ def stream_of(examples: Conversations, settings: Settings) -> Packed | Mixed:
             batch_sequences=batch,
             seed=settings.seed,
             shuffle=data.shuffle,
+            unit=unit,
         )
     return Mixed(
         examples.train,
@@ -85,6 +86,7 @@ def stream_of(examples: Conversations, settings: Settings) -> Packed | Mixed:
         batch_sequences=batch,
         seed=settings.seed,
         shuffle=data.shuffle,
+        unit=unit,
     )
 
 

@@ -60,7 +60,7 @@ def show(settings: Settings, *, count: int) -> Shown:
     pairs = recipe.compares
     tokenizer = tokenizer_of(settings)
     with open_conversations(settings.data, seed=settings.seed, tokenizer=tokenizer, pairs=pairs) as found:
-        stream = stream_of(found, settings)
+        stream = stream_of(found, settings, unit=2 if pairs else 1)
         packed = stream.first if isinstance(stream, Mixed) else stream
         weights = stream.drawn if isinstance(stream, Mixed) else found.counts
         lengths = found.train.lengths
