@@ -493,7 +493,7 @@ def test_data_show_prints_examples_lengths_fill_and_what_was_dropped(
     assert "left out: 1 row: an empty answer (first: b.csv:4)" in done.out
     assert "fields of b.csv that are not used: 'id' in 2 rows" in done.out
     config["recipe"] = "pretrain"
-    config["data"] = {}
+    config["data"] = {"sequence_length": 64}
     (tmp_path / "p.yaml").write_text(yaml.safe_dump(config))
     refused = flatout("data", "show", "p.yaml")
     assert refused.code == 2

@@ -107,7 +107,7 @@ def test_adapters_on_four_bits_learn(flatout: Call, sft: Path, tmp_path: Path) -
     [
         ("lora.targets=w_out", "lora.targets: 'w_out' matches no projection"),
         ("lora.adapter=nowhere", "adapter_config.json is missing"),
-        ("data.source=embedded", "recipe sft takes jsonl, parquet or hf"),
+        ("data.source=text", "recipe sft takes jsonl, parquet or hf"),
         ("data.tokenizer=byte2", "data.tokenizer"),
         ("model=/nowhere", "error: model: the folder '/nowhere' does not exist"),
         ("recipe=pretrain", "works only with recipe sft"),

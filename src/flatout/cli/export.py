@@ -49,17 +49,23 @@ def export(
 
 
 def _write(trained: Trained, run: Path, to: Path, *, dtype: torch.dtype, merge: bool) -> None:
-    from flatout.model import Decoder, lora, peft
+    from flatout.model import Decoder, foreign_lora, lora, peft
     from flatout.model.loading import export_model
 
     trained.tokenizer.save(to)
-    if trained.adapters is not None and isinstance(trained.model, Decoder):
+    if trained.adapters is not None:
         if not merge:
-            peft.save(trained.model, to, trained.adapters, base=trained.base, fingerprint=trained.fingerprint)
+            if isinstance(trained.model, Decoder):
+                peft.save(trained.model, to, trained.adapters, base=trained.base, fingerprint=trained.fingerprint)
+            else:
+                foreign_lora.save(trained.model, to, trained.adapters, base=trained.base)
             print_plain(f"wrote the adapter of step {trained.step} of {run} to {to}; its base model is {trained.base}")
             return
         if trained.adapters.base_bits == 4:
             out.print("the adapters were trained on 4-bit weights and are merged into the full ones: close, not equal")
-        lora.merge(trained.model)
+        if isinstance(trained.model, Decoder):
+            lora.merge(trained.model)
+        else:
+            foreign_lora.merge(trained.model)
     export_model(trained.model, to, dtype=dtype, eos_token_id=trained.tokenizer.eos_id)
     print_plain(f"wrote step {trained.step} of {run} to {to}")

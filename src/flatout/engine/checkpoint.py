@@ -371,7 +371,8 @@ def _once(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def _kept(model: nn.Module) -> dict[str, Tensor]:
     """The tensors to save: all but frozen weights, which can be loaded from their source."""
-    frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
+    named = model.named_parameters(remove_duplicate=False)  # a tied weight has two names
+    frozen = {name for name, parameter in named if not parameter.requires_grad}
     return {name: tensor for name, tensor in model.state_dict().items() if name not in frozen}
 
 

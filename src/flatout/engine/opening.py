@@ -15,7 +15,7 @@ from flatout.data.tokenizer import Tokenizer, load_tokenizer
 from flatout.engine.resolve import DTYPES
 from flatout.engine.trained import open_trained
 from flatout.errors import FlatoutError, UsageError
-from flatout.model import Model, load_adapted, load_model, peft
+from flatout.model import Decoder, Model, load_adapted, load_model, peft
 from flatout.plan import model_settings, named_shape
 from flatout.record import Run
 
@@ -111,6 +111,7 @@ def _adapter(name: str, device: torch.device, dtype: torch.dtype) -> Opened:
     if shape.foreign:
         raise UsageError(f"{name} is an adapter on {base}, but adapters need flatout's own decoder: {shape.foreign}")
     model = load_adapted(under, spec, shape=shape, device=device, compute_dtype=dtype)
+    assert isinstance(model, Decoder)
     peft.load(model, folder, spec, base=peft.fingerprint(under))
     own = (folder / "tokenizer.json").is_file()
     tokenizer = load_tokenizer(str(folder if own else under), documents=None, cache=folder)

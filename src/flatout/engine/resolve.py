@@ -93,7 +93,9 @@ def resolve(plan: Plan, *, local_rank: int, deterministic: bool) -> Active:
         backend = "flash" if requested.attention == "short" else requested.attention
         attention, repeat_kv, facts["attention"] = _attention(backend, plan.job.shape, dtype, device)
     varlen = False
-    if plan.job.packing == "documents":
+    if plan.job.packing == "documents" and plan.job.shape.foreign:
+        facts["attention"] = "documents padded to rows, attention as transformers chooses it"
+    elif plan.job.packing == "documents":
         sm = plan.job.hardware.sm
         varlen = on_gpu and dtype != torch.float32 and sm is not None and sm >= (8, 0)
         why = "on a CPU" if not on_gpu else "in fp32" if dtype == torch.float32 else "below SM 8.0"
@@ -104,7 +106,7 @@ def resolve(plan: Plan, *, local_rank: int, deterministic: bool) -> Active:
         if varlen and (problem := _try_varlen(plan.job.shape, dtype, device)):
             repeat_kv = True
             facts["attention"] += f", keys and values repeated for it: {problem}"
-    if requested.attention == "short":
+    if requested.attention == "short" and not plan.job.shape.foreign:
         if problem := _try_short(plan, dtype, device):
             facts["attention"] += f"; short is not available: {problem}"
         else:
