@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tests.command import Command
 from tests.data.talks import tokenizer_folder, write_rows
 
 from flatout import recipes
@@ -132,7 +132,7 @@ def plain_loop(settings: Any, base: Path) -> tuple[list[float], Any]:
 
 @pytest.mark.parametrize("rank", [None, 4])
 def test_losses_are_those_of_a_plain_loop_and_the_export_opens(
-    base: Path, tmp_path: Path, flatout: Command, rank: int | None
+    base: Path, tmp_path: Path, flatout: Callable[..., Any], rank: int | None
 ) -> None:
     from transformers import AutoModelForCausalLM
 
@@ -144,7 +144,7 @@ def test_losses_are_those_of_a_plain_loop_and_the_export_opens(
     assert max(abs(a - b) for a, b in zip(ours, theirs, strict=True)) < 1e-4
     assert ours[-1] < ours[0] - 0.05
     done = flatout("export", str(tmp_path / "run"), "--to", str(tmp_path / "out"), "--dtype", "fp32")
-    assert done.code == 0, done.err
+    assert done.returncode == 0, done.stderr
     if rank is None:
         exported = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
     else:
@@ -153,7 +153,7 @@ def test_losses_are_those_of_a_plain_loop_and_the_export_opens(
         plain = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
         exported = PeftModel.from_pretrained(plain, tmp_path / "out")
         merged = flatout("export", str(tmp_path / "run"), "--to", str(tmp_path / "m"), "--dtype", "fp32", "--merge")
-        assert merged.code == 0, merged.err
+        assert merged.returncode == 0, merged.stderr
     ids = torch.arange(3, 40)[None]
     with torch.no_grad():
         wanted = model(ids).logits

@@ -16,6 +16,7 @@ from flatout.errors import EnvironmentLacks, first_line
 from flatout.hardware import Hardware, unsupported_build
 from flatout.model import Attend, Rectangular, Short, Varlen
 from flatout.plan import Plan, no_short
+from flatout.words import counted
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 # Attention backends in the order they are tried after the requested one.
@@ -79,7 +80,7 @@ def resolve(plan: Plan, *, local_rank: int, deterministic: bool) -> Active:
         torch.backends.cuda.matmul.fp32_precision = "tf32" if requested.tf32 else "ieee"
         facts["device"] = torch.cuda.get_device_name(device)
     else:
-        facts["device"] = f"CPU, {torch.get_num_threads()} threads"
+        facts["device"] = f"CPU, {counted(torch.get_num_threads(), 'thread')}"
     held = "weights and optimizer in fp32"
     if (adapters := plan.job.adapters) is not None:
         frozen = "4 bits" if adapters.base_bits == 4 else requested.precision
