@@ -248,3 +248,26 @@ def test_resume_after_kill_is_bit_exact(
 def test_a_batch_counts_its_pairs() -> None:
     batch = batches_of(some_pairs(2))[0]
     assert int((batch.targets != NOT_TRAINED).sum()) > batch.num_target_tokens == 2
+
+
+def test_a_model_that_transformers_runs_learns_to_prefer(flatout: Call, tmp_path: Path) -> None:
+    from tests.data.talks import tokenizer_folder
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    from flatout.record import Run
+
+    folder = tokenizer_folder(tmp_path / "gpt2")
+    GPT2LMHeadModel(GPT2Config(n_embd=32, n_layer=1, n_head=2, vocab_size=320, n_positions=128)).save_pretrained(folder)
+    done = flatout(
+        "train",
+        config_of(folder, tmp_path),
+        "lora.rank=4",
+        "train.steps=4",
+        "eval.every=null",
+        "--run",
+        tmp_path / "run",
+    )
+    assert done.returncode == 0, done.stderr
+    steps = list(Run.open(tmp_path / "run").steps())
+    assert steps[0].loss == pytest.approx(np.log(2), abs=1e-4)
+    assert steps[-1].loss < steps[0].loss
