@@ -215,7 +215,7 @@ def test_every_setting_of_the_guide_is_shown_with_its_source(tmp_path: Path, at:
         ({"data": {"path": "x", "format": "alpacca"}}, "did you mean alpaca?"),
         ({"data": {"path": "x", "format": "text", "template": "{{ a }}"}}, "text conflicts with data.template"),
         ({"save": {"best": True}}, "save.best: needs evaluations during the run; set eval.every"),
-        ({"recipe": "pretrain", "lora": {"rank": 4}}, "lora.rank: 4 works only with recipe sft or rft"),
+        ({"recipe": "pretrain", "lora": {"rank": 4}}, "lora.rank: 4 works only with recipe sft or dpo or rft"),
         (
             {"recipe": "pretrain", "data": {"source": "jsonl", "path": "x", "as_chat": True}},
             "works only with recipe sft",

@@ -153,12 +153,14 @@ def test_losses_are_those_of_a_plain_loop_and_the_export_opens(
         plain = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
         exported = PeftModel.from_pretrained(plain, tmp_path / "out")
         merged = flatout("export", str(tmp_path / "run"), "--to", str(tmp_path / "m"), "--dtype", "fp32", "--merge")
-        assert merged.returncode == 0, merged.stderr
+        experts = base.name == "qwen3_moe"
+        assert merged.returncode == (2 if experts else 0), merged.stderr
+        assert not experts or "export without --merge" in merged.stderr
     ids = torch.arange(3, 40)[None]
     with torch.no_grad():
         wanted = model(ids).logits
         assert (exported.eval()(ids).logits - wanted).abs().max() < 2e-3
-        if rank is not None:
+        if rank is not None and not experts:
             whole = AutoModelForCausalLM.from_pretrained(tmp_path / "m", dtype=torch.float32).eval()
             assert (exported(ids).logits - whole(ids).logits).abs().max() < 1e-4
 

@@ -71,13 +71,15 @@ def _write(trained: Trained, run: Path, to: Path, *, dtype: torch.dtype, merge: 
     from flatout.model import Decoder, foreign_lora, lora, peft
     from flatout.model.loading import export_model
 
+    if merge and not isinstance(trained.model, Decoder):
+        foreign_lora.require_mergeable(trained.model)
     trained.tokenizer.save(to)
     if trained.adapters is not None:
         if not merge:
             if isinstance(trained.model, Decoder):
                 peft.save(trained.model, to, trained.adapters, base=trained.base, fingerprint=trained.fingerprint)
             else:
-                foreign_lora.save(trained.model, to, trained.adapters, base=trained.base)
+                foreign_lora.save(trained.model, to, base=trained.base)
             print_plain(f"wrote the adapter of step {trained.step} of {run} to {to}; its base model is {trained.base}")
             return
         if trained.adapters.base_bits == 4:

@@ -5,13 +5,13 @@ The base is frozen in the compute type, the adapters are fp32. The files are PEF
 
 from __future__ import annotations
 
-import json
+import copy
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import nn
 
 from flatout.cost import TARGETS, Adapters
 from flatout.errors import EnvironmentLacks, UsageError, first_line
@@ -49,29 +49,26 @@ def attach(model: Foreign, spec: Adapters, *, seed: int) -> None:
             parameter.data = parameter.data.float()
 
 
-def save(model: Foreign, folder: Path, spec: Adapters, *, base: str | None) -> None:
+def save(model: Foreign, folder: Path, *, base: str | None) -> None:
     """Writes a folder that `peft.PeftModel.from_pretrained` puts on the base model with equal logits."""
+    peft = _peft()
     folder.mkdir(parents=True, exist_ok=True)
-    tensors = {
-        f"base_model.model.{name.replace(f'.{ADAPTER}', '')}": value.detach().cpu().contiguous()
-        for name, value in _adapters(model).items()
-    }
+    state = peft.get_peft_model_state_dict(model.inner, adapter_name=ADAPTER)
+    tensors = {f"base_model.model.{name}": value.detach().cpu().contiguous() for name, value in state.items()}
     save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
-    names = sorted({name.partition(".lora_")[0].rpartition(".")[2] for name in _adapters(model)})
-    config = {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": base,
-        "r": spec.rank,
-        "lora_alpha": spec.alpha,
-        "lora_dropout": spec.dropout,
-        "use_rslora": spec.rslora,
-        "target_modules": names,
-        "bias": "none",
-        "fan_in_fan_out": _is_transposed(model),
-        "inference_mode": True,
-    }
-    (folder / "adapter_config.json").write_text(json.dumps(config, indent=2))
+    # PEFT's own words for what it adapted: the layers of `all-linear`, and the fused experts of a mixture.
+    config = copy.deepcopy(model.inner.peft_config[ADAPTER])
+    config.base_model_name_or_path, config.inference_mode = base, True
+    config.save_pretrained(folder)
+
+
+def require_mergeable(model: Foreign) -> None:
+    """Refuses adapters on experts that are stored as one matrix: there is no layer to add them to."""
+    if any(type(module).__name__ == "ParamWrapper" for module in model.inner.modules()):
+        raise UsageError(
+            f"the adapters on the experts of {type(model.inner).__name__} cannot be merged here: export without --merge, "
+            "and merge with PEFT's merge_and_unload"
+        )
 
 
 def merge(model: Foreign) -> None:
@@ -84,12 +81,7 @@ def merge(model: Foreign) -> None:
             owner, _, leaf = name.rpartition(".")
             setattr(model.inner.get_submodule(owner), leaf, module.get_base_layer())
     for attribute in ("peft_config", "_hf_peft_config_loaded"):
-        if hasattr(model.inner, attribute):
-            delattr(model.inner, attribute)
-
-
-def _adapters(model: Foreign) -> dict[str, Tensor]:
-    return {name: value for name, value in model.inner.named_parameters() if ".lora_" in name}
+        model.inner.__dict__.pop(attribute, None)
 
 
 def _targets(model: Foreign, spec: Adapters) -> str | list[str]:
