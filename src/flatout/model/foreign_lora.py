@@ -66,7 +66,7 @@ def require_mergeable(model: Foreign) -> None:
     """Refuses adapters on experts that are stored as one matrix: there is no layer to add them to."""
     if any(type(module).__name__ == "ParamWrapper" for module in model.inner.modules()):
         raise UsageError(
-            f"the adapters on the experts of {type(model.inner).__name__} cannot be merged here: export without --merge, "
+            f"the adapters on the experts of {type(model.inner).__name__} cannot be merged: export without --merge, "
             "and merge with PEFT's merge_and_unload"
         )
 
