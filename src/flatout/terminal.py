@@ -269,7 +269,7 @@ class View:
             rows.add_row("validation loss", " -> ".join(map(loss_text, _ends(outcome.val_losses))))
         if outcome.task_scores:
             rows.add_row("task score", " -> ".join(map(percent, _ends(outcome.task_scores, best=max))))
-        rows.add_row("ended by", outcome.stopped_by)
+        rows.add_row("ended by", "the last step" if outcome.stopped_by == "end" else outcome.stopped_by)
         self.console.print("", rows)
         if event.verdicts:
             judged = table("Criteria", "criterion", "wanted", "got", "verdict")

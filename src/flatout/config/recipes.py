@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-RecipeName = Literal["pretrain", "sft", "rft", "rl", "router"]
+RecipeName = Literal["pretrain", "sft", "dpo", "rft", "rl", "router"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -15,6 +15,7 @@ class Recipe:
 
     learns_from: Literal["running text", "rows", "samples", "rollouts", "solutions"]
     sections: tuple[str, ...] = ()
+    compares: bool = False  # whether its rows have two answers, one preferred to the other
 
     @property
     def packs_documents(self) -> bool:
@@ -44,6 +45,7 @@ class Recipe:
 RECIPES: Mapping[RecipeName, Recipe] = {
     "pretrain": Recipe(learns_from="running text"),
     "sft": Recipe(learns_from="rows", sections=("lora",)),
+    "dpo": Recipe(learns_from="rows", sections=("lora", "dpo"), compares=True),
     "rft": Recipe(learns_from="samples", sections=("lora", "rft", "sample")),
     "rl": Recipe(learns_from="rollouts", sections=("lora", "rl", "mtl", "sample")),
     "router": Recipe(learns_from="solutions", sections=("lora", "router")),

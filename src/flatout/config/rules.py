@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 
+from flatout.config import slices
 from flatout.config.recipes import OF_SOME, RECIPES, recipes_that
 from flatout.config.settings import DataSettings, EvalSettings, LoraSettings, ModelSettings, Settings
 from flatout.config.tasks import held_out, unknown_task
@@ -106,6 +107,23 @@ def _data(data: DataSettings) -> Iterator[Breach]:
         )
     if data.source == "hf" and data.name is None:
         yield Breach(keys=("data.name", "data.source"), text="missing; data.source hf needs the dataset's name")
+    given = [key for key in ("path", "name", "subset", "format") if data.sources and getattr(data, key) is not None]
+    given += ["source"] if data.sources and data.source != DataSettings().source else []
+    for key in given:
+        text = f"{getattr(data, key)} conflicts with data.sources, whose items name their own; remove one"
+        yield Breach(keys=(f"data.{key}", "data.sources"), text=text)
+    weighted = [source.weight is not None for source in data.sources]
+    if any(weighted) and not all(weighted):
+        text = f"item {weighted.index(False)} has no weight, but others have; give every item one, or none"
+        yield Breach(keys=("data.sources",), text=text)
+    for number, source in enumerate(data.sources):
+        if source.path is None and source.name is None:
+            yield Breach(keys=("data.sources",), text=f"item {number} has neither path nor name; set one of them")
+        if source.subset is not None and source.path is not None:
+            text = f"item {number} has a subset, which Hugging Face datasets have, and a path; remove one"
+            yield Breach(keys=("data.sources",), text=text)
+        if wrong := slices.problem(source.split):
+            yield Breach(keys=("data.sources",), text=f"item {number}: split {wrong}")
 
 
 def _sequences(settings: Settings) -> Iterator[Breach]:
@@ -200,19 +218,44 @@ def _conversations(settings: Settings) -> Iterator[Breach]:
     """Yields the broken rules of the keys for recipes that read rows."""
     data, default = settings.data, DataSettings()
     if RECIPES[settings.recipe].learns_from == "rows":
-        if data.source not in ("jsonl", "parquet", "hf"):
+        for key in ("split", "valid_split"):
+            if (given := getattr(data, key)) is not None and (wrong := slices.problem(given)):
+                yield Breach(keys=(f"data.{key}",), text=wrong)
+        if data.source not in ("jsonl", "parquet", "hf", "embedded"):
             text = f"{data.source} has no rows; recipe {settings.recipe} takes jsonl, parquet or hf"
             yield Breach(keys=("data.source", "recipe"), text=text)
-        if data.source == "hf" and data.valid_path is not None:
-            yield Breach(
-                keys=("data.valid_path", "data.source"),
-                text=f"{data.valid_path} is for files, not for data.source hf; use data.valid_share",
-            )
+        elif data.source == "embedded" and not (data.path or data.name or data.sources):
+            text = f"missing; recipe {settings.recipe} reads rows: set data.path, data.name or data.sources"
+            yield Breach(keys=("data.path", "data.source", "recipe"), text=text)
+        if data.valid_path is not None and data.valid_name is not None:
+            text = f"{data.valid_path} conflicts with data.valid_name ({data.valid_name}); remove one"
+            yield Breach(keys=("data.valid_path", "data.valid_name"), text=text)
+        if data.valid_split and len(data.sources) > 1 and not (data.valid_path or data.valid_name):
+            text = f"{data.valid_split} of which source? Set data.valid_path or data.valid_name too"
+            yield Breach(keys=("data.valid_split", "data.sources"), text=text)
+        if RECIPES[settings.recipe].compares:
+            for name in ("template", "prompt_field", "completion_field", "train_on"):
+                if getattr(data, name) != getattr(default, name):
+                    text = f"{getattr(data, name)} works only with recipe sft; dpo reads prompt, chosen and rejected"
+                    yield Breach(keys=(f"data.{name}", "recipe"), text=text)
+            if settings.dpo.margin and settings.dpo.loss != "simpo":
+                text = f"{settings.dpo.margin} works only with dpo.loss: simpo"
+                yield Breach(keys=("dpo.margin", "dpo.loss"), text=text)
+        if data.template is not None and data.format is not None:
+            text = f"{data.format} conflicts with data.template, which reads rows of any keys; remove one"
+            yield Breach(keys=("data.format", "data.template"), text=text)
         return
-    for name in ("as_chat", "system", "train_on", "too_long", "prompt_field", "completion_field", "messages_field"):
+    for name in (
+        "as_chat", "system", "train_on", "too_long", "prompt_field", "completion_field", "messages_field", "sources",
+        "format", "template", "valid_name", "valid_split",
+    ):  # fmt: skip
         if getattr(data, name) != getattr(default, name):
             users = recipes_that(lambda recipe: recipe.learns_from == "rows")
-            yield Breach(keys=(f"data.{name}", "recipe"), text=f"{getattr(data, name)} works only with recipe {users}")
+            value = f"{len(data.sources)} items" if name == "sources" else getattr(data, name)
+            yield Breach(keys=(f"data.{name}", "recipe"), text=f"{value} works only with recipe {users}")
+    if data.source == "hf" and "[" in data.split:
+        text = f"{data.split}: slices of rows work only with recipe {recipes_that(lambda r: r.learns_from == 'rows')}"
+        yield Breach(keys=("data.split", "recipe"), text=text)
 
 
 def _sampled(settings: Settings) -> Iterator[Breach]:
@@ -228,7 +271,7 @@ def _sampled(settings: Settings) -> Iterator[Breach]:
             "to score"
         )
         yield Breach(keys=("rft.valid", "rft.task"), text=text)
-    for name in ("path", "name", "valid_path"):
+    for name in ("path", "name", "valid_path", "valid_name"):
         if getattr(data, name) is not None:
             value = getattr(data, name)
             text = f"{value} works only with other recipes; {settings.recipe} trains on its own samples (rft.task)"

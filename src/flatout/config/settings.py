@@ -101,13 +101,17 @@ class SourceSettings:
 @dataclass(frozen=True, kw_only=True)
 class DataSettings:
     source: Literal["embedded", "text", "jsonl", "parquet", "hf", "tokens"] = setting(
-        "embedded", "where documents come from"
+        "embedded", "where documents come from; rows are found by `path` or `name` alone"
     )
-    sources: tuple[SourceSettings, ...] = setting((), "router: one source for each adapter, see docs/router.md")
-    path: str | None = setting(None, "file, folder or glob for text, jsonl, parquet and tokens")
-    name: str | None = setting(None, "Hugging Face dataset for `source: hf`")
+    sources: tuple[SourceSettings, ...] = setting(
+        (),
+        "sft, dpo: several sources instead of one, see docs/data.md; router: one for each adapter, see docs/router.md",
+    )
+    path: str | None = setting(None, "file, folder or glob to read")
+    name: str | None = setting(None, "Hugging Face dataset")
     subset: str | None = setting(None, "configuration of the Hugging Face dataset")
-    split: str = setting("train", "split of the Hugging Face dataset")
+    split: str = setting("train", "split of the dataset; rows can be sliced: train[:8000], train[10%:]")
+    format: RowFormat | None = setting(None, "sft, dpo: format of the rows (default: recognised by their keys)")
     field: str = setting("text", "field that holds the text (jsonl, parquet, hf)")
     separator: str = setting("<|endoftext|>", "in text files: the separator between documents")
     tokenizer: str = setting(
@@ -121,12 +125,19 @@ class DataSettings:
     valid_path: str | None = setting(
         None, "separate validation data of the same kind (default: a share of the training data)"
     )
+    valid_name: str | None = setting(None, "sft, dpo: Hugging Face dataset to validate with")
+    valid_split: str | None = setting(None, "sft, dpo: split to validate with, such as test or train[90%:]")
     valid_share: float = setting(0.01, "share of the documents held out for validation", gt=0, lt=0.5)
     prompt_field: str = setting("prompt", "sft: field that holds the prompt, as text or as messages")
     completion_field: str = setting("completion", "sft: field that holds the completion")
     messages_field: str = setting("messages", "sft: field that holds a whole conversation as messages")
-    as_chat: bool = setting(False, "sft: format prompt and completion texts with the chat template, as two turns")
-    system: str | None = setting(None, "sft: system message for conversations without one")
+    template: str | None = setting(
+        None, "sft: Jinja template that makes the prompt from a row's fields; the answer is in `completion_field`"
+    )
+    as_chat: bool | None = setting(
+        None, "sft: format questions and answers with the chat template (default: not prompt and completion texts)"
+    )
+    system: str | None = setting(None, "sft, dpo: system message for conversations without one")
     train_on: Literal["completion", "all"] = setting("completion", "sft: tokens the loss covers: the answers, or all")
     too_long: Literal["drop", "truncate", "stop"] = setting(
         "drop", "sft: drop, truncate or stop at an example longer than data.sequence_length"
@@ -167,6 +178,15 @@ class LoraSettings:
     rslora: bool = setting(False, "scale by alpha / sqrt(rank) instead of alpha / rank")
     base: Literal["16-bit", "4-bit"] = setting("16-bit", "storage of the frozen weights; 4-bit is QLoRA (NF4)")
     adapter: str | None = setting(None, "folder with a PEFT adapter to start from")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DpoSettings:
+    loss: Literal["sigmoid", "ipo", "simpo"] = setting(
+        "sigmoid", "sigmoid: DPO; ipo: squared, per token; simpo: per token, without a reference"
+    )
+    beta: float = setting(0.1, "how strongly the preference counts against the distance from the initial model", gt=0)
+    margin: float = setting(0.0, "simpo: by how much the chosen answer should be ahead", ge=0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -424,6 +444,7 @@ class Settings:
     data: DataSettings = section(DataSettings, "the training data")
     train: TrainSettings = section(TrainSettings, "batch, length, learning rate and optimizer")
     lora: LoraSettings = section(LoraSettings, "train adapters instead of all weights")
+    dpo: DpoSettings = section(DpoSettings, "preference optimisation on pairs of answers")
     rft: RftSettings = section(RftSettings, "rejection-sampling fine-tuning: questions and kept samples")
     rl: RlSettings = section(RlSettings, "reinforcement learning: prompts, completions and the policy's loss")
     mtl: MtlSettings = section(MtlSettings, "reinforcement learning on several tasks")

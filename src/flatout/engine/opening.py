@@ -140,6 +140,7 @@ def _adapter(name: str, device: torch.device, dtype: torch.dtype) -> Opened:
     if shape.foreign:
         raise UsageError(f"{name} is an adapter on {base}, but adapters need flatout's own decoder: {shape.foreign}")
     model = load_adapted(under, spec, shape=shape, device=device, compute_dtype=dtype)
+    assert isinstance(model, Decoder)
     peft.load(model, folder, spec, base=peft.fingerprint(under))
     own = (folder / "tokenizer.json").is_file()
     tokenizer = load_tokenizer(str(folder if own else under), documents=None, cache=folder)

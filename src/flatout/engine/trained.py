@@ -63,8 +63,9 @@ def open_trained(
         if fingerprint != checkpoint.state.get("base"):
             raise UsageError(f"{base} does not have the weights that the adapters of {run.path} were trained on")
         held = spec if as_trained else replace(spec, base_bits=16)
-        model = load_adapted(folder, held, shape=shape, device=device, compute_dtype=dtype)
-        equip(model, run)
+        model = load_adapted(folder, held, shape=shape, device=device, compute_dtype=dtype, name=base, trust=trust)
+        if isinstance(model, Decoder):
+            equip(model, run)
     restore(checkpoint, model=model, optimizer=None)
     tokenizer = load_tokenizer(str(run.tokenizer_dir), documents=None, cache=run.tokenizer_dir)
     return Trained(
