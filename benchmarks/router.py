@@ -120,7 +120,7 @@ def speed(options: argparse.Namespace, scratch: Path) -> None:
 
 
 def scores(options: argparse.Namespace, scratch: Path) -> None:
-    router = {"steps": options.router_steps, "joint_steps": options.router_steps, "questions": options.questions}
+    router = {"router_steps": options.router_steps, "joint_steps": options.router_steps, "questions": options.questions}
     values = config(options, phase="all", **router, answer_tokens=options.answer_tokens)
     values["eval"] |= {"every": 50, "patience": 5}
     run = trained(values, scratch / "phases")

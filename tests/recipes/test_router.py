@@ -36,7 +36,7 @@ VALUES: dict[str, Any] = {
         "sequence_length": 128,
         "sources": [{"task": "sentiment", "size": 60}, {"task": "qa", "size": 60}, {"task": "translation", "size": 60}],
     },
-    "router": {"teach_steps": 4, "steps": 4, "joint_steps": 4, "hidden": 16, "questions": 4, "answer_tokens": 8},
+    "router": {"teach_steps": 4, "router_steps": 4, "joint_steps": 4, "hidden": 16, "questions": 4, "answer_tokens": 8},
     "train": {"batch_tokens": 1024, "steps": 4, "lr": 3e-3},
     "lora": {"rank": 2},
     "plan": {"precision": "fp32", "threads": 1},

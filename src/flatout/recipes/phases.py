@@ -236,8 +236,8 @@ class Phases:
 
     def _of_phase(self, phase: str, base: ModelSettings) -> Settings:
         settings, router = self.settings, self.settings.router
-        steps = {"1": None, "2": router.steps, "3": router.joint_steps}[phase]
-        lr = {"1": settings.train.lr, "2": router.lr, "3": router.joint_lr}[phase]
+        steps = {"1": None, "2": router.router_steps, "3": router.joint_steps}[phase]
+        lr = {"1": settings.train.lr, "2": router.router_lr, "3": router.joint_lr}[phase]
         train = replace(settings.train, lr=lr)
         if steps is not None:
             train = replace(
