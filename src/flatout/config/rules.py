@@ -28,6 +28,7 @@ def breaches(settings: Settings) -> Iterator[Breach]:
     yield from _length(settings)
     yield from _model(settings.model)
     yield from _data(settings.data)
+    yield from _sources(settings)
     yield from _sequences(settings)
     yield from _stops(settings)
     yield from _tasks(settings)
@@ -107,6 +108,13 @@ def _data(data: DataSettings) -> Iterator[Breach]:
         )
     if data.source == "hf" and data.name is None:
         yield Breach(keys=("data.name", "data.source"), text="missing; data.source hf needs the dataset's name")
+
+
+def _sources(settings: Settings) -> Iterator[Breach]:
+    """Yields the broken rules of several sources of rows; a router's are in `_routed`."""
+    data = settings.data
+    if RECIPES[settings.recipe].routes:
+        return
     given = [key for key in ("path", "name", "subset", "format") if data.sources and getattr(data, key) is not None]
     given += ["source"] if data.sources and data.source != DataSettings().source else []
     for key in given:
@@ -249,10 +257,11 @@ def _conversations(settings: Settings) -> Iterator[Breach]:
         "as_chat", "system", "train_on", "too_long", "prompt_field", "completion_field", "messages_field", "sources",
         "format", "template", "valid_name", "valid_split",
     ):  # fmt: skip
-        if getattr(data, name) != getattr(default, name):
-            users = recipes_that(lambda recipe: recipe.learns_from == "rows")
-            value = f"{len(data.sources)} items" if name == "sources" else getattr(data, name)
-            yield Breach(keys=(f"data.{name}", "recipe"), text=f"{value} works only with recipe {users}")
+        several = name == "sources"
+        if getattr(data, name) != getattr(default, name) and not (several and RECIPES[settings.recipe].routes):
+            users = recipes_that(lambda recipe: recipe.learns_from == "rows" or (several and recipe.routes))  # noqa: B023
+            told = f"{len(data.sources)} items work" if several else f"{getattr(data, name)} works"
+            yield Breach(keys=(f"data.{name}", "recipe"), text=f"{told} only with recipe {users}")
     if data.source == "hf" and "[" in data.split:
         text = f"{data.split}: slices of rows work only with recipe {recipes_that(lambda r: r.learns_from == 'rows')}"
         yield Breach(keys=("data.split", "recipe"), text=text)
@@ -363,10 +372,6 @@ def _routed(settings: Settings) -> Iterator[Breach]:
     """Yields the broken rules of the keys for recipes that train many adapters."""
     router, sources = settings.router, settings.data.sources
     if not RECIPES[settings.recipe].routes:
-        if sources:
-            users = recipes_that(lambda recipe: recipe.routes)
-            text = f"{len(sources)} items work only with recipe {users}"
-            yield Breach(keys=("data.sources", "recipe"), text=text)
         return
     if len(sources) < 2:
         text = (
