@@ -36,6 +36,17 @@ def row_loss(logits_RV: Tensor, targets_R: Tensor) -> tuple[Tensor, Tensor]:
     return loss, gradient.mul_(trained).to(logits_RV.dtype)
 
 
+def capped(rows: RowLoss, cap: float) -> RowLoss:
+    """The loss of logits that are bounded first, as in Gemma 2: cap * tanh(logits / cap)."""
+
+    def row_loss_capped(logits_RV: Tensor, targets_R: Tensor) -> tuple[Tensor, Tensor]:
+        ratio = torch.tanh(logits_RV.float() / cap)
+        loss, gradient = rows((cap * ratio).to(logits_RV.dtype), targets_R)
+        return loss, (gradient * (1 - ratio**2)).to(logits_RV.dtype)
+
+    return row_loss_capped
+
+
 class _LinearCrossEntropy(torch.autograd.Function):
     """The head's matmul and cross-entropy, one chunk of rows at a time, so that all logits never exist at once.
 

@@ -23,6 +23,7 @@ from flatout.cost import Rates
 from flatout.hardware import Hardware, Measured
 from flatout.plan import Decisions
 from flatout.record import WARM_STEPS, Event, StepRecord, events
+from flatout.record.routed import AdapterScore, PhaseScored
 from flatout.verdict import peak_words, speed_of_steps
 from flatout.words import duration, loss_text, number, percent
 
@@ -180,6 +181,10 @@ class View:
                 self._stop()
                 self.console.print("", judged_table(event))
                 self._say(sentence or "", style="bold")
+            case PhaseScored():
+                self._stop()
+                self.console.print("", *phase_tables(event))
+                self._say(sentence or "", style="bold")
             case events.Ended():
                 self._stop()
                 self._summary(event)
@@ -264,7 +269,7 @@ class View:
             rows.add_row("validation loss", " -> ".join(map(loss_text, _ends(outcome.val_losses))))
         if outcome.task_scores:
             rows.add_row("task score", " -> ".join(map(percent, _ends(outcome.task_scores, best=max))))
-        rows.add_row("ended by", outcome.stopped_by)
+        rows.add_row("ended by", "the last step" if outcome.stopped_by == "end" else outcome.stopped_by)
         self.console.print("", rows)
         if event.verdicts:
             judged = table("Criteria", "criterion", "wanted", "got", "verdict")
@@ -284,6 +289,27 @@ def judged_table(event: events.StudentJudged) -> Table:
         within = "n/a" if low is None else f"{percent(low)} to {percent(high)}"
         rows.add_row(when, f"[bold]{percent(accuracy)}[/]", within, percent(answered))
     return rows
+
+
+def phase_tables(event: PhaseScored) -> list[Table]:
+    """The scores of each task after a phase, and where the router sent their prompts."""
+    hows = list(dict.fromkeys(score.how for score in event.scores))
+    rows = table(f"After phase {event.phase}, on held-out questions", "task", "metric", *hows)
+    for name in event.names:
+        mine = {score.how: score for score in event.scores if score.task == name}
+        cells = [f"{mine[how].value:.3f} ± {_reach(mine[how]):.3f}" if how in mine else "n/a" for how in hows]
+        rows.add_row(escape(name), next(iter(mine.values())).metric if mine else "n/a", *cells)
+    if event.confusion is None:
+        return [rows]
+    routed = table("Prompts by task and adapter", "prompts of", *(f"to {escape(name)}" for name in event.names))
+    for name, counts in zip(event.names, event.confusion, strict=True):
+        routed.add_row(escape(name), *map(str, counts))
+    return [rows, routed]
+
+
+def _reach(score: AdapterScore) -> float:
+    """Half the width of its interval."""
+    return 0.0 if score.low is None or score.high is None else (score.high - score.low) / 2
 
 
 def _at(event: Event) -> str:

@@ -13,7 +13,12 @@ def number(value: float | None, *, unit: str = "", digits: int = 3) -> str:
 
 
 def percent(value: float | None) -> str:
-    return "n/a" if value is None else f"{100 * value:.1f} %"
+    return "n/a" if value is None else f"{round(100 * value, 1) + 0.0:.1f} %"  # + 0.0: never "-0.0"
+
+
+def counted(count: int, what: str) -> str:
+    """A number of things: 1 thread, 2 threads."""
+    return f"{count:,} {what}" if count == 1 else f"{count:,} {what}s"
 
 
 def duration(seconds: float | None) -> str:

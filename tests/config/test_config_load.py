@@ -198,7 +198,7 @@ def test_overrides_and_environment_read_alike(write: Any, override: str, key: st
         ("seed: '1'", "seed: '1' must be a whole number (random seed for weights, data order and sampling)"),
         ("seed: null", "seed: null must be a whole number (random seed for weights, data order and sampling)"),
         ("seed: {a: 1}", "seed: a mapping must be a whole number (random seed for weights, data order and sampling)"),
-        ("recipe: pretrian", "recipe: pretrian must be one of pretrain, sft, rft, rl; did you mean pretrain?"),
+        ("recipe: pretrian", "recipe: pretrian must be one of pretrain, sft, rft, rl, router; did you mean pretrain?"),
         (
             "criteria: {mfu: 1.5}",
             "criteria.mfu: 1.5 must be at most 1 (at least this MFU, common convention (6N + 12LHT))",
@@ -214,8 +214,8 @@ def test_overrides_and_environment_read_alike(write: Any, override: str, key: st
         ("profile: {steps: 10}", "profile.steps: 10 must be a list of two whole numbers such as [10, 12], or null"),
         ("profile: {steps: [1, x, 3]}", "profile.steps: [1, x, 3] must be a list of two whole numbers"),
         ("profile: {steps: &a [*a, *a]}", "profile.steps: […, …] must be a list of two whole numbers"),
-        ("data: {split: null}", "data.split: null must be text (split of the Hugging Face dataset)"),
-        ("data: [text]", "data: [text] was given for a whole section; set its keys: source, path, name"),
+        ("data: {split: null}", "data.split: null must be text (split of the dataset; rows can be sliced"),
+        ("data: [text]", "data: [text] was given for a whole section; set its keys: source, sources, path, name"),
         ("save.keep: 3", "save.keep: in a file, write keep under save:"),
         ("zzzzzz: 3", "zzzzzz: unknown key; known keys: model, data, train"),
         (
@@ -330,6 +330,12 @@ CONFIGURATIONS: list[dict[str, Any]] = [
         "log": {"wandb": "off", "name": "1e3", "project": "größer"},
         "profile": {"steps": [10, 12]},
         "criteria": {"loss_falling": True, "mfu": 0.5},
+    },
+    {
+        "recipe": "sft",
+        "model": "some/name",
+        "data": {"sources": [{"path": "a", "weight": 2, "split": "train[:50%]"}, {"name": "b/c", "weight": 1}]},
+        "train": {"steps": 10},
     },
     {"seed": 2**40, "model": {"name": "~"}, "train": {"epochs": 0.25}, "log": {"name": "yes", "project": ""}},
 ]

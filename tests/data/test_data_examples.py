@@ -136,8 +136,9 @@ def test_a_template_that_rewrites_earlier_turns_is_noticed(folder: Path, tmp_pat
 BAD = [
     ("not json", "invalid JSON"),
     (json.dumps([1]), "not an object"),
-    (json.dumps({"text": "x"}), "neither 'messages' nor"),
-    (json.dumps({"prompt": "x"}), "missing field 'completion'"),
+    (json.dumps({"body": "x"}), "no known format (keys: body); set data.prompt_field and data.completion_field, or"),
+    (json.dumps({"prompt": "x"}), "no 'completion' beside 'prompt' (keys: prompt); name the answer with data.comple"),
+    (json.dumps({"prompt": "x", "chosen": "y", "rejected": "z"}), "two answers to compare; train on them with recipe"),
     (json.dumps({"messages": [{"role": "robot", "content": "x"}]}), "role 'robot' is not one of"),
     (json.dumps({"messages": [{"role": "user", "content": "x"}]}), "no message of the assistant"),
     (json.dumps({"messages": [{"role": "assistant", "content": " "}]}), "an empty answer"),

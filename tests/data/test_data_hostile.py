@@ -24,8 +24,9 @@ from flatout.data import examples, sources
 from flatout.data import prepare as preparing
 from flatout.data.examples import Encoder, Examples, open_conversations
 from flatout.data.prepare import describe, prepare
+from flatout.data.rows import read_rows, sources_of
 from flatout.data.shards import Shards, ShardWriter
-from flatout.data.sources import Tally, read_documents, read_rows
+from flatout.data.sources import Tally, read_documents
 from flatout.errors import UsageError
 
 TEXTS = [f"document number {i} says what it says" for i in range(300)]
@@ -323,7 +324,8 @@ def test_a_parquet_text_that_is_too_long_is_a_bad_row(tmp_path: Path, monkeypatc
     assert read(tmp_path / "a.parquet", tally, source="parquet") == ["one", "two"]
     assert list(tally.examples.values()) == [[f"{tmp_path}/a.parquet:2"]]
     tally, settings = lenient(), DataSettings(source="parquet", path=str(tmp_path / "a.parquet"))
-    found = [row for _, row in read_rows(settings, which="train", tally=tally)]
+    (source,) = sources_of(settings, which="train")
+    found = [row for _, row in read_rows(source, tally=tally)]
     assert found == [{"text": "one"}, {"text": "two"}]
     assert tally.num_bad == 1
 

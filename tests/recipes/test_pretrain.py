@@ -26,9 +26,10 @@ def test_a_run_learns_and_leaves_everything_behind(flatout: Call, config: Path, 
     done = flatout(
         "train", config, "train.steps=40", "log.tensorboard=true", "profile.steps=[3, 4]", "eval.every=10",
         "criteria.loss_falling=true", "criteria.validation_improving=true", "criteria.tokens_per_s=1e12",
-        "criteria.saves=1", "--run", run,
+        "criteria.saves=1", "--strict", "--run", run,
     )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == 4, done.stderr  # only because of --strict
+    assert "the run is complete, but missed its criteria: tokens_per_s" in done.stderr
     losses = [loss for _, loss, _, _ in trajectory(run)]
     assert len(losses) == 40
     evals = [float(str(e["val_loss"])) for e in events(run, "eval")]

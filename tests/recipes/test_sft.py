@@ -41,6 +41,10 @@ def test_adapters_learn_and_open_in_peft_and_merged_in_transformers(
     for arguments in (["--to", tmp_path / "adapter"], ["--to", tmp_path / "merged", "--merge", "--dtype", "fp32"]):
         exported = flatout("export", run, *arguments)
         assert exported.returncode == 0, exported.stderr
+    refused = flatout("export", run, "--to", tmp_path / "adapter")
+    assert refused.returncode == 2
+    assert "--force overwrites the export in it" in refused.stderr
+    assert flatout("export", run, "--to", tmp_path / "adapter", "--force").returncode == 0
     from peft import PeftModel
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -107,7 +111,7 @@ def test_adapters_on_four_bits_learn(flatout: Call, sft: Path, tmp_path: Path) -
     [
         ("lora.targets=w_out", "lora.targets: 'w_out' matches no projection"),
         ("lora.adapter=nowhere", "adapter_config.json is missing"),
-        ("data.source=embedded", "recipe sft takes jsonl, parquet or hf"),
+        ("data.source=text", "recipe sft takes jsonl, parquet or hf"),
         ("data.tokenizer=byte2", "data.tokenizer"),
         ("model=/nowhere", "error: model: the folder '/nowhere' does not exist"),
         ("recipe=pretrain", "works only with recipe sft"),

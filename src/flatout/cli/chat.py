@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from flatout.cli.shared import BackendName, Dtype, MaxTokens, ModelName, Seed, TopP, Trust, require_torch, warn
+from flatout.cli.shared import Adapter, BackendName, Dtype, MaxTokens, ModelName, Seed, TopP, Trust, require_torch, warn
 
 if TYPE_CHECKING:
     from flatout.data.tokenizer import Tokenizer
@@ -32,6 +32,7 @@ def chat(
     seed: Seed = 0,
     dtype: Dtype = None,
     backend: BackendName = "auto",
+    adapter: Adapter = None,
     trust: Trust = None,
 ) -> None:
     """Chat with a model in the terminal, or read one question per line from a pipe."""
@@ -41,7 +42,7 @@ def chat(
 
     sampling = Sampling(max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed)
     chosen = backend_of(backend)
-    opened = open_model(model, dtype=dtype, backend=chosen, trust=trust)
+    opened = open_model(model, dtype=dtype, backend=chosen, trust=trust, adapter=adapter)
     warn(opened.notices)
     conversation = Conversation(
         sampler_of(opened, backend=chosen, rows=1),
@@ -80,6 +81,15 @@ class Conversation:
                 self.messages.append({"role": "assistant", "content": "".join(said)})
             # A repeated question gets another sample, and the same seed gives the same conversation.
             self.sampling = replace(self.sampling, seed=self.sampling.seed + 1)
+
+    @property
+    def answered_by(self) -> str | None:
+        """The adapter that the router chose for the last question, and how sure it was; None without a router."""
+        chosen = getattr(self.sampler, "chosen", None)
+        if not chosen:
+            return None
+        which, sure = chosen[0]
+        return f"{self.sampler.names[which]} answered, confidence {100 * sure:.0f} %"  # type: ignore[attr-defined]
 
     def _tokens(self, prompt: list[int]) -> Iterator[int]:
         for token in self.sampler.stream(prompt, sampling=self.sampling):
@@ -179,6 +189,8 @@ def _answer(conversation: Conversation, question: str, lines: Lines) -> None:
         for piece in answer:
             lines.say(clean(piece))
         lines.say("\n")
+        if conversation.answered_by is not None:
+            lines.note(f"({conversation.answered_by})")
     except KeyboardInterrupt:
         lines.say("\n")
         lines.note("stopped")

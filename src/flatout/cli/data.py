@@ -1,4 +1,4 @@
-"""`flatout data prepare`: tokenizes documents into verified shards."""
+"""`flatout data prepare` tokenizes documents into verified shards; `flatout data show` prints what a run learns."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from typing import Annotated
 
 import typer
 
-from flatout.cli.shared import AsJson, out, print_json, print_plain, require_torch
+from flatout.cli.shared import AsJson, Config, Overrides, load_settings, out, print_json, print_plain, require_torch
 from flatout.errors import FlatoutError, UsageError
+from flatout.insight.clean import clean
 
-app = typer.Typer(help="Prepare training data.", no_args_is_help=True)
+app = typer.Typer(help="Prepare training data, and show it.", no_args_is_help=True)
 
 
 @app.command()
@@ -68,3 +69,42 @@ def prepare(
     if skipped := left_out(to):
         print_plain(f"left out: {skipped}")
     print_plain(f"train on it: data: {json.dumps({'source': 'tokens', 'path': str(to)})}")
+
+
+@app.command()
+def show(
+    config: Config,
+    overrides: Overrides = None,
+    count: Annotated[int, typer.Option("-n", "--count", help="examples of each source to print", min=0)] = 3,
+    as_json: AsJson = False,
+) -> None:
+    """Show what a run learns from its rows: rendered examples, lengths, packing, and what is left out."""
+    require_torch()
+    from dataclasses import asdict
+
+    from flatout.recipes.showing import show as read
+
+    found = read(load_settings(config, overrides, trust=None), count=count)
+    if as_json:
+        print_json(asdict(found))
+        return
+    for example in found.examples:
+        head = f"{example.source}, example {example.label}: {example.tokens} tokens, {example.learnt} learnt"
+        print_plain(clean(head))
+        for text, learnt in example.pieces:
+            for line in text.splitlines() or [""]:
+                print_plain(clean(f"  {'>' if learnt else '|'} {line}"))
+    if found.examples:
+        print_plain("lines with > are learnt\n")
+    for source in found.sources:
+        formats = ", ".join(f"{count:,} {name}" for name, count in source.formats.items())
+        print_plain(
+            clean(
+                f"{source.source}: {formats or 'no rows'}; {source.train_examples:,} to train on "
+                f"({source.share:.1%} of an epoch), {source.valid_examples:,} held out"
+            )
+        )
+    lengths = ", ".join(f"{name} {tokens:,}" for name, tokens in found.lengths.items())
+    print_plain(f"{found.train_tokens:,} tokens, {found.learnt_tokens:,} learnt; lengths: {lengths}")
+    print_plain(f"packed into {found.sequences:,} sequences of {found.sequence_length:,}, {found.fill:.1%} full")
+    print_plain(clean(f"left out: {found.left_out or 'nothing'}"))

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from flatout.cli.shared import (
+    Adapter,
     AsJson,
     BackendName,
     Dtype,
@@ -55,6 +56,7 @@ def evaluate(
     dtype: Dtype = None,
     rows: Annotated[int | None, typer.Option(help="concurrent sequences (default: by the device)", min=1)] = None,
     backend: BackendName = "auto",
+    adapter: Adapter = None,
     trust: Trust = None,
     as_json: AsJson = False,
 ) -> None:
@@ -81,7 +83,7 @@ def evaluate(
     found: list[list[Score]] = []
     documents = []
     for name in [model, *([against] if against else [])]:
-        opened = open_model(name, dtype=dtype, backend=request.backend, trust=trust)
+        opened = open_model(name, dtype=dtype, backend=request.backend, trust=trust, adapter=adapter)
         warn(opened.notices)
         scores = _measured(opened, request, quiet=as_json)
         document = _document(opened, scores, request)
@@ -185,6 +187,10 @@ def _notes(score: Score) -> list[str]:
     ):
         if facts.get(key):
             said.append(f"{facts[key]} {words}")
+    for name, value in (facts.get("measures") or {}).items():
+        said.append(f"{name} {number(value, digits=3)}")
+    if facts.get("adapters"):
+        said.append("answered by " + ", ".join(f"{name} {count}" for name, count in facts["adapters"].items()))
     if facts.get("tokens"):
         said.append(f"{facts['tokens'] / score.seconds:,.0f} tokens/s")
     return [*said, duration(score.seconds)]

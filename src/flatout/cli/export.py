@@ -21,6 +21,7 @@ def export(
     to: Annotated[Path, typer.Option(help="folder to write")],
     dtype: Annotated[str, typer.Option(help="bf16, fp16 or fp32")] = "bf16",
     merge: Annotated[bool, typer.Option("--merge", help="merge adapters into the base weights")] = False,
+    force: Annotated[bool, typer.Option("--force", help="overwrite an earlier export in the folder")] = False,
     best: Annotated[bool, typer.Option("--best", help="the best checkpoint (save.best), not the newest")] = False,
     trust: Trust = None,
 ) -> None:
@@ -35,31 +36,68 @@ def export(
 
     if dtype not in DTYPES:
         raise UsageError(f"--dtype {dtype!r} must be one of {', '.join(DTYPES)}")
-    if to.exists() and not (to.is_dir() and not any(to.iterdir())):
-        raise UsageError(f"{to} is not an empty folder, and nothing is overwritten: choose another folder")
+    earlier = any((to / name).is_file() for name in ("config.json", "adapter_config.json"))
+    if to.exists() and not (to.is_dir() and (not any(to.iterdir()) or (force and earlier))):
+        way = "; --force overwrites the export in it" if earlier else ""
+        raise UsageError(f"{to} is not an empty folder, and nothing is overwritten: choose another folder{way}")
     trained = open_trained(Run.open(run), best=best, trust=trust)
     warn(trained.notices)
     if merge and trained.adapters is None:
         raise UsageError(f"{run} trained all weights, so there is nothing to merge: remove --merge")
     try:
+        if force:
+            _remove_export(to)
         _write(trained, run, to, dtype=DTYPES[dtype], merge=merge)
     except (OSError, SafetensorError) as error:
         why = as_os_error(error, to).strerror or error
         raise EnvironmentLacks(f"{to} cannot be written: {why}. The folder is incomplete: remove it") from None
 
 
+def _remove_export(folder: Path) -> None:
+    """Removes the files of an earlier export, so that the weights of two of them never mix."""
+    names = (
+        "config.json",
+        "generation_config.json",
+        "adapter_config.json",
+        "*.safetensors",
+        "*.safetensors.index.json",
+    )
+    for pattern in names:
+        for path in folder.glob(pattern):
+            path.unlink()
+
+
 def _write(trained: Trained, run: Path, to: Path, *, dtype: torch.dtype, merge: bool) -> None:
-    from flatout.model import Decoder, lora, peft
+    from flatout.model import Decoder, foreign_lora, lora, peft
     from flatout.model.loading import export_model
 
+    if merge and not isinstance(trained.model, Decoder):
+        foreign_lora.require_mergeable(trained.model)
     trained.tokenizer.save(to)
-    if trained.adapters is not None and isinstance(trained.model, Decoder):
+    if trained.adapters is not None:
+        if trained.adapters.names and isinstance(trained.model, Decoder):
+            if merge:
+                raise UsageError(
+                    f"{run} has {trained.adapters.count} adapters, which cannot all be merged into one model"
+                )
+            for which, name in enumerate(trained.adapters.names):
+                at = {"base": trained.base, "fingerprint": trained.fingerprint, "which": which}
+                peft.save(trained.model, to / name, trained.adapters, **at)  # type: ignore[arg-type]
+            names = ", ".join(trained.adapters.names)
+            print_plain(f"wrote the adapters {names} of step {trained.step} of {run} to {to}, each in its own folder")
+            return
         if not merge:
-            peft.save(trained.model, to, trained.adapters, base=trained.base, fingerprint=trained.fingerprint)
+            if isinstance(trained.model, Decoder):
+                peft.save(trained.model, to, trained.adapters, base=trained.base, fingerprint=trained.fingerprint)
+            else:
+                foreign_lora.save(trained.model, to, base=trained.base)
             print_plain(f"wrote the adapter of step {trained.step} of {run} to {to}; its base model is {trained.base}")
             return
         if trained.adapters.base_bits == 4:
             out.print("the adapters were trained on 4-bit weights and are merged into the full ones: close, not equal")
-        lora.merge(trained.model)
+        if isinstance(trained.model, Decoder):
+            lora.merge(trained.model)
+        else:
+            foreign_lora.merge(trained.model)
     export_model(trained.model, to, dtype=dtype, eos_token_id=trained.tokenizer.eos_id)
     print_plain(f"wrote step {trained.step} of {run} to {to}")

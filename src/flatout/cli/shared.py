@@ -24,6 +24,10 @@ Overrides = Annotated[list[str] | None, typer.Argument(help="dotted overrides, s
 RunFolder = Annotated[Path | None, typer.Option("--run", help="run folder (default: runs/CONFIG-TIME)")]
 ModelName = Annotated[str, typer.Argument(help="run folder, model folder or hub name", metavar="RUN|MODEL")]
 AsJson = Annotated[bool, typer.Option("--json", help="machine-readable output")]
+Adapter = Annotated[
+    str | None,
+    typer.Option(help="one adapter of a router run, or base (default: the router chooses for each prompt)"),
+]
 Trust = Annotated[
     str | None,
     typer.Option(

@@ -24,7 +24,7 @@ from flatout.cli.shared import (
     print_plain,
     require_torch,
 )
-from flatout.errors import INTERRUPTED_EXIT, PREEMPTED_EXIT, UsageError
+from flatout.errors import INTERRUPTED_EXIT, PREEMPTED_EXIT, RunFailed, UsageError
 
 if TYPE_CHECKING:
     from flatout.config.settings import Settings
@@ -37,6 +37,7 @@ def train(
     run: RunFolder = None,
     resume: Annotated[bool, typer.Option("--resume", help="continue from the newest checkpoint in --run")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="plan and check the run, then stop")] = False,
+    strict: Annotated[bool, typer.Option("--strict", help="exit with 4 if the run misses one of its criteria")] = False,
     trust: Trust = None,
 ) -> None:
     """Train from one configuration file into a measured, resumable run."""
@@ -53,6 +54,18 @@ def train(
         return
     outcome = _carry_out(recipes.run, settings, folder=folder, resume=resume)
     exit_if_stopped(outcome, folder, trust=trust)
+    if strict:
+        _require_criteria(settings, outcome)
+
+
+def _require_criteria(settings: Settings, outcome: Outcome) -> None:
+    """Fails if a criterion was missed, or could not be measured here."""
+    from flatout.verdict import judge
+
+    missed = [verdict for verdict in judge(settings.criteria, outcome) if verdict.met is not True]
+    if missed:
+        words = "; ".join(f"{one.criterion}: {one.got}, wanted {one.wanted}" for one in missed)
+        raise RunFailed(f"the run is complete, but missed its criteria: {words}")
 
 
 def sample(

@@ -93,11 +93,13 @@ def to_mapping(settings: Settings) -> dict[str, Any]:
 
 
 def _plain(section: Any) -> dict[str, Any]:
-    values = {field.name: getattr(section, field.name) for field in settable(type(section))}
-    return {
-        name: _plain(value) if is_dataclass(value) else list(value) if isinstance(value, tuple) else value
-        for name, value in values.items()
-    }
+    return {field.name: _plain_value(getattr(section, field.name)) for field in settable(type(section))}
+
+
+def _plain_value(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return [_plain_value(item) for item in value]
+    return _plain(value) if is_dataclass(value) else value
 
 
 def dump(settings: Settings) -> str:
@@ -159,12 +161,20 @@ class _Leaf:
         return get_origin(self.kind) is tuple and get_args(self.kind)[0] is str
 
     @property
+    def takes_sections(self) -> type[Any] | None:
+        """The dataclass of its items, if it takes a list of sections."""
+        item = get_args(self.kind)[0] if get_origin(self.kind) is tuple else None
+        return item if isinstance(item, type) and is_dataclass(item) else None
+
+    @property
     def wanted(self) -> str:
         kinds = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
         if self.choices:
             wanted = f"one of {', '.join(self.choices)}"
         elif self.takes_texts:
             wanted = "a list of texts such as [one, two]"
+        elif kind := self.takes_sections:
+            wanted = f"a list of items with the keys {', '.join(field.name for field in settable(kind))}"
         else:
             wanted = kinds.get(self.kind, "a list of two whole numbers such as [10, 12]")
         return f"{wanted}, or null" if self.optional else wanted
@@ -172,7 +182,11 @@ class _Leaf:
 
 @cache
 def _leaves() -> dict[str, _Leaf]:
-    return dict(_leaves_of(Settings, prefix=""))
+    return _leaves_in(Settings)
+
+
+def _leaves_in(kind: type[Any]) -> dict[str, _Leaf]:
+    return dict(_leaves_of(kind, prefix=""))
 
 
 def _leaves_of(kind: type[Any], *, prefix: str) -> Iterator[tuple[str, _Leaf]]:
@@ -206,6 +220,8 @@ def _model(kind: type[Any]) -> type[BaseModel]:
     definitions: dict[str, Any] = {}
     for field in settable(kind):
         hint, help, rules = hints[field.name], field.metadata["help"], field.metadata["rules"]
+        if get_origin(hint) is tuple and is_dataclass(item := get_args(hint)[0]):
+            hint = tuple[_model(item), ...]  # type: ignore[misc, arg-type]
         if field.default is MISSING:
             section = _model(hint)
             definitions[field.name] = (section, Field(default_factory=section, description=help))
@@ -384,8 +400,13 @@ class _Gathered:
                     continue
                 refused.add(key)
                 given = self.given[key]
-                rule = _rule(_leaves()[key], kind=error["type"], limits=error.get("ctx", {}), text=given.text)
-                self.mistakes.append((given.place, f"{key}: {given.text} {rule}"))
+                leaf, text = _leaves()[key], given.text
+                if (kind := leaf.takes_sections) and len(error["loc"]) > 3:
+                    item, name = error["loc"][2:4]
+                    leaf, text = _leaves_in(kind)[str(name)], _short(str(error["input"]))
+                    key = f"{key}[{item}].{name}"
+                rule = _rule(leaf, kind=error["type"], limits=error.get("ctx", {}), text=text)
+                self.mistakes.append((given.place, f"{key}: {text} {rule}"))
             self.doubtful |= refused
             valid = model.model_validate(_nested({k: v for k, v in self.given.items() if k not in refused}))
         settings: Settings = _built(Settings, valid.model_dump())
@@ -413,9 +434,15 @@ def _nested(given: Mapping[str, _Given]) -> dict[str, Any]:
 def _built(kind: type[Any], values: Mapping[str, Any]) -> Any:
     """The dataclass, sections included, from validated values."""
     hints = get_type_hints(kind)
-    return kind(
-        **{name: _built(hints[name], value) if is_dataclass(hints[name]) else value for name, value in values.items()}
-    )
+
+    def built(hint: Any, value: Any) -> Any:
+        if is_dataclass(hint):
+            assert isinstance(hint, type)
+            return _built(hint, value)
+        items = get_args(hint)[0] if get_origin(hint) is tuple else None
+        return tuple(built(items, item) for item in value) if is_dataclass(items) else value
+
+    return kind(**{name: built(hints[name], value) for name, value in values.items()})
 
 
 def _value_of(settings: Settings, key: str) -> Any:
@@ -537,6 +564,8 @@ def _unpinned(key: str, value: yaml.Node | str) -> yaml.Node | str:
 def _from_node(node: yaml.Node, *, leaf: _Leaf) -> Any:
     if node.tag not in _PLAIN_TAGS:
         raise ValueError(_refused(node))
+    if isinstance(node, yaml.SequenceNode) and (kind := leaf.takes_sections):
+        return tuple(_section_item(child, kind=kind, number=i) for i, child in enumerate(node.value))
     if isinstance(node, yaml.SequenceNode) and get_origin(leaf.kind) is tuple:
         item = _Leaf(kind=get_args(leaf.kind)[0], choices=(), optional=False, help="")
         return tuple(_from_node(child, leaf=item) for child in node.value)
@@ -545,6 +574,24 @@ def _from_node(node: yaml.Node, *, leaf: _Leaf) -> Any:
     if _is_null(node):
         return None
     return node.value if _is_quoted(node) and not leaf.takes_texts else _from_text(node.value, leaf=leaf)
+
+
+def _section_item(node: yaml.Node, *, kind: type[Any], number: int) -> dict[str, Any]:
+    """The keys of one item of a list of sections."""
+    leaves = _leaves_in(kind)
+    if not isinstance(node, yaml.MappingNode) or node.tag not in _PLAIN_TAGS:
+        raise ValueError(f"item {number} is {_short(_text_of(node))}; give it keys: {', '.join(leaves)}")
+    values: dict[str, Any] = {}
+    for key_node, value_node in node.value:
+        key = str(key_node.value)
+        if key not in leaves:
+            near = nearest(key, leaves)
+            hint = f"did you mean {_joined(near)}?" if near else f"known keys: {', '.join(leaves)}"
+            raise ValueError(f"item {number} has an unknown key {_short(key)}; {hint}")
+        if key in values:
+            raise ValueError(f"item {number} has {key} twice; keep one")
+        values[key] = _from_node(value_node, leaf=leaves[key])
+    return values
 
 
 def _from_text(text: str, *, leaf: _Leaf) -> Any:

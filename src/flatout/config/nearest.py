@@ -54,6 +54,9 @@ def suggest(key: str, *, known: Mapping[str, str]) -> list[str]:
 
     if slips := _best(key, home, reach=1):
         return slips
+    # An abbreviation: lora.r is lora.rank.
+    if begun := [name for name in known if _section(name) == section and leaf and _leaf(name).startswith(leaf)]:
+        return begun[:MAX_SHOWN]
     if same_name := [name for name in known if _leaf(name) == leaf]:
         return _best(key, dict.fromkeys(same_name, 0), reach=0)
     if slips := _best(key, home, reach=_reach(leaf)):

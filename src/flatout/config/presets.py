@@ -46,6 +46,8 @@ def implied(given: Mapping[str, Any]) -> dict[str, Any]:
     if recipe.samples:
         values |= SAMPLE.get(given.get("sample.preset", ""), {})
         values |= {} if "lora.rank" in given else RFT
+    if recipe.routes and "lora.rank" not in given:
+        values |= {"lora.rank": 16}
     if recipe.rolls_out:
         values |= RL | {"train.batch_tokens": _update_tokens(given)}
     values = {key: value for key, value in values.items() if key not in given}

@@ -6,15 +6,16 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-RecipeName = Literal["pretrain", "sft", "rft", "rl"]
+RecipeName = Literal["pretrain", "sft", "dpo", "rft", "rl", "router"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
     """`sections` are the configuration sections it uses in addition to those that all recipes use."""
 
-    learns_from: Literal["running text", "rows", "samples", "rollouts"]
+    learns_from: Literal["running text", "rows", "samples", "rollouts", "solutions"]
     sections: tuple[str, ...] = ()
+    compares: bool = False  # whether its rows have two answers, one preferred to the other
 
     @property
     def packs_documents(self) -> bool:
@@ -32,6 +33,11 @@ class Recipe:
         return self.learns_from == "rollouts"
 
     @property
+    def routes(self) -> bool:
+        """Whether it trains an adapter for each of several tasks, on their worked solutions, and a router."""
+        return self.learns_from == "solutions"
+
+    @property
     def takes_adapters(self) -> bool:
         return "lora" in self.sections
 
@@ -39,8 +45,10 @@ class Recipe:
 RECIPES: Mapping[RecipeName, Recipe] = {
     "pretrain": Recipe(learns_from="running text"),
     "sft": Recipe(learns_from="rows", sections=("lora",)),
+    "dpo": Recipe(learns_from="rows", sections=("lora", "dpo"), compares=True),
     "rft": Recipe(learns_from="samples", sections=("lora", "rft", "sample")),
     "rl": Recipe(learns_from="rollouts", sections=("lora", "rl", "mtl", "sample")),
+    "router": Recipe(learns_from="solutions", sections=("lora", "router")),
 }
 # Sections that some recipes use and others do not.
 OF_SOME = tuple(dict.fromkeys(section for recipe in RECIPES.values() for section in recipe.sections))

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 
+from flatout.config import slices
 from flatout.config.recipes import OF_SOME, RECIPES, recipes_that
 from flatout.config.settings import DataSettings, EvalSettings, LoraSettings, ModelSettings, Settings
 from flatout.config.tasks import held_out, unknown_task
@@ -26,6 +28,7 @@ def breaches(settings: Settings) -> Iterator[Breach]:
     yield from _length(settings)
     yield from _model(settings.model)
     yield from _data(settings.data)
+    yield from _sources(settings)
     yield from _sequences(settings)
     yield from _stops(settings)
     yield from _tasks(settings)
@@ -35,6 +38,7 @@ def breaches(settings: Settings) -> Iterator[Breach]:
     yield from _conversations(settings)
     yield from _sampled(settings)
     yield from _rolled_out(settings)
+    yield from _routed(settings)
 
 
 def _length(settings: Settings) -> Iterator[Breach]:
@@ -104,6 +108,30 @@ def _data(data: DataSettings) -> Iterator[Breach]:
         )
     if data.source == "hf" and data.name is None:
         yield Breach(keys=("data.name", "data.source"), text="missing; data.source hf needs the dataset's name")
+
+
+def _sources(settings: Settings) -> Iterator[Breach]:
+    """Yields the broken rules of several sources of rows; a router's are in `_routed`."""
+    data = settings.data
+    if RECIPES[settings.recipe].routes:
+        return
+    given = [key for key in ("path", "name", "subset", "format") if data.sources and getattr(data, key) is not None]
+    given += ["source"] if data.sources and data.source != DataSettings().source else []
+    for key in given:
+        text = f"{getattr(data, key)} conflicts with data.sources, whose items name their own; remove one"
+        yield Breach(keys=(f"data.{key}", "data.sources"), text=text)
+    weighted = [source.weight is not None for source in data.sources]
+    if any(weighted) and not all(weighted):
+        text = f"item {weighted.index(False)} has no weight, but others have; give every item one, or none"
+        yield Breach(keys=("data.sources",), text=text)
+    for number, source in enumerate(data.sources):
+        if source.path is None and source.name is None:
+            yield Breach(keys=("data.sources",), text=f"item {number} has neither path nor name; set one of them")
+        if source.subset is not None and source.path is not None:
+            text = f"item {number} has a subset, which Hugging Face datasets have, and a path; remove one"
+            yield Breach(keys=("data.sources",), text=text)
+        if wrong := slices.problem(source.split):
+            yield Breach(keys=("data.sources",), text=f"item {number}: split {wrong}")
 
 
 def _sequences(settings: Settings) -> Iterator[Breach]:
@@ -198,19 +226,45 @@ def _conversations(settings: Settings) -> Iterator[Breach]:
     """Yields the broken rules of the keys for recipes that read rows."""
     data, default = settings.data, DataSettings()
     if RECIPES[settings.recipe].learns_from == "rows":
-        if data.source not in ("jsonl", "parquet", "hf"):
+        for key in ("split", "valid_split"):
+            if (given := getattr(data, key)) is not None and (wrong := slices.problem(given)):
+                yield Breach(keys=(f"data.{key}",), text=wrong)
+        if data.source not in ("jsonl", "parquet", "hf", "embedded"):
             text = f"{data.source} has no rows; recipe {settings.recipe} takes jsonl, parquet or hf"
             yield Breach(keys=("data.source", "recipe"), text=text)
-        if data.source == "hf" and data.valid_path is not None:
-            yield Breach(
-                keys=("data.valid_path", "data.source"),
-                text=f"{data.valid_path} is for files, not for data.source hf; use data.valid_share",
-            )
+        elif data.source == "embedded" and not (data.path or data.name or data.sources):
+            text = f"missing; recipe {settings.recipe} reads rows: set data.path, data.name or data.sources"
+            yield Breach(keys=("data.path", "data.source", "recipe"), text=text)
+        if data.valid_path is not None and data.valid_name is not None:
+            text = f"{data.valid_path} conflicts with data.valid_name ({data.valid_name}); remove one"
+            yield Breach(keys=("data.valid_path", "data.valid_name"), text=text)
+        if data.valid_split and len(data.sources) > 1 and not (data.valid_path or data.valid_name):
+            text = f"{data.valid_split} of which source? Set data.valid_path or data.valid_name too"
+            yield Breach(keys=("data.valid_split", "data.sources"), text=text)
+        if RECIPES[settings.recipe].compares:
+            for name in ("template", "prompt_field", "completion_field", "train_on"):
+                if getattr(data, name) != getattr(default, name):
+                    text = f"{getattr(data, name)} works only with recipe sft; dpo reads prompt, chosen and rejected"
+                    yield Breach(keys=(f"data.{name}", "recipe"), text=text)
+            if settings.dpo.margin and settings.dpo.loss != "simpo":
+                text = f"{settings.dpo.margin} works only with dpo.loss: simpo"
+                yield Breach(keys=("dpo.margin", "dpo.loss"), text=text)
+        if data.template is not None and data.format is not None:
+            text = f"{data.format} conflicts with data.template, which reads rows of any keys; remove one"
+            yield Breach(keys=("data.format", "data.template"), text=text)
         return
-    for name in ("as_chat", "system", "train_on", "too_long", "prompt_field", "completion_field", "messages_field"):
-        if getattr(data, name) != getattr(default, name):
-            users = recipes_that(lambda recipe: recipe.learns_from == "rows")
-            yield Breach(keys=(f"data.{name}", "recipe"), text=f"{getattr(data, name)} works only with recipe {users}")
+    for name in (
+        "as_chat", "system", "train_on", "too_long", "prompt_field", "completion_field", "messages_field", "sources",
+        "format", "template", "valid_name", "valid_split",
+    ):  # fmt: skip
+        several = name == "sources"
+        if getattr(data, name) != getattr(default, name) and not (several and RECIPES[settings.recipe].routes):
+            users = recipes_that(lambda recipe: recipe.learns_from == "rows" or (several and recipe.routes))  # noqa: B023
+            told = f"{len(data.sources)} items work" if several else f"{getattr(data, name)} works"
+            yield Breach(keys=(f"data.{name}", "recipe"), text=f"{told} only with recipe {users}")
+    if data.source == "hf" and "[" in data.split:
+        text = f"{data.split}: slices of rows work only with recipe {recipes_that(lambda r: r.learns_from == 'rows')}"
+        yield Breach(keys=("data.split", "recipe"), text=text)
 
 
 def _sampled(settings: Settings) -> Iterator[Breach]:
@@ -226,7 +280,7 @@ def _sampled(settings: Settings) -> Iterator[Breach]:
             "to score"
         )
         yield Breach(keys=("rft.valid", "rft.task"), text=text)
-    for name in ("path", "name", "valid_path"):
+    for name in ("path", "name", "valid_path", "valid_name"):
         if getattr(data, name) is not None:
             value = getattr(data, name)
             text = f"{value} works only with other recipes; {settings.recipe} trains on its own samples (rft.task)"
@@ -312,6 +366,71 @@ def _rolled_out(settings: Settings) -> Iterator[Breach]:
             "(rl.updates x rl.epochs)"
         )
         yield Breach(keys=("train.steps", "rl.updates", "rl.epochs"), text=text)
+
+
+def _routed(settings: Settings) -> Iterator[Breach]:
+    """Yields the broken rules of the keys for recipes that train many adapters."""
+    router, sources = settings.router, settings.data.sources
+    if not RECIPES[settings.recipe].routes:
+        return
+    if len(sources) < 2:
+        text = (
+            f"{len(sources)} sources; a router needs at least two, each with its task: [{{task: qa}}, {{task: code}}]"
+        )
+        yield Breach(keys=("data.sources", "recipe"), text=text)
+    names = [source.adapter for source in sources]
+    for number, (source, name) in enumerate(zip(sources, names, strict=True)):
+        said = None
+        if source.task is None:
+            said = "has no task; name one, such as sentiment, qa, summary, code, translation or mbpp"
+        elif problem := unknown_task(source.task):
+            said = problem
+        elif ":" in source.task.partition("?")[0]:
+            said = f"task {source.task}: give the file as path, and leave the split out"
+        elif not re.fullmatch("[A-Za-z][A-Za-z0-9_-]{0,31}", name):
+            said = f"is called {name!r:.60}, but an adapter's name has letters, digits, _ and - only; set another name"
+        elif names.count(name) > 1:
+            said = f"is called {name}, as another source is; give each its own name"
+        elif other := next((key for key in ("subset", "format") if getattr(source, key) is not None), None):
+            said = f"sets {other}, which recipe {settings.recipe} does not use; remove it"
+        elif source.split != "train":
+            said = f"has split {source.split}; its task holds questions out by itself, so remove it"
+        if said:
+            yield Breach(keys=("data.sources",), text=f"item {number} {said}")
+    weighted = [source.weight is not None for source in sources]
+    if any(weighted) and not all(weighted):
+        yield Breach(keys=("data.sources",), text="some items have a weight and some have none; give all of them one")
+    if settings.lora.rank is None:
+        yield Breach(keys=("lora.rank", "recipe"), text="null trains all weights; a router needs adapters, such as 16")
+    if settings.lora.adapter is not None:
+        yield Breach(keys=("lora.adapter",), text="is for a single adapter; use router.start, with one for each source")
+    alone = router.phase in ("2", "3")
+    if alone and router.start is None:
+        before = "1" if router.phase == "2" else "2"
+        text = f"missing; phase {router.phase} alone continues a run of phase {before}: set its folder, or phase: all"
+        yield Breach(keys=("router.start", "router.phase"), text=text)
+    if not alone and router.start is not None:
+        text = f"{router.start} works only with phase 2 or 3 alone; remove it, or set router.phase"
+        yield Breach(keys=("router.start", "router.phase"), text=text)
+    if alone and router.teach_steps is not None:
+        yield Breach(keys=("router.teach_steps", "router.phase"), text="works only before phase 1; remove it")
+    if router.teach_lr is not None and router.teach_steps is None:
+        yield Breach(keys=("router.teach_lr", "router.teach_steps"), text="has no effect without router.teach_steps")
+    if settings.model.name is None and router.teach_steps is None and not alone:
+        text = "missing; adapters on random weights are of no use: set model.name, or router.teach_steps"
+        yield Breach(keys=("model.name", "router.teach_steps"), text=text)
+    if router.temperature_mode == "annealed" and router.temperature_end > router.temperature:
+        text = f"{router.temperature_end} must be at most router.temperature ({router.temperature}), where it starts"
+        yield Breach(keys=("router.temperature_end", "router.temperature"), text=text)
+    if settings.data.train_on != "completion":
+        yield Breach(
+            keys=("data.train_on", "recipe"), text="all leaves no prompt to route by; recipe router needs completion"
+        )
+    if settings.eval.tasks:
+        text = "is not used by recipe router, which scores the task of each source after every phase; remove it"
+        yield Breach(keys=("eval.tasks", "recipe"), text=text)
+    if settings.data.source != DataSettings().source or settings.data.path is not None:
+        yield Breach(keys=("data.source", "data.path"), text="recipe router reads data.sources; remove it")
 
 
 def _multiples(value: int, *, of: int) -> str:

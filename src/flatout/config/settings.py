@@ -17,6 +17,18 @@ Recompute = Literal["none", "selective", "full"]
 Compile = Literal["none", "default", "max-autotune"]
 Attention = Literal["cudnn", "flash", "efficient", "math", "short"]
 Preset = Literal["safe", "balanced", "max"]
+RowFormat = Literal[
+    "messages",
+    "sharegpt",
+    "alpaca",
+    "prompt-completion",
+    "question-answer",
+    "instruction-response",
+    "segments",
+    "tokens",
+    "text",
+    "preference",
+]
 
 
 def setting(default: Any, help: str, **rules: Any) -> Any:
@@ -63,14 +75,43 @@ class ModelSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
+class SourceSettings:
+    """One item of `data.sources`."""
+
+    path: str | None = setting(None, "file, folder or glob: jsonl, json, csv, tsv, parquet or arrow")
+    name: str | None = setting(None, "Hugging Face dataset; with `path`: what the source is called in the output")
+    subset: str | None = setting(None, "configuration of the Hugging Face dataset")
+    split: str = setting("train", "split, with a slice of rows or per cent if wanted: train[:8000], test[10%:20%]")
+    format: RowFormat | None = setting(None, "format of its rows (default: recognised by their keys)")
+    size: int | None = setting(None, "read at most this many rows of the split, from its start", gt=0)
+    weight: float | None = setting(None, "share of the examples, relative to the other weights", gt=0)
+    task: str | None = setting(None, "label of its rows, for recipes that keep tasks apart and in the output")
+
+    @property
+    def label(self) -> str:
+        """What it is called in the output."""
+        return self.task or self.name or str(self.path)
+
+    @property
+    def adapter(self) -> str:
+        """The name of its adapter in recipe router: its own, or its task's without options."""
+        return self.name or str(self.task).partition("?")[0]
+
+
+@dataclass(frozen=True, kw_only=True)
 class DataSettings:
     source: Literal["embedded", "text", "jsonl", "parquet", "hf", "tokens"] = setting(
-        "embedded", "where documents come from"
+        "embedded", "where documents come from; rows are found by `path` or `name` alone"
     )
-    path: str | None = setting(None, "file, folder or glob for text, jsonl, parquet and tokens")
-    name: str | None = setting(None, "Hugging Face dataset for `source: hf`")
+    sources: tuple[SourceSettings, ...] = setting(
+        (),
+        "sft, dpo: several sources instead of one, see docs/data.md; router: one for each adapter, see docs/router.md",
+    )
+    path: str | None = setting(None, "file, folder or glob to read")
+    name: str | None = setting(None, "Hugging Face dataset")
     subset: str | None = setting(None, "configuration of the Hugging Face dataset")
-    split: str = setting("train", "split of the Hugging Face dataset")
+    split: str = setting("train", "split of the dataset; rows can be sliced: train[:8000], train[10%:]")
+    format: RowFormat | None = setting(None, "sft, dpo: format of the rows (default: recognised by their keys)")
     field: str = setting("text", "field that holds the text (jsonl, parquet, hf)")
     separator: str = setting("<|endoftext|>", "in text files: the separator between documents")
     tokenizer: str = setting(
@@ -84,12 +125,19 @@ class DataSettings:
     valid_path: str | None = setting(
         None, "separate validation data of the same kind (default: a share of the training data)"
     )
+    valid_name: str | None = setting(None, "sft, dpo: Hugging Face dataset to validate with")
+    valid_split: str | None = setting(None, "sft, dpo: split to validate with, such as test or train[90%:]")
     valid_share: float = setting(0.01, "share of the documents held out for validation", gt=0, lt=0.5)
     prompt_field: str = setting("prompt", "sft: field that holds the prompt, as text or as messages")
     completion_field: str = setting("completion", "sft: field that holds the completion")
     messages_field: str = setting("messages", "sft: field that holds a whole conversation as messages")
-    as_chat: bool = setting(False, "sft: format prompt and completion texts with the chat template, as two turns")
-    system: str | None = setting(None, "sft: system message for conversations without one")
+    template: str | None = setting(
+        None, "sft: Jinja template that makes the prompt from a row's fields; the answer is in `completion_field`"
+    )
+    as_chat: bool | None = setting(
+        None, "sft: format questions and answers with the chat template (default: not prompt and completion texts)"
+    )
+    system: str | None = setting(None, "sft, dpo: system message for conversations without one")
     train_on: Literal["completion", "all"] = setting("completion", "sft: tokens the loss covers: the answers, or all")
     too_long: Literal["drop", "truncate", "stop"] = setting(
         "drop", "sft: drop, truncate or stop at an example longer than data.sequence_length"
@@ -130,6 +178,15 @@ class LoraSettings:
     rslora: bool = setting(False, "scale by alpha / sqrt(rank) instead of alpha / rank")
     base: Literal["16-bit", "4-bit"] = setting("16-bit", "storage of the frozen weights; 4-bit is QLoRA (NF4)")
     adapter: str | None = setting(None, "folder with a PEFT adapter to start from")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DpoSettings:
+    loss: Literal["sigmoid", "ipo", "simpo"] = setting(
+        "sigmoid", "sigmoid: DPO; ipo: squared, per token; simpo: per token, without a reference"
+    )
+    beta: float = setting(0.1, "how strongly the preference counts against the distance from the initial model", gt=0)
+    margin: float = setting(0.0, "simpo: by how much the chosen answer should be ahead", ge=0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -249,6 +306,45 @@ class MtlSettings:
     )
 
 
+Phase = Literal["all", "1", "2", "3"]
+Temperature = Literal["annealed", "learned", "fixed"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RouterSettings:
+    """Phase 1 has the length and learning rate of `train`; 2 and 3 have their own here."""
+
+    phase: Phase = setting("all", "1: the adapters; 2: the router; 3: both together; all: one after the other")
+    start: str | None = setting(
+        None, "phase 2 or 3 alone: the run of the phase before, or a folder with a PEFT adapter for each source"
+    )
+    teach_steps: int | None = setting(
+        None, "steps in which all weights first learn from all sources; for random weights", gt=0
+    )
+    teach_lr: float | None = setting(None, "peak learning rate of these first steps (default: train.lr)", gt=0)
+    router_steps: int | None = setting(None, "steps of phase 2 (default: as phase 1)", gt=0)
+    router_lr: float = setting(1e-3, "peak learning rate of phase 2", gt=0)
+    joint_steps: int | None = setting(None, "steps of phase 3 (default: as phase 1)", gt=0)
+    joint_lr: float = setting(2e-4, "peak learning rate of phase 3", gt=0)
+    hidden: int = setting(256, "width of the router's hidden layer", gt=0, le=65536)
+    mode: Literal["soft", "hard"] = setting(
+        "soft", "in training, a prompt gets all adapters weighted, or one (Gumbel, straight-through)"
+    )
+    temperature: float = setting(1.0, "temperature of the router's softmax, at the start of phase 2", gt=0)
+    temperature_end: float = setting(
+        0.1, "annealed: the temperature at the end of phase 2 and in phase 3; learned: the lowest", gt=0
+    )
+    temperature_mode: Temperature = setting("annealed", "falls over phase 2, is learned, or stays")
+    balance: float = setting(0.1, "weight of the load-balance loss: all adapters are used", ge=0)
+    sparsity: float = setting(0.05, "weight of the sparsity loss: a prompt uses few adapters", ge=0)
+    consistency: float = setting(0.1, "weight of the consistency loss: prompts of a task are routed alike", ge=0)
+    entropy: float = setting(0.01, "weight of the entropy bonus: the router does not decide too early", ge=0)
+    single_first: float = setting(0.8, "phase 3: share of the steps with a single task, at the start", ge=0, le=1)
+    single_last: float = setting(0.2, "phase 3: the same at the end; the other steps mix all tasks", ge=0, le=1)
+    questions: int = setting(100, "held-out questions of each task that are scored after a phase, at most", gt=0)
+    answer_tokens: int = setting(128, "longest answer to such a question, in tokens", gt=0)
+
+
 @dataclass(frozen=True, kw_only=True)
 class PlanSettings:
     """The plan decisions that a user can pin; None leaves the decision to the plan."""
@@ -348,9 +444,11 @@ class Settings:
     data: DataSettings = section(DataSettings, "the training data")
     train: TrainSettings = section(TrainSettings, "batch, length, learning rate and optimizer")
     lora: LoraSettings = section(LoraSettings, "train adapters instead of all weights")
+    dpo: DpoSettings = section(DpoSettings, "preference optimisation on pairs of answers")
     rft: RftSettings = section(RftSettings, "rejection-sampling fine-tuning: questions and kept samples")
     rl: RlSettings = section(RlSettings, "reinforcement learning: prompts, completions and the policy's loss")
     mtl: MtlSettings = section(MtlSettings, "reinforcement learning on several tasks")
+    router: RouterSettings = section(RouterSettings, "many adapters, one router: the three phases")
     sample: SampleSettings = section(SampleSettings, "how completions are sampled")
     plan: PlanSettings = section(PlanSettings, "decisions of the plan; any of them can be pinned")
     eval: EvalSettings = section(EvalSettings, "validation")

@@ -9,6 +9,7 @@ TAKES = {
     "units": "nothing, or train, valid or endless",
     "sums": "nothing, or shown, train or valid",
     **dict.fromkeys(("math", "logic", "simulation", "table", "stem"), "nothing, or train or valid"),
+    **dict.fromkeys(("sentiment", "qa", "summary", "translation"), "nothing, or train or valid, or a file"),
     "gsm8k": "a JSON-lines file",
     "mmlu-stem": "a file, or a folder with test.jsonl",
     "arc-challenge": "a file, or a folder with test.json",
@@ -29,7 +30,10 @@ TAKES = {
     "perplexity": "a text or JSON-lines file",
 }
 # Built-in tasks whose `train` questions have held-out ones beside them, which the bare name means.
-SPLIT = ("units", "sums", "math", "code", "logic", "simulation", "table", "stem")
+SPLIT = (
+    "units", "sums", "math", "code", "logic", "simulation", "table", "stem",
+    "sentiment", "qa", "summary", "translation",
+)  # fmt: skip
 
 
 def unknown_task(spec: str) -> str | None:

@@ -89,7 +89,8 @@ def flops_per_token(
     attention = 4 * shape.layers * shape.q_width * context
     linear = 2 * shape.matmul_weights
     blocks = 2 * shape.layers * shape.block_matmul_weights
-    low_rank = 0 if adapters is None else 2 * adapters.num_parameters(shape)
+    # In a bank a token needs one adapter; that the matmuls also multiply the columns of the others is not work done.
+    low_rank = 0 if adapters is None else 2 * adapters.parameters_of_one(shape)
     return Flops(
         forward=linear + low_rank + attention,
         backward=(2 if adapters is None else 1) * linear + 2 * low_rank + 2 * attention,
@@ -244,7 +245,9 @@ def training_memory(
     if adapters is not None:
         trained = adapters.num_parameters(shape)
         # The input of each pair of matrices is kept already; what lies between them is not.
-        kept += 0 if recompute == "full" else width * shape.layers * adapters.rank * len(adapters.targets)
+        kept += (
+            0 if recompute == "full" else width * shape.layers * adapters.count * adapters.rank * len(adapters.targets)
+        )
         # The widest projection: rebuilt from 4 bits by way of indices and fp32, or laid beside its adapter.
         rebuilt = (6 if adapters.base_bits == 4 else width) * 2 * shape.intermediate * shape.hidden
         return Memory(

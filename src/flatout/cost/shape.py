@@ -37,6 +37,7 @@ LARGEST = {
     "max_positions": UNLIMITED,
 }
 LARGEST_RANK = 2**14
+LARGEST_BANK = 64
 
 
 def _whole(value: Any, what: str, *, most: int, least: int = 1) -> int:
@@ -346,8 +347,11 @@ class Adapters:
     dropout: float = 0.0
     rslora: bool = False
     base_bits: int = 16
+    names: tuple[str, ...] = ()  # of the adapters of a bank, all on one base; none: a single adapter
 
     def __post_init__(self) -> None:
+        if len(self.names) > LARGEST_BANK or len(set(self.names)) < len(self.names):
+            raise UsageError(f"the adapters' names are {shown(self.names)}: at most {LARGEST_BANK}, each once")
         _whole(self.rank, "the adapters' rank", most=LARGEST_RANK)
         _real(self.alpha, "the adapters' alpha")
         _real(self.dropout, "the adapters' dropout", most=math.nextafter(1.0, 0.0), above=False)
@@ -363,7 +367,15 @@ class Adapters:
     def scale(self) -> float:
         return self.alpha / (self.rank**0.5 if self.rslora else self.rank)
 
+    @property
+    def count(self) -> int:
+        return len(self.names) or 1
+
     def num_parameters(self, shape: ModelShape) -> int:
+        """Of all adapters of a bank."""
+        return self.count * self.parameters_of_one(shape)
+
+    def parameters_of_one(self, shape: ModelShape) -> int:
         widths = projections(shape)
         return shape.layers * self.rank * sum(sum(widths[name]) for name in self.targets)
 

@@ -92,25 +92,35 @@ class TemplateFailed(ValueError):
 class Program:
     """A compiled template in its sandbox."""
 
-    def __init__(self, template: Any, sandbox: Any, *, too_much: type[Exception]) -> None:
-        self._template, self._sandbox, self._too_much = template, sandbox, too_much
+    def __init__(self, template: Any, sandbox: Any, *, too_much: type[Exception], what: str) -> None:
+        self._template, self._sandbox, self._too_much, self.what = template, sandbox, too_much, what
 
     def render(
-        self, messages: Sequence[Mapping[str, Any]], *, words: Mapping[str, str], add_generation_prompt: bool
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        words: Mapping[str, str],
+        add_generation_prompt: bool,
+        tools: Sequence[Any] | None = None,
     ) -> str:
         said = list(messages)
-        self._sandbox.begin(said)
+        values = {"messages": said, "add_generation_prompt": add_generation_prompt, **words}
+        return self.filled(values | ({"tools": list(tools)} if tools else {}), [*said, {"tools": tools or ""}])
+
+    def filled(self, values: Mapping[str, Any], given: Sequence[Mapping[str, Any]]) -> str:
+        """The text for some values. Its limits grow with `given`."""
+        self._sandbox.begin(given)
         try:
-            text: str = self._template.render(messages=said, add_generation_prompt=add_generation_prompt, **words)
+            text: str = self._template.render(dict(values))
         except self._too_much as error:  # the template's fault, not the row's: every row would fail
-            raise UsageError(f"the tokenizer's chat template is not usable: {error}") from None
+            raise UsageError(f"{self.what} is not usable: {error}") from None
         except Exception as error:  # untrusted code may raise anything
             raise TemplateFailed(first_line(error)[:100]) from None
         return text
 
 
 @cache
-def compiled(template: str, *, dated: bool = True) -> Program:
+def compiled(template: str, *, dated: bool = True, what: str = "the tokenizer's chat template") -> Program:
     """Compiles a template for the sandbox. Without `dated`, a template that reads today's date is refused."""
     try:
         import jinja2
@@ -137,9 +147,33 @@ def compiled(template: str, *, dated: bool = True) -> Program:
         functions={"raise_exception": refuse, "strftime_now": _today if dated else undated},
     )
     try:
-        return Program(sandbox.from_string(template), sandbox, too_much=TooMuch)
+        return Program(sandbox.from_string(template), sandbox, too_much=TooMuch, what=what)
     except Exception as error:  # Jinja's own errors, and Python's errors for code that is nested too deeply
-        raise UsageError(f"the chat template is not valid Jinja: {first_line(error)[:200]}") from None
+        said = "the chat template" if what.endswith("chat template") else what
+        raise UsageError(f"{said} is not valid Jinja: {first_line(error)[:200]}") from None
+
+
+class Fields:
+    """A template over the fields of a row; it must use at least one of them."""
+
+    def __init__(self, template: str) -> None:
+        from jinja2 import Environment, meta
+
+        self._program = compiled(template, dated=False, what="data.template")
+        self._names = meta.find_undeclared_variables(Environment().parse(template))
+        if not self._names:
+            raise UsageError("data.template names no field of the rows; write them as {{ question }}")
+
+    def render(self, row: Mapping[str, Any]) -> tuple[str, set[str]]:
+        """The text of a row, and the fields that were used."""
+        if missing := sorted(name for name in self._names if name not in row):
+            raise TemplateFailed(f"no field {missing[0]!r}")
+        return self._program.filled(row, [row]), set(self._names)
+
+
+@cache
+def compiled_fields(template: str) -> Fields:
+    return Fields(template)
 
 
 def _today(form: str) -> str:

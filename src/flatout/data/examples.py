@@ -1,9 +1,7 @@
 """Tokenizes rows of prompts and answers once and caches the examples. They are the training data of recipe sft.
 
-    {"messages": [{"role": "user", "content": …}, {"role": "assistant", "content": …}]}
-    {"prompt": …, "completion": …}     texts, or lists of messages
-
-A row that cannot be used is counted by reason with its place, as in `sources`. A row that does not fit the window is
+`formats` says what a row means, `rows` reads it. A row that cannot be used is counted by reason with its place, as in
+`sources`. Fields that no format uses are counted too. A row that does not fit the window is
 dropped, cut or refused as configured, and counted separately.
 """
 
@@ -24,10 +22,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from flatout.config.settings import DataSettings
+from flatout.config.settings import DataSettings, RowFormat, SourceSettings
+from flatout.data import formats
+from flatout.data.formats import Ids, Pair, Pieces, Turns
 from flatout.data.manifest import BadRows
 from flatout.data.prepare import cache_folder
-from flatout.data.sources import Stamp, Tally, Which, describe_source, encodable, read_rows, source_files, stamps
+from flatout.data.rows import files_of, read_rows, sources_of
+from flatout.data.sources import Stamp, Tally, Which, encodable, stamps
 from flatout.data.template import BadRow, Conversation, Template
 from flatout.data.tokenizer import Tokenizer, load_tokenizer
 from flatout.data.tokens import npy_header
@@ -35,12 +36,15 @@ from flatout.data.writing import sweep, write, writer_lock
 from flatout.errors import UsageError
 from flatout.files import BadFile, opened, read_json, typed
 
-FORMAT = 4
+FORMAT = 5
 FACTS = "facts.json"
 ENCODED_ROWS = 1024
 PARTS: tuple[Which, ...] = ("train", "valid")
 
-Draft = Conversation | tuple[str, str]  # a conversation, or a prompt and its completion
+Draft = Conversation | Pieces | Ids
+Encoded = tuple[NDArray[np.int32], NDArray[np.bool_]]  # ids, and which of them are learnt
+Since = Mapping[Which, list[list[Stamp]]]  # the files of every source at the start
+MOST_REASONS = 50  # that a bad row may have; rows with ever new keys are counted together
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,6 +63,13 @@ class Examples:
     @property
     def lengths(self) -> NDArray[np.int64]:
         return np.diff(self.ends, prepend=0)
+
+    @property
+    def trained_counts(self) -> NDArray[np.int64]:
+        """How many tokens of each example are trained on."""
+        summed = np.concatenate([[0], np.cumsum(self.trained)])
+        found: NDArray[np.int64] = summed[self.ends] - summed[self.ends - self.lengths]
+        return found
 
     @property
     def fingerprint(self) -> str:
@@ -134,6 +145,9 @@ class Facts:
     fingerprints: Mapping[str, str]
     bad_rows: BadRows
     too_long: Mapping[str, int]
+    counts: Mapping[str, tuple[int, ...]]  # examples of each source, in the training and the validation data
+    formats: tuple[Mapping[str, int], ...]  # rows of each source by their format
+    unused: tuple[Mapping[str, int], ...]  # rows of each source that have a field which is not used
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,9 +157,28 @@ class Conversations:
     train: Examples
     valid: Examples
     tokenizer: Tokenizer
-    source: str
-    bad_rows: BadRows
-    too_long: Mapping[str, int]
+    sources: tuple[SourceSettings, ...]
+    facts: Facts
+
+    @property
+    def source(self) -> str:
+        return ", ".join(
+            f"{source.label} ({', '.join(found)})" if found else source.label
+            for source, found in zip(self.sources, self.facts.formats, strict=True)
+        )
+
+    @property
+    def bad_rows(self) -> BadRows:
+        return self.facts.bad_rows
+
+    @property
+    def too_long(self) -> Mapping[str, int]:
+        return self.facts.too_long
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """Training examples of each source, in the order of `train`."""
+        return self.facts.counts["train"]
 
     @property
     def fingerprint(self) -> str:
@@ -177,8 +210,9 @@ class Conversations:
         }
 
     def summary(self) -> str:
-        """Describes the rows left out; empty if there are none."""
+        """Describes the rows and fields left out; empty if there are none."""
         words = [self.bad_rows.summary()] if self.bad_rows.bad else []
+        words += unused_words(self.sources, self.facts.unused)
         words += [
             f"{count} too long for the window ({name.replace('_', ' ')})"
             for name, count in self.too_long.items()
@@ -188,19 +222,20 @@ class Conversations:
 
 
 @contextmanager
-def open_conversations(data: DataSettings, *, seed: int, tokenizer: str) -> Iterator[Conversations]:
-    """Opens the examples, tokenized first if necessary. The other ranks wait for the first and read its files."""
+def open_conversations(
+    data: DataSettings, *, seed: int, tokenizer: str, pairs: bool = False
+) -> Iterator[Conversations]:
+    """Opens the examples, or pairs of them, tokenized first if necessary. The other ranks wait for the first."""
     codec = load_tokenizer(tokenizer, documents=None, cache=Path())
-    since: dict[Which, list[Stamp]] = {"train": stamps(source_files(data, which="train"))}
-    if data.valid_path:
-        since["valid"] = stamps(source_files(data, which="valid"))
-    key = _key(data, codec, seed=seed, since=since)
+    sources: dict[Which, tuple[SourceSettings, ...]] = {which: sources_of(data, which=which) for which in PARTS}
+    since = {which: [stamps(files_of(source)) for source in sources[which]] for which in PARTS}
+    key = _key(data, codec, seed=seed, since=since, pairs=pairs)
     root = cache_folder(data) / "sft" / key
     if not os.path.lexists(root / FACTS):
         with writer_lock(root, wait=True):
             if not os.path.lexists(root / FACTS):
                 sweep(root)
-                _write(root, data, codec, seed=seed, key=key, since=since)
+                _write(root, data, codec, seed=seed, key=key, since=since, pairs=pairs)
     try:
         facts = typed(Facts, read_json(root / FACTS, root=root), source=root / FACTS)
         parts = {name: Examples.load(root / f"{name}.npz") for name in PARTS}
@@ -213,44 +248,44 @@ def open_conversations(data: DataSettings, *, seed: int, tokenizer: str) -> Iter
         train=parts["train"],
         valid=parts["valid"],
         tokenizer=codec,
-        source=describe_source(data, which="train"),
-        bad_rows=facts.bad_rows,
-        too_long=facts.too_long,
+        sources=sources["train"],
+        facts=facts,
     )
 
 
-def _key(data: DataSettings, tokenizer: Tokenizer, *, seed: int, since: Mapping[Which, list[Stamp]]) -> str:
+def _key(data: DataSettings, tokenizer: Tokenizer, *, seed: int, since: Since, pairs: bool) -> str:
     """One hash of everything that determines the examples."""
     names = (
-        "source", "name", "subset", "split", "prompt_field", "completion_field", "messages_field", "as_chat", "system",
-        "train_on", "too_long", "sequence_length", "valid_share", "on_bad_row", "max_bad_share",
+        "source", "name", "subset", "split", "format", "prompt_field", "completion_field", "messages_field", "template",
+        "as_chat", "system", "train_on", "too_long", "sequence_length", "valid_share", "valid_name", "valid_split",
+        "on_bad_row", "max_bad_share",
     )  # fmt: skip
     kept = sorted(getattr(tokenizer, "files", {}).items())
-    content = [FORMAT, seed, [getattr(data, name) for name in names], since, tokenizer.fingerprint, kept]
+    sources = [asdict(source) for source in data.sources]
+    content = [FORMAT, seed, pairs, [getattr(data, n) for n in names], sources, since, tokenizer.fingerprint, kept]
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:24]
 
 
 def _write(
-    root: Path,
-    data: DataSettings,
-    tokenizer: Tokenizer,
-    *,
-    seed: int,
-    key: str,
-    since: Mapping[Which, list[Stamp]],
+    root: Path, data: DataSettings, tokenizer: Tokenizer, *, seed: int, key: str, since: Since, pairs: bool
 ) -> None:
-    encoder = Encoder(data, tokenizer, since=since)
-    train = encoder.read("train")
-    if data.valid_path:
-        valid = encoder.read("valid")
+    encoder = Encoder(data, tokenizer, since=since, pairs=pairs)
+    train, counts = encoder.read("train")
+    if sources_of(data, which="valid"):
+        valid, valid_counts = encoder.read("valid")
     else:
-        held = _held_out(len(train), share=data.valid_share, seed=seed)
-        train, valid = train.part(~held), train.part(held)
+        unit = 2 if pairs else 1  # the two answers of a pair stay together
+        held = [_held_out(count // unit, share=data.valid_share, seed=seed) for count in counts]
+        chosen = np.repeat(np.concatenate(held), unit)
+        valid_counts = tuple(int(part.sum()) * unit for part in held)
+        counts = tuple(count - kept for count, kept in zip(counts, valid_counts, strict=True))
+        train, valid = train.part(~chosen), train.part(chosen)
     for name, part in (("train", train), ("valid", valid)):
         if not len(part):
+            labels = ", ".join(source.label for source in sources_of(data, which="train"))
             raise UsageError(
                 f"no examples to {'train on' if name == 'train' else 'validate with'}: "
-                f"{describe_source(data, which='train')} has {encoder.tally.rows} rows, {encoder.summary()}"
+                f"{labels} has {encoder.tally.rows} rows, {encoder.summary()}"
             )
         part.save(root / f"{name}.npz")
     facts = Facts(
@@ -258,8 +293,23 @@ def _write(
         fingerprints={"train": train.fingerprint, "valid": valid.fingerprint},
         bad_rows=encoder.tally.facts(),
         too_long=encoder.too_long,
+        counts={"train": counts, "valid": valid_counts},
+        formats=tuple(encoder.formats),
+        unused=tuple(encoder.unused),
     )
     write(root / FACTS, json.dumps(asdict(facts), indent=1).encode())
+
+
+def unused_words(sources: Sequence[SourceSettings], unused: Sequence[Mapping[str, int]]) -> list[str]:
+    """Names the fields of rows that are not used, for each source that has some."""
+    words = []
+    for source, fields in zip(sources, unused, strict=True):
+        if fields:
+            most = sorted(fields.items(), key=lambda item: (-item[1], item[0]))
+            shown = ", ".join(f"{name!r} in {count:,} rows" for name, count in most[:6])
+            more = f" and {len(most) - 6} more" if len(most) > 6 else ""
+            words.append(f"fields of {source.label} that are not used: {shown}{more}")
+    return words
 
 
 def _held_out(count: int, *, share: float, seed: int) -> NDArray[np.bool_]:
@@ -271,14 +321,21 @@ def _held_out(count: int, *, share: float, seed: int) -> NDArray[np.bool_]:
 
 
 class Encoder:
-    """Turns rows into token ids with a mask of trained tokens, and counts rows that cannot be used."""
+    """Turns rows into token ids with a mask of trained tokens, and counts rows and fields that are not used.
+
+    With `pairs` a row has two answers, which become two examples, one after the other.
+    """
 
     def __init__(
-        self, data: DataSettings, tokenizer: Tokenizer, *, since: Mapping[Which, list[Stamp]] | None = None
+        self, data: DataSettings, tokenizer: Tokenizer, *, since: Since | None = None, pairs: bool = False
     ) -> None:
-        self.data, self.tokenizer, self._since = data, tokenizer, since or {}
+        self.data, self.tokenizer, self.pairs, self._since = data, tokenizer, pairs, since or {}
         self.tally = Tally.of(data)
         self.too_long = {"dropped": 0, "truncated": 0, "prompt_alone": 0}
+        # Of the training sources: rows by format, and rows by fields that are not used.
+        count = len(sources_of(data, which="train"))
+        self.formats: list[dict[str, int]] = [{} for _ in range(count)]
+        self.unused: list[dict[str, int]] = [{} for _ in range(count)]
         self._template: Template | None = None
 
     @property
@@ -293,40 +350,63 @@ class Encoder:
         words += [f"{count} too long ({name.replace('_', ' ')})" for name, count in self.too_long.items() if count]
         return "; ".join(words) or "and no row was left out"
 
-    def read(self, which: Which) -> Examples:
-        examples = Examples.of(self._fitting(which))
+    def read(self, which: Which) -> tuple[Examples, tuple[int, ...]]:
+        """The examples of all sources, one source after the other, and how many each of them has."""
+        found: list[Encoded] = []
+        counts = []
+        for number, source in enumerate(sources_of(self.data, which=which)):
+            before = len(found)
+            found += self._fitting(source, number=number, which=which)
+            counts.append(len(found) - before)
         self.tally.check()
-        return examples
+        return Examples.of(found), tuple(counts)
 
-    def _fitting(self, which: Which) -> Iterator[tuple[NDArray[Any], NDArray[Any]]]:
-        rows = read_rows(self.data, which=which, tally=self.tally, since=self._since.get(which))
+    def rows(self, source: SourceSettings, *, number: int = 0, which: Which = "train") -> Iterator[tuple[str, Any]]:
+        since = self._since.get(which)
+        kind = self.data.source if self.data.source in ("jsonl", "parquet") else None
+        return read_rows(source, tally=self.tally, kind=kind, since=since[number] if since else None)
+
+    def _fitting(self, source: SourceSettings, *, number: int, which: Which) -> Iterator[Encoded]:
+        rows = self.rows(source, number=number, which=which)
         while chunk := list(islice(rows, ENCODED_ROWS)):
             drafts: list[tuple[str, Draft]] = []
             for where, row in chunk:
                 try:
-                    drafts.append((where, self.draft(row)))
+                    drafts += [(where, draft) for draft in self._drafts(row, source, number, counted=which == "train")]
                 except BadRow as error:
-                    self.tally.bad(str(error), where=where)
-            for (where, _), (ids, trained) in zip(drafts, self.encode([d for _, d in drafts]), strict=True):
-                if not trained[1:].any():
+                    self._bad(str(error), where)
+            encoded = iter(zip(drafts, self.encode([d for _, d in drafts]), strict=True))
+            for (where, _), first in encoded:
+                answers = [first, next(encoded)[1]] if self.pairs else [first]
+                if not all(trained[1:].any() for _, trained in answers):
                     self.tally.bad("nothing to learn", where=where)
                     continue
                 self.tally.good()
-                if (fitted := self._fit(ids, trained, where)) is not None:
-                    yield fitted
+                yield from self._fit_all(answers, where)
 
-    def _fit(
-        self, ids: NDArray[np.int32], trained: NDArray[np.bool_], where: str
-    ) -> tuple[NDArray[np.int32], NDArray[np.bool_]] | None:
+    def _bad(self, reason: str, where: str) -> None:
+        known = reason in self.tally.reasons or len(self.tally.reasons) < MOST_REASONS
+        self.tally.bad(reason if known else "another reason", where=where)
+
+    def _fit_all(self, answers: Sequence[Encoded], where: str) -> list[Encoded]:
+        """Both answers of a pair, or neither."""
+        room = self.data.sequence_length // len(answers)
+        if sum(len(ids) - 1 for ids, _ in answers) <= self.data.sequence_length:
+            return list(answers)
+        fitted = [self._fit(ids, trained, where, room=room) for ids, trained in answers]
+        return [one for one in fitted if one is not None] if all(one is not None for one in fitted) else []
+
+    def _fit(self, ids: NDArray[np.int32], trained: NDArray[np.bool_], where: str, *, room: int) -> Encoded | None:
         """The part of the example that fits the window; None if it has no trained token."""
         # The last token is only a target and takes no position.
-        most = self.data.sequence_length + 1
+        most = room + 1
         if len(ids) <= most:
-            return ids, trained
+            return (ids, trained) if self.data.too_long == "truncate" else None
         if self.data.too_long == "stop":
+            both = " for both answers of a pair" if self.pairs else ""
             raise UsageError(
-                f"{where}: {len(ids) - 1} tokens, but data.sequence_length is {most - 1}: raise it, or set "
-                "data.too_long to drop or truncate"
+                f"{where}: {len(ids) - 1} tokens, but data.sequence_length is {self.data.sequence_length}{both}: raise "
+                "it, or set data.too_long to drop or truncate"
             )
         if not trained[1:most].any():
             self.too_long["prompt_alone"] += 1
@@ -337,58 +417,70 @@ class Encoder:
         self.too_long["truncated"] += 1
         return ids[:most], trained[:most]
 
-    def encode(self, drafts: Sequence[Draft]) -> list[tuple[NDArray[np.int32], NDArray[np.bool_]]]:
+    def encode(self, drafts: Sequence[Draft]) -> list[Encoded]:
         """The ids of each, and which of them are trained on."""
         conversations = [draft for draft in drafts if isinstance(draft, Conversation)]
         encoded_chats = iter(self.template.encode_batch(conversations) if conversations else [])
-        plain = [draft for draft in drafts if not isinstance(draft, Conversation)]
-        texts = iter(self.tokenizer.encode_batch([text for pair in plain for text in pair]))
+        pieces = [draft for draft in drafts if isinstance(draft, Pieces)]
+        texts = iter(self.tokenizer.encode_batch([text for draft in pieces for text, _ in draft.texts]))
         encoded = []
         for draft in drafts:
+            ids: list[int] = []
+            trained: list[bool] = []
             if isinstance(draft, Conversation):
                 one = next(encoded_chats)
                 ids, trained = one.ids, one.answered
+            elif isinstance(draft, Ids):
+                ids, trained = list(draft.ids), list(draft.learnt)
             else:
-                before, after = (
-                    [*self.tokenizer.begin_ids, *next(texts)],
-                    [*next(texts), self.tokenizer.eos_id],
-                )
-                ids, trained = [*before, *after], [False] * len(before) + [True] * len(after)
+                begin, end = (self.tokenizer.begin_ids, [self.tokenizer.eos_id]) if draft.closed else ([], [])
+                ids, trained = [*begin], [False] * len(begin)
+                for _, learnt in draft.texts:
+                    found = next(texts)
+                    ids, trained = [*ids, *found], [*trained, *([learnt] * len(found))]
+                ids, trained = [*ids, *end], [*trained, *([True] * len(end))]
             mask = np.asarray(trained, np.bool_) | (self.data.train_on == "all")
             encoded.append((np.asarray(ids, np.int32), mask))
         return encoded
 
-    def draft(self, row: Any) -> Draft:
-        """The text of a row: a conversation, or a prompt and its completion."""
-        data = self.data
-        if not isinstance(row, dict):
-            raise BadRow("not an object")
-        if row.get(data.messages_field) is not None:
-            return self._chat(row[data.messages_field])
-        missing = [name for name in (data.prompt_field, data.completion_field) if row.get(name) is None]
-        if len(missing) == 2:
-            raise BadRow(f"neither {data.messages_field!r} nor {data.prompt_field!r} and {data.completion_field!r}")
-        if missing:
-            raise BadRow(f"missing field {missing[0]!r}")
-        prompt, completion = row[data.prompt_field], row[data.completion_field]
-        if isinstance(prompt, list) and isinstance(completion, list):
-            return self._chat([*prompt, *completion], given=len(prompt))
-        if not (isinstance(prompt, str) and isinstance(completion, str)):
-            raise BadRow("prompt and completion are neither two texts nor two lists of messages")
-        if not completion.strip():
-            raise BadRow("an empty answer")
-        if data.as_chat:
-            return self._chat([{"role": "user", "content": prompt}, {"role": "assistant", "content": completion}])
-        _require_unicode(prompt, completion)
-        return prompt, completion
+    def draft(self, row: Any, *, format: RowFormat | None = None) -> Draft:
+        """What is learnt from a row of one example."""
+        return self._drafted(self.meaning(row, format=format or self.data.format).meaning)
 
-    def _chat(self, messages: Any, *, given: int = 0) -> Conversation:
-        """The first `given` messages are a prompt: assistant messages among them are not trained on."""
-        if not isinstance(messages, list) or not messages or not all(isinstance(m, dict) for m in messages):
-            raise BadRow("messages are not a list of objects")
+    def meaning(self, row: Any, *, format: RowFormat | None = None) -> formats.Read:
+        read = formats.read(row, self.data, format=format, chat=self.tokenizer.has_template)
+        if isinstance(read.meaning, Pair) != self.pairs:
+            if self.pairs:
+                raise BadRow(f"{read.format}: no 'chosen' and 'rejected', which recipe dpo compares")
+            raise BadRow("preference: two answers to compare; train on them with recipe: dpo")
+        return read
+
+    def _drafts(self, row: Any, source: SourceSettings, number: int, *, counted: bool) -> list[Draft]:
+        read = self.meaning(row, format=source.format)
+        meaning = read.meaning
+        parts = (meaning.chosen, meaning.rejected) if isinstance(meaning, Pair) else (meaning,)
+        drafts = [self._drafted(part) for part in parts]
+        if counted:
+            self.formats[number][read.format] = self.formats[number].get(read.format, 0) + 1
+            unused = self.unused[number]
+            for key in (key for key, value in row.items() if key not in read.used and value not in (None, "", [], {})):
+                if key in unused or len(unused) < MOST_REASONS:
+                    unused[str(key)[:40]] = unused.get(str(key)[:40], 0) + 1
+        return drafts
+
+    def _drafted(self, meaning: formats.Meaning) -> Draft:
+        if isinstance(meaning, Turns):
+            return self._chat(meaning)
+        assert not isinstance(meaning, Pair)
+        if isinstance(meaning, Pieces):
+            _require_unicode(*(text for text, _ in meaning.texts))
+        return meaning
+
+    def _chat(self, turns: Turns) -> Conversation:
+        messages, given = list(turns.messages), turns.given
         if self.data.system is not None and messages[0].get("role") != "system":
             messages, given = [{"role": "system", "content": self.data.system}, *messages], given and given + 1
-        chat = self.template.conversation(messages, given=given)
+        chat = self.template.conversation(messages, given=given, tools=turns.tools)
         _require_unicode(chat.text)
         return chat
 

@@ -9,6 +9,7 @@ Shape legend: S sequences, T sequence_length, N = S * T tokens.
 from __future__ import annotations
 
 import bisect
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -40,8 +41,14 @@ class Packed:
         seed: int,
         shuffle: bool,
         few_shapes: bool = False,
+        bins: Sequence[Sequence[int]] | None = None,
+        unit: int = 1,
     ) -> None:
-        """`few_shapes`: for data that is packed anew at every step; lengths and counts are rounded up further."""
+        """`few_shapes`: for data that is packed anew at every step; lengths and counts are rounded up further.
+
+        `unit`: so many consecutive examples stay together in one sequence, such as the two answers of a pair.
+        `bins`: the examples of each sequence, if they are already packed. Some may be in none, and some in several.
+        """
         self.examples, self.seed, self.shuffle = examples, seed, shuffle
         self.sequence_length, self.batch_sequences = sequence_length, batch_sequences
         # The last token of an example is only a target and takes no position.
@@ -49,14 +56,15 @@ class Packed:
         longest = int(self._places.max())
         self._few_shapes = few_shapes
         self.longest = min(sequence_length, power_of_two(max(SHORTEST, longest))) if few_shapes else longest
-        bins = pack(self._places, capacity=sequence_length, seed=seed)
+        bins = pack_units(self._places, capacity=sequence_length, seed=seed, unit=unit) if bins is None else bins
         # Examples in the order of their sequences, where each sequence ends among them, and where each example begins.
         self._order = np.concatenate([np.asarray(members, np.int64) for members in bins])
         self._ends = np.cumsum([len(members) for members in bins], dtype=np.int64)
-        self._offsets = np.concatenate([np.cumsum(self._places[m]) - self._places[m] for m in bins])
+        self._offsets = np.concatenate([np.cumsum(self._places[list(m)]) - self._places[list(m)] for m in bins])
         # Padding is cut into segments too, none longer than the longest example.
         self.max_documents = max(
-            len(members) + -(-(sequence_length - int(self._places[members].sum())) // self.longest) for members in bins
+            len(members) + -(-(sequence_length - int(self._places[list(members)].sum())) // self.longest)
+            for members in bins
         )
 
     @property
@@ -70,17 +78,18 @@ class Packed:
     @property
     def fill(self) -> float:
         """Share of the positions that hold a token."""
-        return float(self._places.sum()) / (self.num_sequences * self.sequence_length)
+        return float(self._places[self._order].sum()) / (self.num_sequences * self.sequence_length)
 
     @property
     def mean_context(self) -> float:
         """Positions a token attends to on average, including its own."""
-        return float((self._places * (self._places + 1) / 2).sum() / self._places.sum())
+        places = self._places[self._order]
+        return float((places * (places + 1) / 2).sum() / places.sum())
 
     @property
     def trained_share(self) -> float:
         """Share of all positions, including padding, that are trained on."""
-        return float(self.examples.trained.sum()) / (self.num_sequences * self.sequence_length)
+        return float(self.examples.trained_counts[self._order].sum()) / (self.num_sequences * self.sequence_length)
 
     def micro_batches(self, step: int, *, rank: int = 0, world: int = 1, micro_batch: int) -> list[Batch]:
         """The rank's share of a step in slices of `micro_batch` sequences, in order."""
@@ -91,14 +100,14 @@ class Packed:
             raise UsageError(f"{share} sequences of a rank cannot be split evenly into micro-batches of {micro_batch}")
         first = step * self.batch_sequences + rank * share
         chosen = self.sequences(np.arange(first, first + share, dtype=np.int64)).tolist()
-        return [self._batch(chosen[i : i + micro_batch]) for i in range(0, share, micro_batch)]
+        return [self.batch(chosen[i : i + micro_batch]) for i in range(0, share, micro_batch)]
 
     def batches(self, micro_batch: int, *, task: str | None = None) -> list[Batch]:
         """All sequences once, in order; the last micro-batch may be smaller, and is filled up with empty sequences."""
         found = []
         for at in range(0, self.num_sequences, micro_batch):
             members = list(range(at, min(at + micro_batch, self.num_sequences)))
-            found.append(replace(self._batch(members, min(micro_batch, few_sizes(len(members)))), task=task))
+            found.append(replace(self.batch(members, min(micro_batch, few_sizes(len(members)))), task=task))
         return found
 
     def sequences(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -119,7 +128,7 @@ class Packed:
     def _range(self, sequence: int) -> slice:
         return slice(int(self._ends[sequence - 1]) if sequence else 0, int(self._ends[sequence]))
 
-    def _batch(self, sequences: list[int], count: int | None = None) -> Batch:
+    def batch(self, sequences: list[int], count: int | None = None) -> Batch:
         """`count` sequences, of which those behind the given ones are empty."""
         count, length = count or len(sequences), self.sequence_length
         ranges = [self._range(sequence) for sequence in sequences]
@@ -196,6 +205,12 @@ def _rows(
     rows[: len(trained)] = trained
     row_targets[: len(trained)] = targets[trained]
     return torch.from_numpy(rows), torch.from_numpy(row_targets)
+
+
+def pack_units(lengths: NDArray[np.int64], *, capacity: int, seed: int, unit: int) -> list[list[int]]:
+    """Like `pack`, with so many consecutive items always in one bin, next to each other."""
+    bins = pack(lengths.reshape(-1, unit).sum(axis=1), capacity=capacity, seed=seed)
+    return bins if unit == 1 else [[item * unit + i for item in members for i in range(unit)] for members in bins]
 
 
 def pack(lengths: NDArray[np.int64], *, capacity: int, seed: int) -> list[list[int]]:

@@ -209,7 +209,11 @@ def _stamp(path: Path, found: os.stat_result) -> Stamp:
 
 
 def _files(settings: DataSettings, *, which: Which, since: Sequence[Stamp] | None) -> list[tuple[Path, Stamp]]:
-    files = source_files(settings, which=which)
+    return stamped(source_files(settings, which=which), since=since)
+
+
+def stamped(files: Sequence[Path], *, since: Sequence[Stamp] | None) -> list[tuple[Path, Stamp]]:
+    """Files with their stamps, which must be those of before."""
     now = stamps(files)
     if since is not None and now != [tuple(stamp) for stamp in since]:
         before = {stamp[0]: tuple(stamp) for stamp in since}
@@ -219,7 +223,7 @@ def _files(settings: DataSettings, *, which: Which, since: Sequence[Stamp] | Non
 
 
 def _file(path: Path, settings: DataSettings, *, stamp: Stamp, tally: Tally) -> Iterator[Document]:
-    with _reading(path, stamp=stamp) as stream:
+    with reading(path, stamp=stamp) as stream:
         if settings.source == "parquet":
             yield from _parquet(path, field=settings.field, tally=tally)
         elif settings.source == "text":
@@ -229,7 +233,7 @@ def _file(path: Path, settings: DataSettings, *, stamp: Stamp, tally: Tally) -> 
 
 
 @contextmanager
-def _reading(path: Path, *, stamp: Stamp) -> Iterator[ByteStream]:
+def reading(path: Path, *, stamp: Stamp) -> Iterator[ByteStream]:
     """Opens a file, which must not change until all of it was read."""
 
     def check(file: IO[bytes]) -> None:
@@ -357,16 +361,16 @@ def _piece_end(buffer: bytes, *, limit: int) -> int:
 
 
 def _jsonl(stream: ByteStream, path: Path, settings: DataSettings, *, tally: Tally) -> Iterator[Document]:
-    for where, row in _json_rows(stream, path, tally=tally):
+    for where, row in json_rows(stream, path, tally=tally):
         yield from _row(row, field=settings.field, where=where, tally=tally)
 
 
-def _json_rows(stream: ByteStream, path: Path, *, tally: Tally) -> Iterator[tuple[str, Any]]:
+def json_rows(stream: ByteStream, path: Path, *, tally: Tally) -> Iterator[tuple[str, Any]]:
     """The place and value of each line."""
-    for number, line in enumerate(_lines(stream), start=1):
+    for number, line in enumerate(bounded_lines(stream), start=1):
         where = f"{path}:{number}"
         if line is None:
-            tally.bad(_TOO_LONG, where=where)
+            tally.bad(TOO_LONG, where=where)
             continue
         if number == 1:
             line = line.removeprefix(BYTE_ORDER_MARK)
@@ -382,10 +386,10 @@ def _json_rows(stream: ByteStream, path: Path, *, tally: Tally) -> Iterator[tupl
             yield where, row
 
 
-_TOO_LONG = f"longer than {ROW_BYTES >> 20} MiB"
+TOO_LONG = f"longer than {ROW_BYTES >> 20} MiB"
 
 
-def _lines(stream: ByteStream) -> Iterator[bytes | None]:
+def bounded_lines(stream: ByteStream) -> Iterator[bytes | None]:
     """Lines; None for a line that is too long, which is never kept in memory."""
     while line := stream.readline(ROW_BYTES + 1):
         if len(line) <= ROW_BYTES:
@@ -394,21 +398,6 @@ def _lines(stream: ByteStream) -> Iterator[bytes | None]:
         while line and not line.endswith(b"\n"):
             line = stream.readline(CHUNK_BYTES)
         yield None
-
-
-def read_rows(
-    settings: DataSettings, *, which: Which, tally: Tally, since: Sequence[Stamp] | None = None
-) -> Iterator[tuple[str, Any]]:
-    """Whole rows with their places, for recipes that need more than one field. The caller counts the good ones."""
-    if settings.source == "hf":
-        yield from _hf_rows(settings)
-        return
-    for path, stamp in _files(settings, which=which, since=since):
-        with _reading(path, stamp=stamp) as stream:
-            if settings.source == "parquet":
-                yield from _parquet_rows(path, tally=tally)
-            else:
-                yield from _json_rows(stream, path, tally=tally)
 
 
 def _row(row: Any, *, field: str, where: str, tally: Tally) -> Iterator[Document]:
@@ -426,7 +415,7 @@ def _value(value: Any, *, where: str, tally: Tally) -> Iterator[Document]:
     elif not isinstance(value, str):
         tally.bad("not a string", where=where)
     elif len(value) > ROW_BYTES:
-        tally.bad(_TOO_LONG, where=where)
+        tally.bad(TOO_LONG, where=where)
     elif not value.strip():
         tally.bad("empty", where=where)
     elif not encodable(value):
@@ -446,12 +435,12 @@ def encodable(text: str) -> bool:
 
 def _parquet(path: Path, *, field: str, tally: Tally) -> Iterator[Document]:
     number = 0
-    with _parquet_file(path) as file:
+    with parquet_file(path) as file:
         if field not in file.schema_arrow.names:
             raise UsageError(
                 f"{path} has no column {field!r}, only {', '.join(file.schema_arrow.names)}; set data.field"
             )
-        for batch in file.iter_batches(batch_size=_batch_rows(file), columns=[field]):
+        for batch in file.iter_batches(batch_size=batch_rows(file), columns=[field]):
             for scalar in batch.column(0):
                 number += 1
                 where = f"{path}:{number}"
@@ -465,25 +454,8 @@ def _parquet(path: Path, *, field: str, tally: Tally) -> Iterator[Document]:
         tally.bad("empty file", where=f"{path}:1")
 
 
-def _parquet_rows(path: Path, *, tally: Tally) -> Iterator[tuple[str, Any]]:
-    number = 0
-    with _parquet_file(path) as file:
-        for batch in file.iter_batches(batch_size=_batch_rows(file)):
-            large = batch.nbytes > ROW_BYTES
-            for index in range(batch.num_rows) if large else ():
-                number += 1
-                row = batch.slice(index, 1)
-                if row.nbytes > ROW_BYTES:
-                    tally.bad(_TOO_LONG, where=f"{path}:{number}")
-                else:
-                    yield f"{path}:{number}", row.to_pylist()[0]
-            for value in () if large else batch.to_pylist():
-                number += 1
-                yield f"{path}:{number}", value
-
-
 @contextmanager
-def _parquet_file(path: Path) -> Iterator[Any]:
+def parquet_file(path: Path) -> Iterator[Any]:
     try:
         import pyarrow
         import pyarrow.parquet
@@ -497,7 +469,7 @@ def _parquet_file(path: Path) -> Iterator[Any]:
         raise UsageError(f"{path} is damaged ({first_line(error)}); replace it, or leave it out") from error
 
 
-def _batch_rows(file: Any) -> int:
+def batch_rows(file: Any) -> int:
     """How many rows fit into memory at once. All rows may share one text that is stored once."""
     groups = [file.metadata.row_group(i) for i in range(file.metadata.num_row_groups)]
     largest = max((g.column(c).total_uncompressed_size for g in groups for c in range(g.num_columns)), default=1)
@@ -505,29 +477,48 @@ def _batch_rows(file: Any) -> int:
 
 
 def _hf(settings: DataSettings, *, tally: Tally) -> Iterator[Document]:
-    for where, row in _hf_rows(settings):
+    if not settings.name:
+        raise UsageError("data.name is not set: `source: hf` needs the name of a dataset")
+    for where, row in hf_rows(open_hf(settings.name, settings.subset, split=settings.split)):
         yield from _row(row, field=settings.field, where=where, tally=tally)
 
 
-def _hf_rows(settings: DataSettings) -> Iterator[tuple[str, Any]]:
-    if not settings.name:
-        raise UsageError("data.name is not set: `source: hf` needs the name of a dataset")
+@dataclass(frozen=True, kw_only=True)
+class HfSplit:
+    """An opened split of a Hugging Face dataset."""
+
+    rows: Any
+    name: str  # in messages
+
+    @property
+    def num_rows(self) -> int | None:
+        """How many rows it has, if the dataset says so."""
+        info = getattr(self.rows, "info", None)
+        split = (getattr(info, "splits", None) or {}).get(str(self.rows.split))
+        return getattr(split, "num_examples", None) or None
+
+
+def open_hf(dataset: str, subset: str | None, *, split: str) -> HfSplit:
     try:
         import datasets
     except ImportError as error:
-        raise EnvironmentLacks("`source: hf` needs the datasets package: pip install 'flatout[hf]'") from error
-    name = describe_source(settings, which="train")
+        raise EnvironmentLacks("Hugging Face datasets need the datasets package: pip install 'flatout[hf]'") from error
+    name = "/".join(filter(None, (dataset, subset, split)))
     try:
-        rows = datasets.load_dataset(settings.name, settings.subset, split=settings.split, streaming=True)
+        rows = datasets.load_dataset(dataset, subset, split=split, streaming=True)
     except (datasets.exceptions.DatasetNotFoundError, ValueError) as error:
         raise UsageError(f"data.name: {name}: {error}") from error
     except OSError as error:
         raise EnvironmentLacks(
-            f"{name} cannot be downloaded ({error}); connect to huggingface.co, or use local files with "
-            "`source: parquet` or `source: jsonl`"
+            f"{name} cannot be downloaded ({error}); connect to huggingface.co, or use local files with data.path"
         ) from error
+    return HfSplit(rows=rows, name=name)
+
+
+def hf_rows(split: HfSplit) -> Iterator[tuple[str, Any]]:
     try:
-        for number, row in enumerate(rows, start=1):
-            yield f"{name}:{number}", row
+        for number, row in enumerate(split.rows, start=1):
+            yield f"{split.name}:{number}", row
     except OSError as error:
-        raise EnvironmentLacks(f"reading {name} failed ({first_line(error)}); run the same command again") from error
+        words = first_line(error)
+        raise EnvironmentLacks(f"reading {split.name} failed ({words}); run the same command again") from error

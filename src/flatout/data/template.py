@@ -6,6 +6,7 @@ control token is refused. Used by recipe sft.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -58,20 +59,28 @@ class Template:
         added = self._backend.get_added_tokens_decoder().values()
         self._control = [token.content for token in added if token.special and token.content.strip()]
 
-    def render(self, messages: Sequence[Message], *, prompt: bool = False) -> str:
+    def render(self, messages: Sequence[Message], *, prompt: bool = False, tools: Sequence[Any] | None = None) -> str:
         """The text of a conversation; with `prompt`, up to the start of the assistant's answer."""
         try:
-            return self._compiled.render(messages, words=self._words, add_generation_prompt=prompt)
+            return self._compiled.render(messages, words=self._words, add_generation_prompt=prompt, tools=tools)
         except chat.TemplateFailed as error:
             raise BadRow(f"the chat template refuses it: {error}") from None
 
-    def conversation(self, messages: Sequence[Message], *, given: int = 0) -> Conversation:
+    def conversation(
+        self, messages: Sequence[Message], *, given: int = 0, tools: Sequence[Any] | None = None
+    ) -> Conversation:
         """A conversation's text, and the spans of the assistant's messages after the first `given` messages."""
         for message in messages:
             self._check(message)
-        text = self.render(messages)
+        self._check_control(json.dumps(tools or "", ensure_ascii=False, default=str))
+        text = self.render(messages, tools=tools)
+        calls = [call["function"]["name"] for message in messages for call in message.get("tool_calls", ())]
+        if lost := next((name for name in calls if name not in text), None):
+            raise BadRow(f"the chat template leaves tool calls out (such as {lost[:40]!r})")
+        if tools and (name := _tool_name(tools[0])) and name not in text:
+            raise BadRow(f"the chat template leaves tools out (such as {name[:40]!r})")
         answers = [i for i, m in enumerate(messages) if m["role"] == "assistant" and i >= given]
-        spans = [self._span(messages, i, text) for i in answers]
+        spans = [self._span(messages, i, text, tools) for i in answers]
         if not spans:
             raise BadRow("no message of the assistant")
         return Conversation(text=text, spans=spans)
@@ -84,10 +93,11 @@ class Template:
     def encode(self, messages: Sequence[Message]) -> Encoded:
         return self.encode_batch([self.conversation(messages)])[0]
 
-    def _span(self, messages: Sequence[Message], index: int, text: str) -> tuple[int, int]:
+    def _span(self, messages: Sequence[Message], index: int, text: str, tools: Sequence[Any] | None) -> tuple[int, int]:
         """The span of the assistant's message in the text, including its end mark."""
-        before = self.render(messages[:index], prompt=True)
-        through = text if index == len(messages) - 1 else self.render(messages[: index + 1])
+        before = self.render(messages[:index], prompt=True, tools=tools)
+        last = index == len(messages) - 1
+        through = text if last else self.render(messages[: index + 1], tools=tools)
         if not (through.startswith(before) and text.startswith(through)):
             raise BadRow(
                 "the chat template rewrites earlier turns, so the answers cannot be separated from the prompts"
@@ -100,10 +110,20 @@ class Template:
             raise BadRow(f"role {message.get('role')!r} is not one of {', '.join(ROLES)}")
         if not isinstance(content, str):
             raise BadRow("a message's content is not a string")
-        if message["role"] == "assistant" and not content.strip():
+        calls = message.get("tool_calls")
+        if message["role"] == "assistant" and not content.strip() and not calls:
             raise BadRow("an empty answer")
-        if found := next((word for word in self._control if word in content), None):
+        self._check_control(content if not calls else content + json.dumps(calls, ensure_ascii=False, default=str))
+
+    def _check_control(self, text: str) -> None:
+        if found := next((word for word in self._control if word in text), None):
             raise BadRow(f"a message spells out the control token {found}")
+
+
+def _tool_name(tool: Any) -> str | None:
+    function = tool.get("function", tool) if isinstance(tool, dict) else None
+    name = function.get("name") if isinstance(function, dict) else None
+    return name if isinstance(name, str) else None
 
 
 def _answered(encoding: Any, spans: Sequence[tuple[int, int]]) -> Encoded:

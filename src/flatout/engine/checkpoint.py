@@ -370,8 +370,12 @@ def _once(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _kept(model: nn.Module) -> dict[str, Tensor]:
-    """The tensors to save: all but frozen weights, which can be loaded from their source."""
-    frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
+    """The tensors to save: all but frozen weights, which can be loaded from their source, as adapters cannot."""
+    frozen = {
+        name
+        for name, parameter in model.named_parameters(remove_duplicate=False)  # a tied weight has two names
+        if not parameter.requires_grad and ".adapters." not in name and not name.startswith("router.")
+    }
     return {name: tensor for name, tensor in model.state_dict().items() if name not in frozen}
 
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from flatout.data.stream import Batch
 from flatout.engine.ranks import Ranks
 from flatout.losses import linear_log_probs
+from flatout.model import Attend, Model, Routed
 
 # The name of the minimised value.
 LOSS = "loss"
@@ -36,6 +37,7 @@ class Head:
     weight_VC: Tensor
     loss: HeadLoss
     critic: Callable[[Tensor], Tensor] | None = None  # from the last hidden states to the value at each token
+    routed: Routed | None = None  # the choice among the adapters of a bank
 
     def cross_entropy(self, targets: Tensor, *, rows: Tensor | None = None) -> Tensor:
         """Summed over the targets that are not ignored; `rows` selects some of the hidden states."""
@@ -79,6 +81,12 @@ class CrossEntropy:
         if batch.rows is not None and batch.row_targets is not None:
             return {LOSS: head.cross_entropy(batch.row_targets, rows=batch.rows)}
         return {LOSS: head.cross_entropy(batch.targets)}
+
+
+class Route(Protocol):
+    """Chooses among the adapters of a bank for a batch on the device, before the pass that is learnt from."""
+
+    def __call__(self, model: Model, batch: Batch, attend: Attend) -> Routed: ...
 
 
 class Tally:

@@ -15,9 +15,12 @@ from flatout.data.tokenizer import Tokenizer, load_tokenizer
 from flatout.engine.resolve import DTYPES
 from flatout.engine.trained import open_trained
 from flatout.errors import FlatoutError, UsageError
-from flatout.model import Model, load_adapted, load_model, peft
+from flatout.model import Decoder, Model, load_adapted, load_model, lora, peft
 from flatout.plan import model_settings, named_shape
 from flatout.record import Run
+
+# The name that means no adapter.
+BASE = "base"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,11 +53,14 @@ def open_model(
     device: str | None = None,
     backend: str = "auto",
     trust: str | None = None,
+    adapter: str | None = None,
+    bank: bool = False,
 ) -> Opened:
     """`dtype` None: fp32 on a CPU; on a GPU bf16, or fp16 where it has no bf16 units.
 
     `trust` is the user's pin for code that comes with the model; no opened file can supply it.
     For `backend` vllm, which reads the weights itself, the model stays on the host.
+    `adapter` is one of a bank, or `base`; without it, the bank's router chooses. `bank` takes one without a router too.
     """
     place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if dtype is not None and dtype not in DTYPES:
@@ -67,8 +73,31 @@ def open_model(
         opened = _adapter(name, place, chosen)
     else:
         opened = _published(name, place, chosen, trust)
+    opened = opened if bank else _of_bank(opened, adapter)
     opened.model.eval().requires_grad_(False)
     return replace(opened, backend=backend)
+
+
+def _of_bank(opened: Opened, adapter: str | None) -> Opened:
+    """A bank with its router, or one adapter of it alone."""
+    model = opened.model
+    names = lora.names_of(model) if isinstance(model, Decoder) else ()
+    if not isinstance(model, Decoder) or not names:
+        if adapter is not None:
+            raise UsageError(f"--adapter {adapter}: {opened.name} has no named adapters; remove the option")
+        return opened
+    if adapter is None:
+        if model.router is None:
+            raise UsageError(
+                f"{opened.name} has adapters but no router yet: train phase 2, or choose one with --adapter: "
+                f"{', '.join([*names, BASE])}"
+            )
+        return opened
+    if adapter not in (*names, BASE):
+        raise UsageError(f"--adapter {adapter!r:.80}: {opened.name} has {', '.join([*names, BASE])}")
+    alone = lora.alone(model, None if adapter == BASE else names.index(adapter))
+    spec = None if adapter == BASE or opened.adapters is None else replace(opened.adapters, names=())
+    return replace(opened, model=alone, adapters=spec)
 
 
 def stop_ids(model: ModelSettings, tokenizer: Tokenizer) -> frozenset[int]:
@@ -111,6 +140,7 @@ def _adapter(name: str, device: torch.device, dtype: torch.dtype) -> Opened:
     if shape.foreign:
         raise UsageError(f"{name} is an adapter on {base}, but adapters need flatout's own decoder: {shape.foreign}")
     model = load_adapted(under, spec, shape=shape, device=device, compute_dtype=dtype)
+    assert isinstance(model, Decoder)
     peft.load(model, folder, spec, base=peft.fingerprint(under))
     own = (folder / "tokenizer.json").is_file()
     tokenizer = load_tokenizer(str(folder if own else under), documents=None, cache=folder)

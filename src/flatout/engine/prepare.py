@@ -15,7 +15,7 @@ from flatout.cost import SHORT_DOCUMENT
 from flatout.data.stream import Batch
 from flatout.engine.objective import HeadLoss
 from flatout.engine.resolve import Active
-from flatout.losses import RowLoss, linear_cross_entropy, row_loss
+from flatout.losses import RowLoss, capped, linear_cross_entropy, row_loss
 from flatout.model import Attend, Block, Decoder, Foreign, Masked, Model, Padded, Rectangular, Short, Varlen, lora, nf4
 
 # Documents are padded to one length only if that multiplies their tokens by at most this: padding takes memory too.
@@ -28,7 +28,8 @@ def prepare(
     """Prepares the model in place. Returns its loss, and its 8-bit state if it has one."""
     if isinstance(model, Foreign):
         model.recompute(recompute)
-        return partial(linear_cross_entropy, chunk=loss_chunk, rows=_rows(active)), None
+        of_rows = _rows(active) if model.cap is None else capped(_rows(active), model.cap)
+        return partial(linear_cross_entropy, chunk=loss_chunk, rows=of_rows), None
     blocks = [block for block in model.blocks if isinstance(block, Block)]
     for block in blocks:
         block.recompute = recompute
@@ -103,7 +104,7 @@ def unprepared(model: Model) -> Model:
     if isinstance(model, Foreign):
         return model
     plain = copy.copy(model)
-    plain._modules = {name: module for name, module in model._modules.items() if name != "critic"}
+    plain._modules = {name: module for name, module in model._modules.items() if name != "critic"}  # a router stays
     plain.blocks = nn.ModuleList(copy.copy(block) for block in model.blocks)
     plain.norm_kernel = plain.residual_dtype = None
     for block in plain.blocks:
@@ -192,6 +193,9 @@ def attend_for(batch: Batch, *, active: Active) -> Attend:
     if batch.cu_seqlens is None:
         return Rectangular(batch=batch.num_sequences, repeat_kv=active.repeat_kv)
     longest = batch.longest or batch.sequence_length
+    if active.attention == "transformers":  # its documents become rows; how many, and how long, is read from the device
+        lengths = batch.cu_seqlens.diff()
+        return Padded.of(batch.cu_seqlens, tokens=batch.tokens.numel(), longest=int(lengths.max()), trim=True)
     if active.attention == "short" and longest <= SHORT_DOCUMENT:
         return Short(cu_seqlens=batch.cu_seqlens, longest=longest)
     if active.varlen:

@@ -16,6 +16,7 @@ from flatout.errors import EnvironmentLacks, first_line
 from flatout.hardware import Hardware, unsupported_build
 from flatout.model import Attend, Rectangular, Short, Varlen
 from flatout.plan import Plan, no_short
+from flatout.words import counted
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 # Attention backends in the order they are tried after the requested one.
@@ -79,7 +80,7 @@ def resolve(plan: Plan, *, local_rank: int, deterministic: bool) -> Active:
         torch.backends.cuda.matmul.fp32_precision = "tf32" if requested.tf32 else "ieee"
         facts["device"] = torch.cuda.get_device_name(device)
     else:
-        facts["device"] = f"CPU, {torch.get_num_threads()} threads"
+        facts["device"] = f"CPU, {counted(torch.get_num_threads(), 'thread')}"
     held = "weights and optimizer in fp32"
     if (adapters := plan.job.adapters) is not None:
         frozen = "4 bits" if adapters.base_bits == 4 else requested.precision
@@ -93,7 +94,9 @@ def resolve(plan: Plan, *, local_rank: int, deterministic: bool) -> Active:
         backend = "flash" if requested.attention == "short" else requested.attention
         attention, repeat_kv, facts["attention"] = _attention(backend, plan.job.shape, dtype, device)
     varlen = False
-    if plan.job.packing == "documents":
+    if plan.job.packing == "documents" and plan.job.shape.foreign:
+        facts["attention"] = "documents padded to rows, attention as transformers chooses it"
+    elif plan.job.packing == "documents":
         sm = plan.job.hardware.sm
         varlen = on_gpu and dtype != torch.float32 and sm is not None and sm >= (8, 0)
         why = "on a CPU" if not on_gpu else "in fp32" if dtype == torch.float32 else "below SM 8.0"
@@ -104,7 +107,7 @@ def resolve(plan: Plan, *, local_rank: int, deterministic: bool) -> Active:
         if varlen and (problem := _try_varlen(plan.job.shape, dtype, device)):
             repeat_kv = True
             facts["attention"] += f", keys and values repeated for it: {problem}"
-    if requested.attention == "short":
+    if requested.attention == "short" and not plan.job.shape.foreign:
         if problem := _try_short(plan, dtype, device):
             facts["attention"] += f"; short is not available: {problem}"
         else:

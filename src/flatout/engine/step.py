@@ -20,7 +20,7 @@ from torch import Tensor
 
 from flatout.data.stream import Batch
 from flatout.engine.faults import OutOfMemory, is_out_of_memory
-from flatout.engine.objective import LOSS, Combine, CrossEntropy, Head, HeadLoss, Objective, Tally
+from flatout.engine.objective import LOSS, Combine, CrossEntropy, Head, HeadLoss, Objective, Route, Tally
 from flatout.engine.prepare import EightBits, attend_for
 from flatout.engine.ranks import Ranks
 from flatout.engine.replay import Replay
@@ -85,13 +85,17 @@ class Engine:
         eight: EightBits | None = None,
         objective: Objective | None = None,
         combine: Combine | None = None,
+        route: Route | None = None,
     ) -> None:
-        """`objective`: cross-entropy by default. `combine`: gradients of all tasks are added up by default."""
+        """`objective`: cross-entropy by default. `combine`: gradients of all tasks are added up by default.
+
+        `route` chooses among the adapters of a bank.
+        """
         self.model, self.optimizer, self.schedule = model, optimizer, schedule
         self.active, self.ranks, self.phases = active, ranks, phases
         self.head_loss, self.clip, self.seed, self.eight = head_loss, clip, seed, eight
         self.objective: Objective = objective or CrossEntropy()
-        self.combine = combine
+        self.combine, self.route = combine, route
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         # fp16 needs a dynamic loss scale; 8-bit gradients one that makes them independent of the batch size.
         self.scale_moves = active.dtype == torch.float16
@@ -286,12 +290,16 @@ class Engine:
     def _pass(self, batch: Batch, compute: Callable[[Head], T], *, model: Model | None = None) -> T:
         attend, model = attend_for(batch, active=self.active), self.model if model is None else model
         critic: Any = getattr(model, "critic", None)
+        routed = None if self.route is None else self.route(model, batch, attend)
+        mix = () if routed is None else (routed.mix_NE,)
 
         def head(hidden_NC: Tensor, weight_VC: Tensor) -> T:
             values = critic and partial(critic, tokens_N=batch.tokens, positions_N=batch.positions, attend=attend)
-            return compute(Head(hidden_NC=hidden_NC, weight_VC=weight_VC, loss=self.head_loss, critic=values))
+            return compute(
+                Head(hidden_NC=hidden_NC, weight_VC=weight_VC, loss=self.head_loss, critic=values, routed=routed)
+            )
 
-        found: T = model(batch.tokens, batch.positions, attend, head)
+        found: T = model(batch.tokens, batch.positions, attend, head, *mix)
         return found
 
     @torch.no_grad()

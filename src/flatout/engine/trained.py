@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
 from flatout import files, hub
+from flatout.config.settings import RouterSettings, settable
 from flatout.cost import Adapters, ModelShape
 from flatout.data.tokenizer import FILES, Tokenizer, load_tokenizer
 from flatout.engine.checkpoint import Checkpoint, Checkpoints, restore
 from flatout.errors import UsageError
-from flatout.model import Model, load_adapted, peft
+from flatout.model import Decoder, Model, Router, load_adapted, peft
 from flatout.model.loading import empty_model
+from flatout.model.lora import names_of
 from flatout.plan import model_settings
 from flatout.record import Run
 
@@ -60,7 +63,9 @@ def open_trained(
         if fingerprint != checkpoint.state.get("base"):
             raise UsageError(f"{base} does not have the weights that the adapters of {run.path} were trained on")
         held = spec if as_trained else replace(spec, base_bits=16)
-        model = load_adapted(folder, held, shape=shape, device=device, compute_dtype=dtype)
+        model = load_adapted(folder, held, shape=shape, device=device, compute_dtype=dtype, name=base, trust=trust)
+        if isinstance(model, Decoder):
+            equip(model, run)
     restore(checkpoint, model=model, optimizer=None)
     tokenizer = load_tokenizer(str(run.tokenizer_dir), documents=None, cache=run.tokenizer_dir)
     return Trained(
@@ -72,6 +77,30 @@ def open_trained(
         adapters=spec,
         base=base,
         fingerprint=fingerprint,
+    )
+
+
+def equip(model: Decoder, run: Run) -> None:
+    """Adds the router that a run has trained beside its adapters, if any."""
+    found = run.config.get("router")
+    if not (names := names_of(model)) or not isinstance(found, dict) or found.get("phase") == "1":
+        return
+    known = {field.name for field in settable(RouterSettings)}
+    source = f"the router section of {run.path}"
+    settings = files.typed(RouterSettings, {key: value for key, value in found.items() if key in known}, source=source)
+    model.router = router_of(settings, names, width=model.shape.hidden).to(model.embedding.device)
+
+
+def router_of(settings: RouterSettings, names: Sequence[str], *, width: int) -> Router:
+    """The router that a configuration describes; an annealed temperature ends where inference takes place."""
+    annealed = settings.temperature_mode == "annealed"
+    return Router(
+        names,
+        width=width,
+        hidden=settings.hidden,
+        temperature=settings.temperature_end if annealed else settings.temperature,
+        lowest=min(settings.temperature, settings.temperature_end),
+        learned=settings.temperature_mode == "learned",
     )
 
 

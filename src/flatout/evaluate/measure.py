@@ -12,8 +12,8 @@ from typing import Any
 from flatout.data.tokenizer import Tokenizer
 from flatout.errors import UsageError
 from flatout.evaluate.intervals import Difference, mean_interval, paired, ratio_interval, wilson
-from flatout.sample import Sampler, Sampling, prompt_ids, stop_texts, text_of
-from flatout.tasks import Grader, Task, Texts, open_task
+from flatout.sample import RoutedSampler, Sampler, Sampling, prompt_ids, stop_texts, text_of
+from flatout.tasks import Grader, Measured, Task, Texts, open_task
 
 # The seed for the questions under a limit: the same for every model, spread over the file.
 SUBSET_SEED = 0
@@ -121,11 +121,14 @@ def _written(
 ) -> Score:
     prompts = [prompt_ids(tokenizer, task.prompt(i)) for i in indices]
     rewards: list[list[float]] = [[] for _ in indices]
+    measured: dict[str, list[Any]] = {}
     counts = dict.fromkeys(("answered", "too_long", "cut_short", "killed", "tokens"), 0)
     with Grader(spec) as grader:
         for done in sampler.generate(prompts, sampling=sampling, samples=samples, keys=indices):
             graded = grader.grade(indices[done.prompt], text_of(tokenizer, done.ids, sampling))
             rewards[done.prompt].append(graded.reward)
+            for name, value in graded.measures.items():
+                measured.setdefault(name, []).append(value)
             counts["answered"] += graded.answered
             counts["too_long"] += done.status == "too_long"
             counts["cut_short"] += done.status == "length"
@@ -137,6 +140,14 @@ def _written(
         solved = sum(max(many) == 1.0 for many in rewards)
         within = wilson(solved, len(indices))
         details["solved_once"] = {"value": solved / len(indices), "low": within.low, "high": within.high}
+    if isinstance(sampler, RoutedSampler):
+        adapters = [sampler.names[which] for which, _ in sampler.chosen]
+        details["adapters"] = {name: adapters.count(name) for name in sampler.names if name in adapters}
+    if isinstance(task, Measured) and measured:
+        details["measures"] = {
+            name: task.summed(values) if isinstance(values[0], list) else sum(values) / len(values)
+            for name, values in measured.items()
+        }
     flat = {reward for many in rewards for reward in many}
     means = [sum(many) / len(many) for many in rewards]
     score = _score(task, spec, indices, means, binary=flat <= {0.0, 1.0}, samples=samples, details=details)
@@ -185,7 +196,7 @@ def _score(
     return Score(
         task=task.name,
         spec=spec,
-        metric="accuracy" if binary else "reward",
+        metric=task.metric if isinstance(task, Measured) else "accuracy" if binary else "reward",
         value=sum(rewards) / len(rewards),
         low=interval.low if interval else None,
         high=interval.high if interval else None,

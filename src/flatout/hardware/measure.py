@@ -23,6 +23,7 @@ from flatout.errors import EnvironmentLacks, UsageError
 from flatout.files import BadFile, read_json, sweep, typed, write_atomic
 from flatout.hardware.detect import unsupported_build
 from flatout.hardware.table import Hardware
+from flatout.words import counted
 
 if TYPE_CHECKING:
     import torch
@@ -78,7 +79,7 @@ def measure(hardware: Hardware, *, seconds: float = 1.0) -> Measured:
         ) from error
     notes.append(f"bandwidth: copy of {_COPY_BYTES // 2**20} MiB, median over {seconds:g} s")
     if hardware.gpu is None:
-        notes.append(f"CPU: {torch.get_num_threads()} threads")
+        notes.append(f"CPU: {counted(torch.get_num_threads(), 'thread')}")
     return Measured(flops=flops, bandwidth=2 * _COPY_BYTES / copy_s, notes=tuple(notes))
 
 

@@ -44,6 +44,7 @@ from flatout.record.events import (
     TaskResult,
     TasksScored,
 )
+from flatout.record.routed import PhaseScored
 from flatout.verdict import judge, loss_ends, peak_words, speed_of, speed_of_steps, warm_up
 
 # Parts a history is drawn from, steps the current speed is averaged over, samples that are read of a long run.
@@ -181,6 +182,12 @@ class Story:
         """The phases of rollouts by step; of one that was repeated, the last."""
         phases = {event.step or 0: event for event in self.events if isinstance(event, RolloutsGraded)}
         return [phases[step] for step in sorted(phases)]
+
+    @property
+    def routed(self) -> list[PhaseScored]:
+        """The scores after each phase of recipe router; of a phase that was scored again, the last."""
+        phases = {event.phase: event for event in self.events if isinstance(event, PhaseScored)}
+        return [phases[phase] for phase in sorted(phases)]
 
     @property
     def cosines(self) -> Mapping[str, float]:

@@ -8,7 +8,11 @@ that is read or written anyway:
                otherwise:             x [W ; A]' gives y and x A', and B's product is added in place
     backward   the other way round
 
-Legend: N tokens, K inputs, M outputs, R columns of all adapters of one input.
+A bank has several adapters for one projection. All of them are stacked, and each token has a weight for each adapter
+(`mix_NE`), which its columns of x A' are multiplied by: a token's own adapter has weight 1 and the others 0, or it is a
+weighted mix. The few columns of the other adapters cost less than sorting the tokens and a pass over y per adapter.
+
+Legend: N tokens, K inputs, M outputs, R columns of all adapters of one input, E adapters of a bank.
 """
 
 from __future__ import annotations
@@ -32,12 +36,15 @@ class Stacked:
     """A frozen weight stacked with its adapter's matrices as the matmuls need them, in the weight's own type.
 
     `both` is [W | B] if there are more outputs than inputs, else [W ; A]: without it, each pass copies the weight.
-    `layout` has, for each part of the output, its rows and which `rank` columns of B they have, if any.
+    `layout` has, for each part of the output, its rows and which `rank` columns of B they have, if any; `count` is the
+    number of adapters of a bank.
     """
 
-    def __init__(self, weight_MK: Tensor, layout: Sequence[tuple[int, int | None]], *, rank: int, scale: float) -> None:
+    def __init__(
+        self, weight_MK: Tensor, layout: Sequence[tuple[int, int | None]], *, rank: int, scale: float, count: int = 1
+    ) -> None:
         m, k = weight_MK.shape
-        columns = rank * sum(index is not None for _, index in layout)
+        columns = count * rank * sum(index is not None for _, index in layout)
         more = _aligned(columns)
         if m > k:
             self.both = weight_MK.new_zeros(m, k + more)
@@ -46,24 +53,59 @@ class Stacked:
             self.both = weight_MK.new_zeros(m + more, k)
             (self.weight, self.a), self.b = self.both.split((m, more)), weight_MK.new_zeros(m, more)
         self.weight.copy_(weight_MK)
-        self.scale, self._columns, self._layout, self._rank = scale, columns, layout, rank
+        self.scale, self.columns, self._layout, self._rank, self.count = scale, columns, layout, rank, count
 
-    def update(self, a_RK: Tensor, b_Mr: Tensor) -> None:
-        """Copies the current A and B in. The parts of `b_Mr` are one below the other, and are scaled."""
-        self.a[: self._columns].copy_(a_RK)
-        parts = self._parts(self.b)
-        for place, part in zip(parts, b_Mr.split([len(place) for place in parts]), strict=True):
-            torch.mul(part, self.scale, out=place)
+    def update(self, a: Tensor, b: Tensor) -> None:
+        """Copies the current A and B of each adapter in. The parts of B are one below the other, and are scaled."""
+        self.a[: self.columns].copy_(a.flatten(0, 1))
+        for e in range(self.count):
+            parts = self._parts(self.b, e)
+            for place, part in zip(parts, b[e].split([len(place) for place in parts]), strict=True):
+                torch.mul(part, self.scale, out=place)
 
     def gradients(self, d_a_RK: Tensor, d_b_MR: Tensor) -> tuple[Tensor, Tensor]:
         """The gradients of the arguments of `update`."""
-        return d_a_RK[: self._columns], torch.cat(self._parts(d_b_MR)).mul_(self.scale)
+        d_a = d_a_RK[: self.columns].unflatten(0, (self.count, -1))
+        d_b = torch.stack([torch.cat(self._parts(d_b_MR, e)) for e in range(self.count)])
+        return d_a, d_b.mul_(self.scale)
 
-    def _parts(self, b_MR: Tensor) -> list[Tensor]:
+    def _parts(self, b_MR: Tensor, adapter: int) -> list[Tensor]:
         rows = b_MR.split([rows for rows, _ in self._layout])
         indices = [index for _, index in self._layout]
-        rank = self._rank
-        return [part[:, i * rank : (i + 1) * rank] for part, i in zip(rows, indices, strict=True) if i is not None]
+        rank, first = self._rank, adapter * self.columns // self.count
+        return [
+            part[:, first + i * rank : first + (i + 1) * rank]
+            for part, i in zip(rows, indices, strict=True)
+            if i is not None
+        ]
+
+
+class Mixed:
+    """The weight of each adapter of a bank for each token, applied to the columns of x A' in both passes.
+
+    Legend: E adapters, C columns of one adapter, R = E x C columns of all, before those that only fill up.
+    """
+
+    def __init__(self, mix_NE: Tensor, *, columns: int, dtype: torch.dtype, learns: bool = False) -> None:
+        """`columns` are those of all adapters. `learns`: the weights need a gradient, and x A' is kept for it."""
+        self._mix_NE1, self._columns, self._learns = mix_NE.to(dtype)[:, :, None], columns // mix_NE.shape[1], learns
+        self.raw: Tensor | None = None  # x A' before the weights were applied
+
+    def forward_(self, between_NR: Tensor) -> None:
+        part_NEC = self._part(between_NR)
+        self.raw = part_NEC.clone() if self._learns else None
+        part_NEC.mul_(self._mix_NE1)
+
+    def backward_(self, d_between_NR: Tensor, raw_NEC: Tensor | None) -> Tensor | None:
+        """Turns the gradient of the weighted columns into that of x A', and returns the gradient of the weights."""
+        part_NEC = self._part(d_between_NR)
+        d_mix = None if raw_NEC is None else (part_NEC.float() * raw_NEC).sum(-1)
+        part_NEC.mul_(self._mix_NE1)
+        return d_mix
+
+    def _part(self, between_NR: Tensor) -> Tensor:
+        num = self._mix_NE1.shape[1]
+        return between_NR[:, : num * self._columns].unflatten(1, (num, self._columns))
 
 
 def input_buffer(x_NK: Tensor, stacked: Stacked | None) -> Tensor | None:
@@ -83,8 +125,9 @@ def forward(
     both: Tensor | None = None,
     buffer: Tensor | None = None,
     in_place: bool = False,
+    mixed: Mixed | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(y_NM, x A', which the backward pass needs).
+    """(y_NM, x A', which the backward pass needs, weighted by `mixed` in a bank).
 
     `both` is that of the stacked weights, `buffer` the one that x was written to. `in_place` may give y with a gap
     after each row, and does not work with selective recomputation, which keeps values that would be overwritten.
@@ -93,16 +136,24 @@ def forward(
     if m > k:
         if buffer is None:
             between_NR = x_NK @ a_RK.t()
+            if mixed is not None:
+                mixed.forward_(between_NR)
             buffer = torch.cat((x_NK, between_NR), dim=1)
         else:
             between_NR = buffer[:, k:]
             torch.mm(x_NK, a_RK.t(), out=between_NR)
+            if mixed is not None:
+                mixed.forward_(between_NR)
         return F.linear(buffer, torch.cat((weight_MK, b_MR), dim=1) if both is None else both, bias_M), between_NR
     if not in_place or bias_M is not None:
         between_NR = x_NK @ a_RK.t()
+        if mixed is not None:
+            mixed.forward_(between_NR)
         return torch.addmm(F.linear(x_NK, weight_MK, bias_M), between_NR, b_MR.t()), between_NR
     joined = torch.cat((weight_MK, a_RK)) if both is None else both
     y_NM, between_NR = (x_NK @ joined.t()).split((m, len(a_RK)), dim=1)
+    if mixed is not None:
+        mixed.forward_(between_NR)
     # A copy, because the few columns would keep all of them alive.
     return y_NM.addmm_(between_NR, b_MR.t()), between_NR.contiguous()
 
@@ -117,19 +168,29 @@ def backward(
     dtype: torch.dtype,
     *,
     both: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of (x, A, B); the first maybe with a gap after each row, the last two in the type that is named."""
+    mixed: Mixed | None = None,
+    raw: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Gradients of (x, A, B, the weights of a bank if `raw` has x A' before they were applied).
+
+    The first maybe has a gap after each row, those of A and B are in the type that is named.
+    """
     m, k = weight_MK.shape
+    d_mix = None
     if k > m:
         d_between_NR = dy_NM @ b_MR
+        if mixed is not None:
+            d_mix = mixed.backward_(d_between_NR, raw)
         joined = torch.cat((weight_MK, a_RK)) if both is None else both
         dx = torch.cat((dy_NM, d_between_NR), dim=1) @ joined
     else:
         # A square weight is stacked as [W ; A], which cannot be used here.
         joined = torch.cat((weight_MK, b_MR), dim=1) if both is None or k == m else both
         dx, d_between_NR = (dy_NM @ joined).split((k, len(a_RK)), dim=1)
+        if mixed is not None:
+            d_mix = mixed.backward_(d_between_NR, raw)
         dx.addmm_(d_between_NR, a_RK)
-    return dx, weight_gradient(d_between_NR, x_NK, dtype), weight_gradient(dy_NM, between_NR, dtype)
+    return dx, weight_gradient(d_between_NR, x_NK, dtype), weight_gradient(dy_NM, between_NR, dtype), d_mix
 
 
 def cast(a_RK: Tensor, b_MR: Tensor, scale: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -5,6 +5,7 @@ from flatout.model.critic import Critic
 from flatout.model.decoder import Block, Decoder
 from flatout.model.foreign import Foreign
 from flatout.model.loading import Model, load_adapted, load_model
+from flatout.model.router import Routed, Router
 
 __all__ = [
     "Attend",
@@ -16,6 +17,8 @@ __all__ = [
     "Model",
     "Padded",
     "Rectangular",
+    "Routed",
+    "Router",
     "Short",
     "Varlen",
     "load_adapted",

@@ -104,57 +104,67 @@ class Block(nn.Module):
         return kept
 
     def body(
-        self, residual_NC: Tensor, delta_NC: Tensor | None, cos: Tensor, sin: Tensor, attend: Attend
+        self,
+        residual_NC: Tensor,
+        delta_NC: Tensor | None,
+        cos: Tensor,
+        sin: Tensor,
+        attend: Attend,
+        mix_NE: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        residual_NC, q_NHD, k_NGD, v_NGD = self.norm_qkv_rope(residual_NC, delta_NC, cos, sin)
+        """`mix_NE` is the weight of each adapter of a bank for each token, see `model.lora`."""
+        residual_NC, q_NHD, k_NGD, v_NGD = self.norm_qkv_rope(residual_NC, delta_NC, cos, sin, mix_NE)
         mixed_NHD = attend(q_NHD, k_NGD, v_NGD)
-        return self.norm_mlp(residual_NC, self.project(mixed_NHD.flatten(1), "out", self.out_bias))
+        delta_NC = self.project(mixed_NHD.flatten(1), "out", self.out_bias, mix_NE)
+        return self.norm_mlp(residual_NC, delta_NC, mix_NE)
 
-    def project(self, x: Tensor, name: str, bias: Tensor | None = None) -> Tensor:
+    def project(self, x: Tensor, name: str, bias: Tensor | None = None, mix_NE: Tensor | None = None) -> Tensor:
         """One of the four projections, with its adapter if it has one."""
         weight: Tensor | Nf4 = getattr(self, name)
         if name in self.adapters:
-            out: Tensor = self.adapters[name](x, weight, bias)
+            out: Tensor = self.adapters[name](x, weight, bias, mix_NE)
             return out
         return linear(x, weight, bias)
 
-    def low_rank(self, name: str) -> tuple[Any, ...]:
-        """(A, B, stacked weights) of a projection's adapter, for the kernels; empty without an adapter."""
+    def low_rank(self, name: str, mix_NE: Tensor | None) -> tuple[Any, ...]:
+        """(A, B, stacked weights, weights of a bank) of a projection's adapter, for the kernels; empty without one."""
         if not self.adapters:
             return ()
         if name not in self.adapters:
-            return None, None, None
+            return None, None, None, None
         adapter: Any = self.adapters[name]
+        if adapter.is_off(mix_NE):
+            return None, None, None, None
         assert adapter.stacked is not None, "kernels need an adapter with weights stacked by `lora.stack_weights`"
-        return adapter.a, adapter.b, adapter.stacked
+        return adapter.a, adapter.b, adapter.stacked, mix_NE
 
     def norm_qkv_rope(
-        self, residual_NC: Tensor, delta_NC: Tensor | None, cos: Tensor, sin: Tensor
+        self, residual_NC: Tensor, delta_NC: Tensor | None, cos: Tensor, sin: Tensor, mix_NE: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """The residual stream plus delta, and q, k, v with rotary positions."""
         if self.qkv_kernel is not None:
             weights = (self.attention_norm, self.qkv, self.qkv_bias, self.q_norm, self.k_norm)
-            return self.qkv_kernel(residual_NC, delta_NC, *weights, cos, sin, *self.low_rank("qkv"))
+            return self.qkv_kernel(residual_NC, delta_NC, *weights, cos, sin, *self.low_rank("qkv", mix_NE))
         s = self.shape
         if delta_NC is not None:
             residual_NC = residual_NC + delta_NC
         x_NC = rms_norm(residual_NC, self.attention_norm, s.norm_eps)
-        heads = self.project(x_NC, "qkv", self.qkv_bias).view(x_NC.shape[0], -1, s.head_dim)
+        heads = self.project(x_NC, "qkv", self.qkv_bias, mix_NE).view(x_NC.shape[0], -1, s.head_dim)
         q_NHD, k_NGD, v_NGD = heads.split([s.heads, s.kv_heads, s.kv_heads], dim=1)
         if self.q_norm is not None and self.k_norm is not None:
             q_NHD = rms_norm(q_NHD, self.q_norm, s.norm_eps)
             k_NGD = rms_norm(k_NGD, self.k_norm, s.norm_eps)
         return residual_NC, rotate(q_NHD, cos, sin), rotate(k_NGD, cos, sin), v_NGD
 
-    def norm_mlp(self, residual_NC: Tensor, delta_NC: Tensor) -> tuple[Tensor, Tensor]:
+    def norm_mlp(self, residual_NC: Tensor, delta_NC: Tensor, mix_NE: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """The residual stream plus the attention output, and the output of the MLP."""
         if self.mlp_kernel is not None:
-            lora = (*self.low_rank("gate_up"), *self.low_rank("down"))
+            lora = (*self.low_rank("gate_up", mix_NE), *self.low_rank("down", mix_NE))
             return self.mlp_kernel(residual_NC, delta_NC, self.mlp_norm, self.gate_up, self.down, *lora)
         residual_NC = residual_NC + delta_NC
         x_NC = rms_norm(residual_NC, self.mlp_norm, self.shape.norm_eps)
-        gate_NF, up_NF = self.project(x_NC, "gate_up").chunk(2, dim=-1)
-        return residual_NC, self.project(F.silu(gate_NF) * up_NF, "down")
+        gate_NF, up_NF = self.project(x_NC, "gate_up", mix_NE=mix_NE).chunk(2, dim=-1)
+        return residual_NC, self.project(F.silu(gate_NF) * up_NF, "down", mix_NE=mix_NE)
 
 
 class Decoder(nn.Module):
@@ -166,6 +176,8 @@ class Decoder(nn.Module):
         self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.layers))
         self.norm = nn.Parameter(torch.ones(shape.hidden))
         self.head = None if shape.tied else nn.Parameter(torch.empty(shape.vocab, shape.hidden))
+        # Chooses among the adapters of a bank, see `model.router`.
+        self.router: nn.Module | None = None
         self.norm_kernel: Callable[..., Tensor] | None = None
         # The type of the residual stream, if kernels keep it in another than the compute type; see `sample.reader`.
         self.residual_dtype: torch.dtype | None = None
@@ -204,18 +216,20 @@ class Decoder(nn.Module):
             return self.norm_kernel(residual_NC, delta_NC, self.norm)
         return rms_norm(residual_NC + delta_NC, self.norm, self.shape.norm_eps)
 
-    def hidden(self, tokens_N: Tensor, positions_N: Tensor, attend: Attend) -> Tensor:
-        """The final, normalised hidden state of each token."""
+    def hidden(self, tokens_N: Tensor, positions_N: Tensor, attend: Attend, mix_NE: Tensor | None = None) -> Tensor:
+        """The final, normalised hidden state of each token; under a bank, with the adapters weighted by `mix_NE`."""
         residual_NC, cos, sin = self.enter(tokens_N, positions_N)
         delta_NC: Tensor | None = None
         for block in self.blocks:
-            residual_NC, delta_NC = block(residual_NC, delta_NC, cos, sin, attend)
+            residual_NC, delta_NC = block(residual_NC, delta_NC, cos, sin, attend, mix_NE)
         assert delta_NC is not None
         return self.leave(residual_NC, delta_NC)
 
-    def forward(self, tokens_N: Tensor, positions_N: Tensor, attend: Attend, head: Head) -> Any:
+    def forward(
+        self, tokens_N: Tensor, positions_N: Tensor, attend: Attend, head: Head, mix_NE: Tensor | None = None
+    ) -> Any:
         """`head` gets the hidden states and the head's weight, so that the loss runs inside the root's forward."""
-        hidden_NC = self.hidden(tokens_N, positions_N, attend)
+        hidden_NC = self.hidden(tokens_N, positions_N, attend, mix_NE)
         return head(hidden_NC, self.head_weight)
 
     @property

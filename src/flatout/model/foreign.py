@@ -1,10 +1,10 @@
 """Any other causal language model, as transformers builds it, behind the interface of the training step.
 
 The interface is `hidden`, `head_weight`, `blocks` and a `forward` that joins the first two in a head. Its batches are
-rectangles, padded on the right: a causal model's tokens never attend to later ones, and padding has no targets.
-Packing, 8 bits and the fused kernels of our own decoder are refused by name when planning. Trainable weights are fp32
-
-as everywhere; here autocast casts them to the compute type. Dropout is off, as in our own decoder, so that a step is
+rectangles, padded on the right: a causal model's tokens never attend to later ones, and padding has no targets. Packed
+documents become such rows. 8 bits and the fused kernels of our own decoder are refused by name when planning. A head
+that caps its logits is known (`cap`); any other that is more than one matmul is refused. Trainable weights are fp32 as
+everywhere; here autocast casts them to the compute type. Dropout is off, as in our own decoder, so that a step is
 the same each time, recomputed or not.
 """
 
@@ -28,7 +28,7 @@ from flatout import hub
 from flatout.config.settings import Recompute
 from flatout.cost import GIB, ModelShape
 from flatout.errors import EnvironmentLacks, FlatoutError, UsageError, first_line
-from flatout.model.attention import Attend, Rectangular
+from flatout.model.attention import Attend, Padded, Rectangular
 from flatout.model.weights import TensorFiles, refuse_quantised
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ class Foreign(nn.Module):
         super().__init__()
         self.inner, self.shape, self.compute_dtype = inner, shape, compute_dtype
         self.config, self.code = config, code or {}
-        self.scale = _logit_scale(config)
+        self.scale, self.cap = _logit_scale(config), _logit_cap(config)
         self.inner.train(trains)  # with dropout off; activation checkpointing needs it
         if trains:
             self._require_plain_head()
@@ -81,11 +81,15 @@ class Foreign(nn.Module):
 
     def hidden(self, tokens_N: Tensor, positions_N: Tensor, attend: Attend) -> Tensor:
         """The final hidden state of each token, for a head that is one matmul. Positions count from a row's start."""
-        if not isinstance(attend, Rectangular):
-            raise UsageError(f"{type(attend).__name__} attention is not available: {self.shape.foreign}")
         device, dtype = tokens_N.device.type, self.compute_dtype
         with torch.autocast(device, dtype=dtype, enabled=dtype != torch.float32):
-            return self._body(tokens_N.view(attend.batch, -1)).flatten(0, 1).to(dtype)
+            if isinstance(attend, Rectangular):
+                return self._body(tokens_N.view(attend.batch, -1)).flatten(0, 1).to(dtype)
+            if not isinstance(attend, Padded):
+                raise UsageError(f"{type(attend).__name__} attention is not available: {self.shape.foreign}")
+            apart = tokens_N.new_zeros(attend.documents * attend.longest).index_copy(0, attend.places_N, tokens_N)
+            hidden = self._body(apart.view(attend.documents, -1)).flatten(0, 1)
+            return hidden.index_select(0, attend.places_N).to(dtype)
 
     def forward(self, tokens_N: Tensor, positions_N: Tensor, attend: Attend, head: Head) -> Any:
         return head(self.hidden(tokens_N, positions_N, attend), self.head_weight)
@@ -125,9 +129,10 @@ class Foreign(nn.Module):
         tokens_BT = torch.arange(8, device=head.weight.device)[None] % self.shape.vocab
         theirs = self.inner(input_ids=tokens_BT, use_cache=False).logits.float()
         ours = (self._body(tokens_BT) @ head.weight.t()).float()
+        ours = ours if self.cap is None else self.cap * torch.tanh(ours / self.cap)
         apart = float((ours - theirs).abs().max() / theirs.abs().max()) if ours.shape == theirs.shape else float("inf")
         if not apart <= HEAD_TOLERANCE[head.weight.dtype]:
-            named = {"final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier"}
+            named = {"logit_scale", "logits_scaling", "lm_head_multiplier"}
             words = [f"{k} {v}" for k, v in _text(self.config).to_dict().items() if k in named and v]
             words += ["a bias"] if getattr(head, "bias", None) is not None else []
             raise UsageError(
@@ -313,6 +318,12 @@ def _without_dropout(config: Any) -> Any:
 def _text(config: Any) -> Any:
     """The language model's part of a configuration that also has others."""
     return config.get_text_config()
+
+
+def _logit_cap(config: Any) -> float | None:
+    """The bound of the logits in Gemma 2: cap * tanh(logits / cap)."""
+    cap = getattr(_text(config), "final_logit_softcapping", None)
+    return float(cap) if isinstance(cap, (int, float)) and cap > 0 else None
 
 
 def _logit_scale(config: Any) -> float:

@@ -15,7 +15,8 @@ import torch
 from flatout import hub
 from flatout.config.settings import ModelSettings
 from flatout.cost import Adapters, ModelShape
-from flatout.model import foreign, lora, rope, weights
+from flatout.errors import UsageError
+from flatout.model import foreign, foreign_lora, lora, rope, weights
 from flatout.model.decoder import Decoder
 from flatout.model.foreign import Foreign
 from flatout.plan import named_shape
@@ -68,11 +69,27 @@ def load_adapted(
     compute_dtype: torch.dtype,
     seed: int = 0,
     note: Callable[[str], None] = lambda text: None,
-) -> Decoder:
+    name: str | None = None,
+    trust: str | None = None,
+) -> Model:
     """Fresh adapters on the frozen weights of a folder, or on random ones.
 
     Every weight goes from its file to the device directly in its final type: no wider copy ever exists.
     """
+    if shape.foreign:
+        if folder is None:
+            raise UsageError(f"adapters on random weights work only with flatout's own decoder: {shape.foreign}")
+        adapted = foreign.load(
+            folder,
+            name=name,
+            shape=shape,
+            trust=trust,
+            device=device,
+            dtype=compute_dtype,
+            compute_dtype=compute_dtype,
+        )
+        foreign_lora.attach(adapted, spec, seed=seed)
+        return adapted.to(device)
     fill = None if folder is None else weights.filler(folder, shape=shape, note=note)
     model = lora.meta_decoder(shape, compute_dtype=compute_dtype)
     lora.freeze(model, device=device, base_bits=spec.base_bits, seed=seed, fill=fill)

@@ -4,12 +4,17 @@ An adapter belongs to one of our fused projections and has one pair per sub-proj
 have only q, k, v, can be read and written. The A matrices of one input are stacked, so that one matmul is enough. The
 result equals W x + scale B (A x), see `kernels.lowrank`.
 
-Legend: N tokens, K inputs, M outputs, P sub-projections with an adapter, R = P x rank.
+A bank has several named adapters on one base (recipe router): every token has a weight for each of them, so one pass
+can hold the documents of many tasks, each through its own adapter or through a mix. Without weights, a bank is off.
+
+Legend: N tokens, K inputs, M outputs, P sub-projections with an adapter, C = P x rank columns of one adapter,
+E adapters, R = E x C.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import copy
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -39,29 +44,43 @@ class Adapter(nn.Module):
             (widths[name][1], self.parts.index(name) if name in self.parts else None) for name in GROUPS[group]
         ]
         self.rank, self.scale, self.dropout = spec.rank, spec.scale, spec.dropout
+        self.names = spec.names
         # The weight stacked with these matrices, for the kernels; see `stack_weights`.
         self.stacked: lowrank.Stacked | None = None
-        # A first dimension of one, because existing checkpoints have it.
-        self.a = nn.Parameter(torch.empty(1, spec.rank * len(self.parts), widths[self.parts[0]][0]))
-        self.b = nn.Parameter(torch.zeros(1, sum(widths[name][1] for name in self.parts), spec.rank))
+        # The first dimension is that of the bank.
+        self.a = nn.Parameter(torch.empty(spec.count, spec.rank * len(self.parts), widths[self.parts[0]][0]))
+        self.b = nn.Parameter(torch.zeros(spec.count, sum(widths[name][1] for name in self.parts), spec.rank))
 
-    def forward(self, x_NK: Tensor, weight: Tensor | Nf4, bias: Tensor | None) -> Tensor:
+    def forward(self, x_NK: Tensor, weight: Tensor | Nf4, bias: Tensor | None, mix_NE: Tensor | None = None) -> Tensor:
+        if self.is_off(mix_NE):
+            return linear(x_NK, weight, bias)
         a_RK, b_MR = self.matrices()
         if self.dropout and torch.is_grad_enabled():
             between_NR = linear(F.dropout(x_NK, self.dropout), a_RK) * self.scale
+            if mix_NE is not None:
+                columns = mix_NE.repeat_interleave(a_RK.shape[0] // len(self.names), dim=1)
+                between_NR = between_NR * columns.to(between_NR.dtype)
             return linear(x_NK, weight, bias) + linear(between_NR, b_MR)
         bias = None if bias is None else bias.to(x_NK.dtype)
+        low = (bias, a_RK, b_MR, self.scale, mix_NE)
         if isinstance(weight, Nf4):
-            out: Tensor = _Adapted.apply(x_NK, weight.codes, weight.scales, weight.shape, bias, a_RK, b_MR, self.scale)  # type: ignore[no-untyped-call]
+            out: Tensor = _Adapted.apply(x_NK, weight.codes, weight.scales, weight.shape, *low)  # type: ignore[no-untyped-call]
         else:
-            out = _Adapted.apply(x_NK, weight, None, None, bias, a_RK, b_MR, self.scale)  # type: ignore[no-untyped-call]
+            out = _Adapted.apply(x_NK, weight, None, None, *low)  # type: ignore[no-untyped-call]
         return out
+
+    def is_off(self, mix_NE: Tensor | None) -> bool:
+        """A bank without weights for its adapters leaves the base as it is."""
+        return bool(self.names) and mix_NE is None
 
     def matrices(self) -> tuple[Tensor, Tensor]:
         """The stacked A, and B as one matrix from all of A's rows to the whole output, block-sparse."""
-        b = self.b[0]
+        return self.a.flatten(0, 1), torch.cat([self._wide(b) for b in self.b], dim=1)
+
+    def _wide(self, b: Tensor) -> Tensor:
+        """B of one adapter as one matrix to the whole output."""
         if len(self.layout) == 1:
-            return self.a[0], b
+            return b
         pieces, begin, count = [], 0, len(self.parts)
         for rows, index in self.layout:
             if index is None:
@@ -70,12 +89,13 @@ class Adapter(nn.Module):
                 padding = (index * self.rank, (count - 1 - index) * self.rank)
                 pieces.append(F.pad(b[begin : begin + rows], padding))
                 begin += rows
-        return self.a[0], torch.cat(pieces)
+        return torch.cat(pieces)
 
-    def pairs(self) -> dict[str, tuple[Tensor, Tensor]]:
-        """(A, B) of each sub-projection, as views."""
+    def pairs(self, which: int = 0) -> dict[str, tuple[Tensor, Tensor]]:
+        """(A, B) of each sub-projection, as views; of one adapter of a bank."""
         rows = [rows for rows, index in self.layout if index is not None]
-        return dict(zip(self.parts, zip(self.a[0].split(self.rank), self.b[0].split(rows), strict=True), strict=True))
+        a, b = self.a[which].split(self.rank), self.b[which].split(rows)
+        return dict(zip(self.parts, zip(a, b, strict=True), strict=True))
 
 
 class _Adapted(torch.autograd.Function):
@@ -84,21 +104,24 @@ class _Adapted(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, scales: Tensor | None, shape: torch.Size | None, bias: Tensor | None,
-        a: Tensor, b: Tensor, scale: float,
+        a: Tensor, b: Tensor, scale: float, mix: Tensor | None,
     ) -> Tensor:  # fmt: skip
         cast = lowrank.cast(a, b, scale, x.dtype)
-        y, between = lowrank.forward(x, _dense(weight, scales, shape, x.dtype), bias, *cast)
-        ctx.save_for_backward(x, between, weight, scales, a, b)
+        learns = ctx.needs_input_grad[-1]
+        mixed = None if mix is None else lowrank.Mixed(mix, columns=len(a), dtype=x.dtype, learns=learns)
+        y, between = lowrank.forward(x, _dense(weight, scales, shape, x.dtype), bias, *cast, mixed=mixed)
+        ctx.save_for_backward(x, between, weight, scales, a, b, mix, mixed.raw if mixed else None)
         ctx.shape, ctx.scale = shape, scale
         return y
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
-        x, between, weight, scales, a, b = ctx.saved_tensors
+        x, between, weight, scales, a, b, mix, raw = ctx.saved_tensors
         dense = _dense(weight, scales, ctx.shape, dy.dtype)
         r, cast = len(a), lowrank.cast(a, b, ctx.scale, x.dtype)
-        dx, d_a, d_b = lowrank.backward(dy, x, between, dense, *cast, a.dtype)
-        return dx, None, None, None, None, d_a[:r], d_b[:, :r] * ctx.scale, None
+        mixed = None if mix is None else lowrank.Mixed(mix, columns=r, dtype=x.dtype)
+        dx, d_a, d_b, d_mix = lowrank.backward(dy, x, between, dense, *cast, a.dtype, mixed=mixed, raw=raw)
+        return dx, None, None, None, None, d_a[:r], d_b[:, :r] * ctx.scale, None, d_mix
 
 
 def _dense(weight: Tensor, scales: Tensor | None, shape: torch.Size | None, dtype: torch.dtype) -> Tensor:
@@ -170,19 +193,54 @@ def stack_weights(block: Block, *groups: str) -> None:
         if group in block.adapters:
             adapter, weight = block.adapters[group], getattr(block, group)
             assert isinstance(adapter, Adapter)
-            adapter.stacked = lowrank.Stacked(weight, adapter.layout, rank=adapter.rank, scale=adapter.scale)
+            adapter.stacked = lowrank.Stacked(
+                weight, adapter.layout, rank=adapter.rank, scale=adapter.scale, count=len(adapter.a)
+            )
             setattr(block, group, nn.Parameter(adapter.stacked.weight, requires_grad=False))
 
 
-def adapters(model: Decoder) -> dict[str, tuple[Tensor, Tensor]]:
-    """(A, B) of every adapted projection, by `layer.target`, as views."""
+def adapters(model: Decoder, which: int = 0) -> dict[str, tuple[Tensor, Tensor]]:
+    """(A, B) of every adapted projection, by `layer.target`, as views; of one adapter of a bank."""
     found: dict[str, tuple[Tensor, Tensor]] = {}
     for i, block in enumerate(model.blocks):
         assert isinstance(block, Block)
         for adapter in block.adapters.values():
             assert isinstance(adapter, Adapter)
-            found |= {f"{i}.{name}": pair for name, pair in adapter.pairs().items()}
+            found |= {f"{i}.{name}": pair for name, pair in adapter.pairs(which).items()}
     return found
+
+
+def names_of(model: Decoder) -> tuple[str, ...]:
+    """The names of a bank's adapters; none for a plain model or a single adapter."""
+    block = model.blocks[0]
+    assert isinstance(block, Block)
+    adapter = next(iter(block.adapters.values()), None)
+    return adapter.names if isinstance(adapter, Adapter) else ()
+
+
+def alone(model: Decoder, which: int | None) -> Decoder:
+    """The same weights with one adapter of the bank, or none, as a plain model: for sampling and merging."""
+    plain = copy.copy(model)
+    plain._modules = dict(model._modules)
+    plain.router = None
+    plain.blocks = nn.ModuleList(copy.copy(block) for block in model.blocks)
+    for block in plain.blocks:
+        assert isinstance(block, Block)
+        bank, block._modules = block.adapters, dict(block._modules)
+        block.adapters = nn.ModuleDict() if which is None else nn.ModuleDict(dict(_one(bank, which)))
+    return plain
+
+
+def _one(bank: nn.ModuleDict, which: int) -> Iterator[tuple[str, Adapter]]:
+    for group, adapter in bank.items():
+        assert isinstance(adapter, Adapter)
+        one = copy.copy(adapter)
+        one._parameters = {
+            name: nn.Parameter(values.detach()[which : which + 1], requires_grad=False)
+            for name, values in adapter.named_parameters()
+        }
+        one.names, one.stacked = (), None
+        yield group, one
 
 
 @torch.no_grad()
@@ -193,6 +251,7 @@ def merge(model: Decoder) -> None:
         for group in list(block.adapters):
             adapter = block.adapters[group]
             assert isinstance(adapter, Adapter)
+            assert not adapter.names, "one adapter of a bank is merged, see `alone`"
             a_RK, b_MR = adapter.matrices()
             weight = getattr(block, group)
             dense = weight.dense(torch.float32) if isinstance(weight, Nf4) else weight.detach().float()

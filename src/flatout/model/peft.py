@@ -35,11 +35,16 @@ SAMPLED_BLOCKS, BLOCK_BYTES = 64, 1 << 16
 _CHECKSUM = "flatout_sha256"
 
 
-def save(model: Decoder, folder: Path, spec: Adapters, *, base: str | None, fingerprint: str | None) -> None:
-    """Writes a folder that `peft.PeftModel.from_pretrained` puts on the base model with equal logits."""
+def save(
+    model: Decoder, folder: Path, spec: Adapters, *, base: str | None, fingerprint: str | None, which: int = 0
+) -> None:
+    """Writes a folder that `peft.PeftModel.from_pretrained` puts on the base model with equal logits.
+
+    `which` is the adapter of a bank.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {}
-    for name, (a, b) in lora.adapters(model).items():
+    for name, (a, b) in lora.adapters(model, which).items():
         layer, _, target = name.partition(".")
         prefix = f"base_model.model.model.layers.{layer}.{MODULES[target]}"
         tensors[f"{prefix}.lora_A.weight"] = a.detach().cpu().contiguous()
@@ -91,8 +96,11 @@ def read(folder: Path) -> Adapters:
 
 
 @torch.no_grad()
-def load(model: Decoder, folder: Path, spec: Adapters, *, base: str | None) -> None:
-    """Loads a folder's adapters into a model with the same kind of adapters; nothing changes unless all fit."""
+def load(model: Decoder, folder: Path, spec: Adapters, *, base: str | None, which: int = 0) -> None:
+    """Loads a folder's adapters into a model with the same kind of adapters; nothing changes unless all fit.
+
+    `which` is the adapter of a bank that they become.
+    """
     theirs = read(folder)
     for name in ("rank", "targets", "rslora", "alpha"):
         if getattr(theirs, name) != getattr(spec, name):
@@ -100,7 +108,7 @@ def load(model: Decoder, folder: Path, spec: Adapters, *, base: str | None) -> N
                 f"{folder} has adapters of {name} {getattr(theirs, name)}, but this run has {getattr(spec, name)}: "
                 f"set lora.{name} to the adapter's value"
             )
-    ours = lora.adapters(model)
+    ours = lora.adapters(model, which)
     names = _names(folder)
     wanted = {(int(layer), target) for layer, _, target in (key.partition(".") for key in ours)}
     if {(layer, target) for layer, target, _ in names} != wanted:

@@ -8,6 +8,11 @@ code with the hardware it finds. A plan requests features; `engine.resolve` repo
     predict.py    memory, time and MFU of a job
 """
 
+import sys
+from importlib import import_module
+from types import ModuleType
+from typing import Any
+
 from flatout.plan.decide import Plan, decide
 from flatout.plan.decisions import Decisions
 from flatout.plan.job import Job, adapters_of, job_of, model_settings, named_shape, shape_of, tokenizer_size
@@ -29,3 +34,14 @@ __all__ = [
     "shape_of",
     "tokenizer_size",
 ]
+
+
+class _Callable(ModuleType):
+    """Lets other programs call `flatout.plan(config)`: the package and the function have one name."""
+
+    def __call__(self, config: Any, *, on: str | None = None, **overrides: Any) -> Plan:
+        plan: Plan = import_module("flatout.api").plan(config, on=on, **overrides)
+        return plan
+
+
+sys.modules[__name__].__class__ = _Callable

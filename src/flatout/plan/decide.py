@@ -93,7 +93,6 @@ def _refuse_for_foreign(job: Job) -> None:
     """Refuses, in one message, all requested features that a model run by transformers does not support."""
     pins = job.pins
     asked = {
-        "data.packing documents": job.packing == "documents",
         "plan.fused_qkv": bool(pins.fused_qkv),
         "plan.fused_mlp": bool(pins.fused_mlp),
         "plan.fp8": bool(pins.fp8),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -126,7 +126,8 @@ def job_of(
         name = settings.rft.generator
         asked = ModelSettings(name=name, trust=settings.model.trust)
         generator = shape_of(settings) if name is None else named_shape(asked)
-    rl, adapters = settings.rl, adapters_of(settings.lora)
+    bank = [source.adapter for source in settings.data.sources] if recipe.routes else []
+    rl, adapters = settings.rl, adapters_of(settings.lora, bank=bank)
     return Job(
         shape=shape_of(settings),
         hardware=hardware,
@@ -196,8 +197,8 @@ def named_shape(model: ModelSettings, *, length: int | None = None) -> ModelShap
     return ModelShape.of_config(config, length=length)
 
 
-def adapters_of(lora: LoraSettings) -> Adapters | None:
-    """The configured adapters; a target that matches nothing is refused."""
+def adapters_of(lora: LoraSettings, *, bank: Sequence[str] = ()) -> Adapters | None:
+    """The configured adapters, a bank if they have names; a target that matches nothing is refused."""
     if lora.rank is None:
         return None
     names = [name.strip().removesuffix("_proj") for name in lora.targets.split(",") if name.strip()]
@@ -216,6 +217,7 @@ def adapters_of(lora: LoraSettings) -> Adapters | None:
         dropout=lora.dropout,
         rslora=lora.rslora,
         base_bits=4 if lora.base == "4-bit" else 16,
+        names=tuple(bank),
     )
 
 

@@ -11,9 +11,10 @@ from flatout.config.settings import Settings
 from flatout.data.stream import Batch
 from flatout.data.tokenizer import Tokenizer
 from flatout.engine.faults import OutOfMemory
-from flatout.engine.objective import Combine, CrossEntropy, Objective
+from flatout.engine.objective import Combine, CrossEntropy, Objective, Route
 from flatout.engine.ranks import Ranks
 from flatout.engine.step import Engine
+from flatout.model import Model
 from flatout.plan import Plan
 from flatout.recipes.session import Session
 
@@ -98,6 +99,9 @@ class Material:
     combine: Combine | None = None
     # A critic beside the policy: a value head on its trunk, or a model of its own.
     critic: Literal["shared", "own"] | None = None
+    # Choosing among the adapters of a bank; what is done to the model that was just loaded, such as a router added.
+    route: Route | None = None
+    equip: Callable[[Model], None] = lambda model: None
     # Positions a token attends to on average, if known; None: half the sequence.
     mean_context: float | None = None
     # Tokens of the longest document, if documents are packed; None: unknown.

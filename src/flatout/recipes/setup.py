@@ -19,6 +19,7 @@ from flatout.cost import checkpoint_bytes
 from flatout.data.prepare import cache_folder
 from flatout.engine import ahead, search
 from flatout.engine.faults import explained, require_space
+from flatout.engine.objective import CrossEntropy
 from flatout.engine.prepare import prepare
 from flatout.engine.ranks import Ranks, from_environment, joined
 from flatout.engine.resolve import Active, check_build, resolve
@@ -254,8 +255,12 @@ def build_engine(
         session.recorder.event(events.Notice(text=text))
 
     model = build_model(settings, plan, active, note=note)
+    material.equip(model)
     chunk, recompute = plan.decisions.loss_chunk, plan.decisions.recompute
     head_loss, eight = prepare(model, active=active, recompute=recompute, loss_chunk=chunk)
+    if getattr(model, "cap", None) and not isinstance(material.objective, CrossEntropy):
+        why = f"the head of this model caps its logits at {model.cap:g}"
+        raise UsageError(f"recipe {settings.recipe} needs plain logits, but {why}; use sft")
     if material.critic is not None:
         trunk = build_model(settings, plan, active, note=note) if material.critic == "own" else None
         if trunk is not None:
@@ -275,6 +280,7 @@ def build_engine(
         seed=settings.seed,
         objective=material.objective,
         combine=material.combine,
+        route=material.route,
     )
 
 
@@ -297,8 +303,6 @@ def build_model(settings: Settings, plan: Plan, active: Active, *, note: Callabl
             seed=settings.seed,
             note=note,
         )
-    if plan.job.shape.foreign:
-        raise UsageError(f"lora works only with flatout's own decoder: {plan.job.shape.foreign}")
     folder = None
     if chosen.name is not None and chosen.weights == "load":
         folder = hub.folder(chosen.name, weights=True, revision=chosen.revision)
@@ -310,8 +314,12 @@ def build_model(settings: Settings, plan: Plan, active: Active, *, note: Callabl
         compute_dtype=active.dtype,
         seed=settings.seed,
         note=note,
+        name=chosen.name,
+        trust=chosen.trust,
     )
     if settings.lora.adapter is not None:
+        if not isinstance(model, Decoder):
+            raise UsageError(f"lora.adapter works only with flatout's own decoder: {plan.job.shape.foreign}")
         peft.load(model, Path(settings.lora.adapter), adapters, base=base_of(settings))
     return model
 

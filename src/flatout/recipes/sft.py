@@ -11,7 +11,8 @@ from pathlib import Path
 
 from flatout import hub
 from flatout.config.settings import DataSettings, Settings
-from flatout.data.examples import open_conversations
+from flatout.data.examples import Conversations, open_conversations
+from flatout.data.mixture import Mixed
 from flatout.data.packed import Packed
 from flatout.data.stream import Batch
 from flatout.engine.ranks import Ranks
@@ -39,13 +40,7 @@ def conversations(settings: Settings) -> Iterator[Material]:
     """Training and held-out examples, tokenized by the model's own tokenizer unless another is named."""
     data = settings.data
     with open_conversations(data, seed=settings.seed, tokenizer=tokenizer_of(settings)) as examples:
-        stream = Packed(
-            examples.train,
-            sequence_length=data.sequence_length,
-            batch_sequences=settings.train.batch_tokens // data.sequence_length,
-            seed=settings.seed,
-            shuffle=data.shuffle,
-        )
+        stream = stream_of(examples, settings)
 
         def valid(size: int) -> Packed:
             return Packed(
@@ -68,6 +63,31 @@ def conversations(settings: Settings) -> Iterator[Material]:
             longest=stream.longest,
             trained_share=stream.trained_share,
         )
+
+
+def stream_of(examples: Conversations, settings: Settings, *, unit: int = 1) -> Packed | Mixed:
+    """The training examples in the order of the run, `unit` of them together; weighted sources in their shares."""
+    data, batch = settings.data, settings.train.batch_tokens // settings.data.sequence_length
+    weights = [source.weight for source in data.sources if source.weight is not None]
+    if not weights:
+        return Packed(
+            examples.train,
+            sequence_length=data.sequence_length,
+            batch_sequences=batch,
+            seed=settings.seed,
+            shuffle=data.shuffle,
+            unit=unit,
+        )
+    return Mixed(
+        examples.train,
+        counts=examples.counts,
+        weights=weights,
+        sequence_length=data.sequence_length,
+        batch_sequences=batch,
+        seed=settings.seed,
+        shuffle=data.shuffle,
+        unit=unit,
+    )
 
 
 def tokenizer_of(settings: Settings) -> str:

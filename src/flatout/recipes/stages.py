@@ -372,10 +372,10 @@ def row(tokenizer: Tokenizer, prompt: Messages, answer: str) -> dict[str, Any]:
 # --- helpers ----------------------------------------------------------------------------------------------
 
 
-def single_rank() -> Ranks:
+def single_rank(recipe: str = "rft") -> Ranks:
     ranks = from_environment()
     if ranks.world > 1:
-        raise UsageError(f"recipe rft runs on one device, not on {ranks.world} ranks: start it without torchrun")
+        raise UsageError(f"recipe {recipe} runs on one device, not on {ranks.world} ranks: start it without torchrun")
     return ranks
 
 

@@ -6,6 +6,7 @@ from flatout.sample.generate import Generator
 from flatout.sample.hf import HuggingFace
 from flatout.sample.plain import Plain, logits_of
 from flatout.sample.request import Completion, Sampler, Sampling
+from flatout.sample.routed import RoutedSampler
 from flatout.sample.text import complete, pieces, plain_prompt, prompt_ids, prompt_ids_batch, stop_texts, text_of
 
 __all__ = [
@@ -15,6 +16,7 @@ __all__ = [
     "Generator",
     "HuggingFace",
     "Plain",
+    "RoutedSampler",
     "Sampler",
     "Sampling",
     "backend_of",

@@ -21,6 +21,7 @@ from flatout.model.loading import export_model
 from flatout.sample.generate import Generator
 from flatout.sample.hf import HuggingFace
 from flatout.sample.request import Sampler
+from flatout.sample.routed import RoutedSampler
 from flatout.sample.vllm import Vllm, imported
 
 Backend = Literal["auto", "flatout", "hf", "vllm"]
@@ -61,6 +62,12 @@ def sampler_of(
     Our own sampler reads the weights again before every use, and so does vLLM where a share of memory is given.
     """
     model, tokenizer = opened.model, opened.tokenizer
+    if isinstance(model, Decoder) and model.router is not None:
+        if backend in ("hf", "vllm"):
+            raise UsageError(
+                f"--backend {backend} cannot route among adapters: use flatout, or choose one by --adapter"
+            )
+        return RoutedSampler(model, tokenizer, rows=rows)
     if backend == "vllm":
         return _vllm(opened, rows=rows, memory=memory)
     if isinstance(model, Foreign):

@@ -57,6 +57,21 @@ class Levelled(Protocol):
 
 
 @runtime_checkable
+class Measured(Protocol):
+    """A task whose completions are measured in more ways than by their reward, which has a name of its own."""
+
+    @property
+    def metric(self) -> str: ...
+    def measures(self, i: int, completion: str) -> Mapping[str, float | Sequence[int]]:
+        """By name: a number, whose mean is reported; or counts, which are summed over completions."""
+        ...
+
+    def summed(self, counts: Sequence[Sequence[int]]) -> float:
+        """The number that the counts of all completions make."""
+        ...
+
+
+@runtime_checkable
 class Texts(Protocol):
     """Texts whose likelihood is measured, without questions."""
 

@@ -24,6 +24,7 @@ from flatout.errors import UsageError
 from flatout.tasks import grade, sandbox
 from flatout.tasks.base import Messages, assistant, user
 from flatout.tasks.files import Row, read_rows, test_file
+from flatout.tasks.language import in_part
 from flatout.tasks.prompts import shots_of
 from flatout.tasks.sandbox import Call
 
@@ -182,7 +183,7 @@ def fenced(code: str) -> str:
     return f"```python\n{code.strip(chr(10))}\n```"
 
 
-def mbpp(path: Path, *, shown: str = "all") -> Written:
+def mbpp(path: Path, *, shown: str = "all", part: str = "all", share: str = "10") -> Written:
     """MBPP in either of its files. Of the tests, all are in the prompt as usual, or only the first."""
     sandbox.check()
     if shown not in ("all", "first"):
@@ -201,10 +202,21 @@ def mbpp(path: Path, *, shown: str = "all") -> Written:
         solutions.append(_lines(row.text("code")))
     if not problems:
         raise UsageError(f"{path} has no problem that can be judged: {left_out[0]}")
-    return Written(name="mbpp", problems=problems, prompts=prompts, solutions=solutions, left_out=left_out)
+    return _part(
+        Written(name="mbpp", problems=problems, prompts=prompts, solutions=solutions, left_out=left_out), part, share
+    )
 
 
-def humaneval(path: Path) -> Written:
+def _part(task: Written, part: str, share: str) -> Written:
+    """Some of the problems, as of the other tasks that are read from files."""
+    chosen = in_part(task.prompts, part=part, share=share)
+    if not chosen:
+        raise UsageError(f"{task.name} has no problem in part {part}")
+    taken = {name: [getattr(task, name)[i] for i in chosen] for name in ("problems", "prompts", "solutions")}
+    return replace(task, **taken)  # type: ignore[arg-type]
+
+
+def humaneval(path: Path, *, part: str = "all", share: str = "10") -> Written:
     sandbox.check()
     rows, problems, prompts, solutions = read_rows(test_file(path)), [], [], []
     for row in rows:
@@ -213,7 +225,7 @@ def humaneval(path: Path) -> Written:
         problems.append(as_problem(tests, where=row.where, before=begun, name=name))
         prompts.append(f"Complete this function.\n\n{fenced(begun)}\n\n{FORM}")
         solutions.append(begun + _lines(row.text("canonical_solution")))
-    return Written(name="humaneval", problems=problems, prompts=prompts, solutions=solutions)
+    return _part(Written(name="humaneval", problems=problems, prompts=prompts, solutions=solutions), part, share)
 
 
 def _texts(row: Row, key: str, *, needed: bool = True) -> list[str]:
@@ -299,16 +311,19 @@ class Code(_Task):
     split: str = "valid"
     level: int | None = None  # None: all levels in turn
     shots: int = 0  # solved examples before each question
+    form: str = "full"  # short: without examples and fences, for models that are trained from scratch
     name: str = "code"
 
     @classmethod
-    def open(cls, split: str, *, level: str = "all", shots: str = "0") -> Code:
+    def open(cls, split: str, *, level: str = "all", shots: str = "0", form: str = "full") -> Code:
         if split not in ("train", "valid"):
             raise UsageError(f"code:{split}: the split must be train or valid")
         if level not in ("all", *map(str, range(1, LEVELS + 1))):
             raise UsageError(f"level={level}: must be all, or from 1 to {LEVELS}")
+        if form not in ("full", "short"):
+            raise UsageError(f"form={form:.80}: must be full or short")
         sandbox.check()
-        return cls(split=split, level=None if level == "all" else int(level), shots=shots_of(shots))
+        return cls(split=split, level=None if level == "all" else int(level), shots=shots_of(shots), form=form)
 
     @property
     def size(self) -> int | None:
@@ -323,6 +338,8 @@ class Code(_Task):
     def _asked(self, i: int) -> str:
         made = self._made(i)
         words = [said.format(k=k) for (said, _, _), k in made.steps]
+        if self.form == "short":
+            return f"Python f(xs): {', '.join(words)}"
         ordered = "\n".join(f"{n}. {one[0].upper()}{one[1:]}." for n, one in enumerate(words, 1))
         examples = "\n".join(f"f({call.args[0]}) == {call.value!r}" for call in made.calls[:2])
         asked = f"Write a Python function f(xs) that takes a list of whole numbers.\n{ordered}"
@@ -330,7 +347,12 @@ class Code(_Task):
 
     def solution(self, i: int) -> str:
         *lines, last = [code.format(k=k) for (_, code, _), k in self._made(i).steps]
-        return fenced(f"def f(xs):\n{''.join(f'    xs = {line}{chr(10)}' for line in lines)}    return {last}")
+        code = f"def f(xs):\n{''.join(f'    xs = {line}{chr(10)}' for line in lines)}    return {last}"
+        return code if self.form == "short" else fenced(code)
+
+    def reward(self, i: int, completion: str) -> float:
+        # Without fences, the space after `Answer:` would be an indentation.
+        return self.problem(i).reward(completion.strip() if self.form == "short" else completion)
 
     def problem(self, i: int) -> Problem:
         return Problem(name="f", calls=self._made(i).calls)

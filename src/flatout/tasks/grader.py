@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -24,6 +24,7 @@ class Graded:
     answered: bool
     status: Literal["graded", "killed"] = "graded"
     seconds: float | None = field(default=None, compare=False)  # that grading took; None: unknown
+    measures: Mapping[str, Any] = field(default_factory=dict, compare=False)  # see `base.Measured`
 
 
 class Grader:
@@ -59,7 +60,12 @@ class Grader:
             case {"reward": int() | float() as reward, "answered": bool(answered)} if math.isfinite(reward):
                 took = reply.get("seconds")
                 seconds = float(took) if isinstance(took, int | float) else None
-                return Graded(reward=min(1.0, max(0.0, float(reward))), answered=answered, seconds=seconds)
+                return Graded(
+                    reward=min(1.0, max(0.0, float(reward))),
+                    answered=answered,
+                    seconds=seconds,
+                    measures=reply.get("measures") or {},
+                )
         raise RunFailed(f"the grader of {self.spec} gave {str(reply)[:200]} where a reward from 0 to 1 is expected")
 
     def close(self) -> None:

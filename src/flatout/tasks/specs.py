@@ -20,6 +20,7 @@ from flatout.tasks.domains import DOMAINS, Generated
 from flatout.tasks.files import Gsm8k, JsonLines, MultipleChoice, PlainText
 from flatout.tasks.grader import Grader
 from flatout.tasks.guru import Guru
+from flatout.tasks.language import READERS, Language
 from flatout.tasks.prompts import Prompted, Template
 from flatout.tasks.published import FORMATS, Published
 from flatout.tasks.sums import Sums
@@ -37,6 +38,8 @@ def open_task(spec: str) -> Task | Texts:
         return _built(lambda: Sums(split=path or "valid"), spec, query)
     if name == "code":
         return _built(Code.open, spec, query, path or "valid")
+    if name in READERS:
+        return _built(Language.open, spec, query, path, name)
     if name in DOMAINS:
         return _built(Generated.open, spec, query, name, path or "valid")
     if not path:

@@ -18,7 +18,7 @@ from typing import Any, BinaryIO
 
 from flatout.errors import FlatoutError, first_line
 from flatout.tasks import grade, workers
-from flatout.tasks.base import Task, Texts
+from flatout.tasks.base import Measured, Task, Texts
 from flatout.tasks.specs import open_task
 
 MEMORY_BYTES = 4 << 30
@@ -39,7 +39,8 @@ def _task(spec: str) -> Task:
 def _reward(spec: str, i: int, completion: str) -> dict[str, Any]:
     task, began = _task(spec), time.monotonic()
     reward, answered = task.reward(i, completion), task.answer(completion) is not None
-    return {"reward": reward, "answered": answered, "seconds": time.monotonic() - began}
+    measures = task.measures(i, completion) if isinstance(task, Measured) else {}
+    return {"reward": reward, "answered": answered, "seconds": time.monotonic() - began, "measures": measures}
 
 
 def _probe(spec: str) -> dict[str, Any]:

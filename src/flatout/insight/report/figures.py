@@ -38,11 +38,14 @@ def charts(story: Story, *, id: str) -> list[Chart | Bands]:
     """All charts of one run; rewards and task scores where it has any."""
     scores = [_scores(story, id=f"{id}scores")] if any(score.metric != "perplexity" for score in story.tasks) else []
     rewards = [_rewards(story, id=f"{id}rewards")] if story.rollouts else []
+    routes = any("routed_right" in part.extra for part in story.parts)
+    parts = [_loss_parts(story, id=f"{id}parts"), _temperature(story, id=f"{id}temperature")] if routes else []
     searched = [event for event in story.events if isinstance(event, MicroBatchSearched)]
     sizes = [_micro_batches(searched[-1], id=f"{id}micro-batch")] if searched else []
     return [
         *rewards,
         loss_chart([story], id=f"{id}loss"),
+        *parts,
         *scores,
         speed_chart([story], id=f"{id}speed"),
         _mfu(story, id=f"{id}mfu"),
@@ -83,6 +86,32 @@ def _rewards(story: Story, *, id: str) -> Chart:
         lines.append(Line(name=name, colour=at % 6 + 1, points=points))
     about = _about([story], "Mean reward of the completions of each phase", lines, number=short)
     return Chart(id=id, title="Reward", about=about, show=short, lines=lines)
+
+
+def _metric_lines(story: Story, names: Mapping[str, str]) -> list[Line]:
+    """A line for each metric of the objective that the run has."""
+    lines = []
+    for at, (key, name) in enumerate(names.items()):
+        points = [Point(x=part.last_step, y=part.extra[key]) for part in story.parts if key in part.extra]
+        if points:
+            lines.append(Line(name=name, colour=at % 6 + 1, points=points))
+    return lines
+
+
+def _loss_parts(story: Story, *, id: str) -> Chart:
+    names = ("task", "balance", "sparsity", "consistency", "entropy")
+    lines = _metric_lines(story, {name: name for name in names})
+    about = _about([story], "The parts of the loss, before their weights", lines, number=short)
+    return Chart(id=id, title="Parts of the loss", about=about, show=short, lines=lines)
+
+
+def _temperature(story: Story, *, id: str) -> Chart:
+    names = {"temperature": "temperature", "confidence": "mean confidence", "routed_right": "routed to own adapter"}
+    lines = _metric_lines(story, names)
+    about = _about(
+        [story], "The router's temperature, its confidence, and its share of right choices", lines, number=short
+    )
+    return Chart(id=id, title="Router", about=about, show=short, lines=lines)
 
 
 def _scores(story: Story, *, id: str) -> Chart:

@@ -9,6 +9,7 @@ from flatout.insight import numbers
 from flatout.insight.compare import Comparison, differences, flatten
 from flatout.insight.diagnose.runs import findings_of
 from flatout.insight.machine import Machine
+from flatout.insight.report import routing
 from flatout.insight.report.charts import Bands, Chart, draw, draw_bands
 from flatout.insight.report.figures import charts, loss_chart, phase_colour, speed_chart
 from flatout.insight.report.html import Child, Html, join, tag, text
@@ -45,6 +46,7 @@ def run_sections(story: Story, *, id: str = "", level: int = 2) -> list[Html]:
         chart_section(story, id=id, level=level),
         *([tasks(story, id=id, level=level)] if story.tasks else []),
         *([rollouts(story, id=id, level=level)] if story.rollouts else []),
+        *([routed(story, id=id, level=level)] if story.routed else []),
         time_spent(story, id=id, level=level),
         plan(story, id=id, level=level),
         criteria(story, id=id, level=level),
@@ -62,6 +64,7 @@ def contents(story: Story, *, id: str = "") -> Html:
         "charts": "Charts",
         **({"tasks": "Tasks"} if story.tasks else {}),
         **({"rollouts": "Rollouts"} if story.rollouts else {}),
+        **({"routed": "Adapters and routing"} if story.routed else {}),
         "time": "Time",
         "plan": "Plan",
         "criteria": "Criteria",
@@ -291,6 +294,11 @@ def rollouts(story: Story, *, id: str, level: int) -> Html:
     note = "Model-written text, shown as it is; source: events.jsonl, rollouts."
     parts += [tag("p", note, class_="note"), table(["step", "task", "reward", "completion"], texts, caption="Samples")]
     return _section("Rollouts", *parts, id=f"{id}rollouts", level=level)
+
+
+def routed(story: Story, *, id: str, level: int) -> Html:
+    """The scores of each task by base, own adapter and router, and where the prompts went."""
+    return _section("Adapters and routing", *routing.parts(story.routed, draw=table), id=f"{id}routed", level=level)
 
 
 def _bar(value: float, colour: str) -> Html:
