@@ -50,6 +50,10 @@ class Job:
     reference: bool = False
 
     @property
+    def is_sharded(self) -> bool:
+        return self.pins.sharding == "full"
+
+    @property
     def device(self) -> str:
         return "cpu" if self.hardware.gpu is None and self.hardware.sm is None else "gpu"
 

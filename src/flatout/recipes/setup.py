@@ -22,7 +22,9 @@ from flatout.engine.faults import explained, require_space
 from flatout.engine.prepare import prepare
 from flatout.engine.ranks import Ranks, from_environment, joined
 from flatout.engine.resolve import Active, check_build, resolve
+from flatout.engine.sharding import shard
 from flatout.engine.step import Engine
+from flatout.engine.watchdog import Watchdog
 from flatout.errors import FlatoutError, UsageError
 from flatout.hardware import Hardware, detect, with_cpu_facts
 from flatout.model import Critic, Decoder, Model, load_adapted, load_model, peft
@@ -104,6 +106,9 @@ def set_up(
         elif not resume:
             session.run.replan(plan.to_json())
 
+        hang_s = settings.train.hang_s
+        watchdog = stack.enter_context(Watchdog(session.run, session.recorder, ranks, hang_s=hang_s))
+
         # The engine, with the fastest micro-batch.
         for process in compiling:
             process.join()
@@ -132,6 +137,7 @@ def set_up(
         batches = stack.enter_context(source)
         held_out = material.held_out(ranks, batches.micro_batch)
         questions = Questions.of(settings, engine, session, ranks, facts.tokenizer)
+        watchdog.phases = engine.phases
         profile = stack.enter_context(Profile(settings.profile.steps if ranks.first else None, session=session))
         yield Training(
             settings=settings,
@@ -253,17 +259,22 @@ def build_engine(
     def note(text: str) -> None:
         session.recorder.event(events.Notice(text=text))
 
-    model = build_model(settings, plan, active, note=note)
+    sharded = plan.decisions.sharding == "full"
+    # Built on the host, so that the device never holds more than its shards and one block.
+    home = replace(active, device=torch.device("cpu")) if sharded else active
+    model = build_model(settings, plan, home, note=note)
     chunk, recompute = plan.decisions.loss_chunk, plan.decisions.recompute
     head_loss, eight = prepare(model, active=active, recompute=recompute, loss_chunk=chunk)
     if material.critic is not None:
-        trunk = build_model(settings, plan, active, note=note) if material.critic == "own" else None
+        trunk = build_model(settings, plan, home, note=note) if material.critic == "own" else None
         if trunk is not None:
             prepare(trunk, active=replace(active, fp8=False), recompute=recompute, loss_chunk=chunk)
         model.critic = critic_of(model, trunk)
+    if sharded:
+        shard(model, active=active, ranks=ranks)
     return Engine(
         model=model,
-        optimizer=adamw(model, settings.train, fused=active.fused_optimizer),
+        optimizer=adamw(model, settings.train, fused=active.fused_optimizer or sharded),
         schedule=schedule(settings.train, total_steps=total_steps, first=settings.rl.taught_first),
         active=active,
         ranks=ranks,
