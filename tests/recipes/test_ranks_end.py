@@ -117,9 +117,10 @@ def test_a_rank_that_never_gets_its_data_is_named(config: Path, tmp_path: Path, 
     assert [rank.returncode for rank in ranks] == [4, 4]
     assert sum("rank 1 is stuck in phase data of step 4" in text for text in said) == 1, said
     assert events(tmp_path / "run", "hang")[0]["rank"] == 1
-    assert "time.sleep" in (tmp_path / "run/stacks-rank00001.txt").read_text() or "next" in (
-        tmp_path / "run/stacks-rank00001.txt"
-    ).read_text()
+    assert (
+        "time.sleep" in (tmp_path / "run/stacks-rank00001.txt").read_text()
+        or "next" in (tmp_path / "run/stacks-rank00001.txt").read_text()
+    )
 
 
 def test_one_process_that_hangs_ends_too(config: Path, tmp_path: Path) -> None:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
-import yaml
+import torch
+from tests.recipes import test_rl
 from tests.recipes.recipes_processes import events, trajectory
 from tests.warm import two_ranks
 
+from flatout.recipes import run
 from flatout.record import Run
 
 Call = Callable[..., subprocess.CompletedProcess[str]]
@@ -44,54 +48,59 @@ def test_pretraining(flatout: Call, config: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("lora", [True, False])
 def test_fine_tuning(lora: bool, flatout: Call, sft: Path, tmp_path: Path) -> None:
-    settings = [sft, "train.steps=50", "plan.micro_batch=1", *([] if lora else ["lora.rank=null", "train.lr=2e-3"])]
+    whole = ["lora.rank=null", "lora.alpha=null"]
+    settings = [sft, "train.steps=50", "plan.micro_batch=1", "train.lr=2e-3", *([] if lora else whole)]
     assert flatout("train", *settings, "--run", tmp_path / "one").returncode == 0
     two_ranks("train", *settings, SHARDED, "--run", tmp_path / "two", cwd=tmp_path)
     same(tmp_path / "one", tmp_path / "two", steps=50)
 
 
-def rl_config(tmp_path: Path, *, method: str) -> Path:
-    path = tmp_path / "rl.yaml"
-    settings = {
-        "recipe": "rl",
-        "model": {"layers": 2, "hidden": 32, "heads": 2},
-        "data": {"sequence_length": 96},
-        "rl": {
-            "tasks": ["sums:easy?prompt=bare", "units:train?prompt=bare"],
-            "prompts": 8, "samples": 4, "updates": 2, "teach": 2, "graders": 1,
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"rl": {"algorithm": "grpo"}, "train": {"steps": 50, "lr": 1e-4}},
+        {"rl": {"prompts": 8, "updates": 1}, "mtl": {"method": "pcgrad"}, "train": {"steps": 50, "lr": 1e-4}},
+        # The second rank has no prompt of the first update, and the critic is sharded too.
+        {
+            "rl": {"algorithm": "ppo", "samples": 2, "critic": "own"},
+            "mtl": {"method": "equal"},
+            "train": {"steps": 6, "lr": 1e-4},
         },
-        "mtl": {"method": method},
-        "sample": {"max_tokens": 8},
-        "train": {"steps": 50, "lr": 1e-4, "weight_decay": 0.0},
-        "plan": {"precision": "fp32", "threads": 1},
-    }  # fmt: skip
-    path.write_text(yaml.safe_dump(settings))
-    return path
-
-
-@pytest.mark.parametrize("method", ["mixed", "pcgrad"])
-def test_reinforcement_learning(method: str, flatout: Call, tmp_path: Path) -> None:
+    ],
+    ids=["grpo", "pcgrad", "ppo"],
+)
+def test_reinforcement_learning(changes: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each rank samples its prompts from gathered weights; dot products of gradients are summed over shards."""
-    settings = rl_config(tmp_path, method=method)
-    alone = flatout("train", settings, "--run", tmp_path / "one")
-    assert alone.returncode == 0, alone.stderr
-    two_ranks("train", settings, SHARDED, "--run", tmp_path / "two", cwd=tmp_path)
-    same(tmp_path / "one", tmp_path / "two", steps=50, norm=1e-2)
+    test_rl.letters.__wrapped__(monkeypatch)
+    run(test_rl.settings(**changes, plan={"micro_batch": 1}), folder=tmp_path / "one")
+    script = (
+        f"import sys; sys.path.insert(0, {str(Path(__file__).parents[2])!r})\n"
+        "from tests.recipes import test_sharded\n"
+        "test_sharded.one_rank(sys.argv[1], sys.argv[2])\n"
+    )
+    two_ranks(str(tmp_path / "two"), json.dumps(changes), cwd=tmp_path, script=script)
+    same(tmp_path / "one", tmp_path / "two", steps=changes["train"]["steps"], norm=1e-2)
+
+
+def one_rank(folder: str, changes: str) -> None:
+    """The body of one of two processes."""
+    torch.set_num_threads(1)
+    test_rl.letters.__wrapped__(pytest.MonkeyPatch())
+    run(test_rl.settings(**json.loads(changes), plan={"micro_batch": 1, "sharding": "full"}), folder=Path(folder))
 
 
 def test_saved_on_two_resumed_on_one_and_back(flatout: Call, config: Path, tmp_path: Path) -> None:
-    whole, run = tmp_path / "whole", tmp_path / "run"
-    assert flatout("train", config, "train.steps=12", "--run", whole).returncode == 0
-    steps = [(config, f"train.steps={n}", "train.schedule=constant", "--run", run) for n in (4, 8, 12)]
-    assert flatout("train", config, "train.steps=12", "train.schedule=constant", "--run", whole / "c").returncode == 0
+    whole, folder = tmp_path / "whole", tmp_path / "run"
+    steps = [(config, f"train.steps={n}", "train.schedule=constant", "--run", folder) for n in (4, 8, 12)]
+    assert flatout("train", *steps[2][:3], "--run", whole).returncode == 0
     two_ranks("train", *steps[0], SHARDED, cwd=tmp_path)
     alone = flatout("train", *steps[1], "--resume")
     assert alone.returncode == 0, alone.stderr
     two_ranks("train", *steps[2], SHARDED, "--resume", cwd=tmp_path)
-    same(whole / "c", run, steps=12)
-    assert [e["step"] for e in events(run, "resume")] == [4, 8]
+    same(whole, folder, steps=12)
+    assert [e["step"] for e in events(folder, "resume")] == [4, 8]
     # Export gathers.
-    done = flatout("export", run, "--to", tmp_path / "exported")
+    done = flatout("export", folder, "--to", tmp_path / "exported")
     assert done.returncode == 0, done.stderr
 
 

@@ -353,9 +353,7 @@ def _rows(saved: Saved, name: str, tensor: Tensor, ranks: Ranks) -> Tensor:
     return saved.read(name, *rows_of(tensor, ranks.rank, ranks.world)) if is_sharded(tensor) else saved.read(name)
 
 
-def _moments_for(
-    parameters: Mapping[str, nn.Parameter], saved: Saved, ranks: Ranks
-) -> dict[str, dict[str, Tensor]]:
+def _moments_for(parameters: Mapping[str, nn.Parameter], saved: Saved, ranks: Ranks) -> dict[str, dict[str, Tensor]]:
     """The optimizer state of each parameter; a parameter that never had a gradient has no state."""
     found = dict[str, dict[str, Tensor]]()
     for full in saved.names():

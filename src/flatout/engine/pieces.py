@@ -173,7 +173,9 @@ def write(folder: Path, groups: Mapping[str, Mapping[str, Piece]]) -> dict[str, 
     """
     with ThreadPoolExecutor(THREADS) as pool:
         written = {name: pool.submit(_write_file, group, folder / name) for name, group in groups.items()}
-        facts = {name: dict(zip(group, pool.map(_facts, group.values()), strict=True)) for name, group in groups.items()}
+        facts = {
+            name: dict(zip(group, pool.map(_facts, group.values()), strict=True)) for name, group in groups.items()
+        }
         return {name: FileFacts(bytes=size.result(), tensors=facts[name]) for name, size in written.items()}
 
 

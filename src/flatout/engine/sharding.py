@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flatout.engine.resolve import Active
 from flatout.engine.ranks import Ranks
+from flatout.engine.resolve import Active
 from flatout.model import Decoder, Model
 from flatout.optim import is_sharded
 

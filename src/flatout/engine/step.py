@@ -148,7 +148,9 @@ class Engine:
                 raise
             shortage = str(error).splitlines()[0]
             if self.sharded:  # the other ranks wait for this one's part of a block, so they cannot agree to retry
-                raise RunFailed(f"rank {self.ranks.rank} ran out of memory: {shortage}. Lower plan.micro_batch") from None
+                raise RunFailed(
+                    f"rank {self.ranks.rank} ran out of memory: {shortage}. Lower plan.micro_batch"
+                ) from None
         # Only the message is kept: the exception's frames hold the tensors that must be freed.
         if self.ranks.any(bool(shortage)):
             recorded = self.ranks.any(bool(self.replay))
@@ -229,14 +231,18 @@ class Engine:
         else:
             for parameter, gradient in zip(self.parameters, merged, strict=True):
                 parameter.grad = as_gradient(parameter, gradient)
-        return [local(p.grad) for p in self.parameters if p.grad is not None], none if measured is None else measured.double()
+        return [
+            local(p.grad) for p in self.parameters if p.grad is not None
+        ], none if measured is None else measured.double()
 
     def _products(self, gradients: Sequence[Sequence[Tensor]]) -> Tensor:
         """The dot products of every two tasks' gradients; those of sharded weights are summed over ranks."""
         split = self._split()
         if not any(split):
             return gram(gradients)
-        apart = [[[g for g, s in zip(of, split, strict=True) if s is want] for of in gradients] for want in (True, False)]
+        apart = [
+            [[g for g, s in zip(of, split, strict=True) if s is want] for of in gradients] for want in (True, False)
+        ]
         total = self.ranks.sum_(gram(apart[0]))
         return total + gram(apart[1]) if apart[1][0] else total
 
