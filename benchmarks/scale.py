@@ -89,7 +89,7 @@ def fsdp(options: argparse.Namespace) -> None:
         taken = {name: block(engines[name], batch, steps=options.steps) for name in order}
         costs.append(taken["full"] / taken["none"] - 1)
     call = Call(benchmark="scale", commit=options.commit or git_commit())
-    write(options.to, [call.result(variant=f"fsdp-{options.shape}", metric="cost", unit="share of step", values=costs)])
+    write([call.result(variant=f"fsdp-{options.shape}", metric="cost", unit="share of step", values=costs)], options.to)
     print(f"FSDP2 on one rank costs {statistics.median(costs):.2%} ({min(costs):.2%} to {max(costs):.2%})")
     dist.destroy_process_group()
 
@@ -123,7 +123,7 @@ def saves(options: argparse.Namespace) -> None:
         call.result(variant="save-behind-0.5b", metric="loss", unit="share of throughput", values=losses),
         call.result(variant="save-behind-0.5b", metric="blocked", unit="s", values=blocked),
     ]
-    write(options.to, rows)
+    write(rows, options.to)
     print(f"saves every 50 steps cost {statistics.median(losses):.2%} and block {max(blocked):.3f} s at most")
 
 

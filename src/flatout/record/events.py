@@ -347,10 +347,8 @@ class RolledBack(Event, kind="rollback"):
     cause: Scalar = None
 
     def sentence(self) -> str:
-        return (
-            f"went back to the weights of {self.checkpoint} and passes over the data up to step {self.step}: "
-            f"{self.cause or 'the reason was not recorded'}"
-        )
+        back = f"went back to the weights of {self.checkpoint} and passes over the data up to step {self.step}"
+        return f"{back}: {self.cause or 'the reason was not recorded'}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -365,11 +363,9 @@ class Hung(Event, kind="hang"):
 
     def sentence(self) -> str:
         where = f"phase {self.phase} of step {self.step if self.step is not None else 'n/a'}"
+        what = f"no progress for {self.seconds:.0f} s: rank {self.rank} is stuck in {where}"
         if self.silent:
-            what = f"rank {self.rank} has not answered for {self.seconds:.0f} s: it is stopped, or its machine is gone"
-            what += f"; it was last seen in {where}"
-        else:
-            what = f"no progress for {self.seconds:.0f} s: rank {self.rank} is stuck in {where}"
+            what = f"rank {self.rank} has not answered for {self.seconds:.0f} s, last seen in {where}: it is stopped or gone"
         return what + (f". Stacks of the other ranks: {self.stacks}" if self.stacks else "")
 
 
