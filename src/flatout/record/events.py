@@ -365,7 +365,7 @@ class Hung(Event, kind="hang"):
         where = f"phase {self.phase} of step {self.step if self.step is not None else 'n/a'}"
         what = f"no progress for {self.seconds:.0f} s: rank {self.rank} is stuck in {where}"
         if self.silent:
-            what = f"rank {self.rank} has not answered for {self.seconds:.0f} s, last seen in {where}: it is stopped or gone"
+            what = f"rank {self.rank} has not answered for {self.seconds:.0f} s, last seen in {where}: stopped or gone"
         return what + (f". Stacks of the other ranks: {self.stacks}" if self.stacks else "")
 
 
