@@ -55,19 +55,25 @@ def test_fine_tuning(lora: bool, flatout: Call, sft: Path, tmp_path: Path) -> No
     same(tmp_path / "one", tmp_path / "two", steps=50)
 
 
+PCGRAD = {"rl": {"prompts": 8, "updates": 1}, "mtl": {"method": "pcgrad"}}
+
+
 @pytest.mark.parametrize(
     "changes",
     [
-        {"rl": {"algorithm": "grpo"}, "train": {"steps": 50, "lr": 1e-4}},
-        {"rl": {"prompts": 8, "updates": 1}, "mtl": {"method": "pcgrad"}, "train": {"steps": 50, "lr": 1e-4}},
+        pytest.param(PCGRAD | {"train": {"steps": 4, "lr": 1e-4}}, id="pcgrad"),
+        pytest.param(PCGRAD | {"train": {"steps": 50, "lr": 1e-4}}, id="pcgrad-50", marks=pytest.mark.long),
+        pytest.param({"train": {"steps": 50, "lr": 1e-4}}, id="grpo-50", marks=pytest.mark.long),
         # The second rank has no prompt of the first update, and the critic is sharded too.
-        {
-            "rl": {"algorithm": "ppo", "samples": 2, "critic": "own"},
-            "mtl": {"method": "equal"},
-            "train": {"steps": 6, "lr": 1e-4},
-        },
+        pytest.param(
+            {
+                "rl": {"algorithm": "ppo", "samples": 2, "critic": "own"},
+                "mtl": {"method": "equal"},
+                "train": {"steps": 4, "lr": 1e-4},
+            },
+            id="ppo",
+        ),
     ],
-    ids=["grpo", "pcgrad", "ppo"],
 )
 def test_reinforcement_learning(changes: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each rank samples its prompts from gathered weights; dot products of gradients are summed over shards."""
