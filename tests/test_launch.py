@@ -15,9 +15,11 @@ import psutil
 import pytest
 import yaml
 from tests.command import Command, flatout  # noqa: F401
+from tests.faults.kills import JOBS
 from tests.recipes.conftest import CONFIG
 from tests.recipes.recipes_processes import events, trajectory, wait_for_step
 from tests.waiting import wait_until
+from tests.warm import two_ranks
 
 from flatout.errors import UsageError
 from flatout.launch import Job, exit_code_of
@@ -121,7 +123,7 @@ def test_nothing_is_injected(name: str, tmp_path: Path) -> None:
     # Executed with everything stubbed, it runs no command of the name's.
     stub = tmp_path / "bin"
     stub.mkdir()
-    for tool in ("srun", "scontrol"):
+    for tool in ("srun", "scontrol", "squeue"):
         (stub / tool).write_text(
             '#!/bin/bash\nprintf "%s\\n" "$@" > srun.args\n' if tool == "srun" else "#!/bin/bash\n"
         )
@@ -168,6 +170,7 @@ def test_a_stand_in_cluster_preempts_and_requeues(config: Path, tmp_path: Path) 
     tools = {
         "sbatch": 'cp "$2" job.sh; echo 41',
         "scontrol": '[ "$1" = requeue ] && echo "$2" >> requeued || echo 127.0.0.1',
+        "squeue": "echo RUNNING",
         "srun": 'shift 1\nSLURM_PROCID=0 SLURM_LOCALID=0 "$@" & child=$!\n'
         "trap 'kill -USR2 $child' USR2\nwait $child; code=$?\n"
         "while kill -0 $child 2>/dev/null; do wait $child; code=$?; done; exit $code",
@@ -277,32 +280,79 @@ def test_torchrun_on_two_nodes_meets_at_the_first() -> None:
     assert text[text.index("--max-restarts") + 1] == "2"
 
 
-def test_ray_trains_and_survives_a_killed_rank(
-    config: Path, tmp_path: Path, started: list[subprocess.Popen[str]]
-) -> None:
+def on_ray(*arguments: object, run: Path, cwd: Path) -> subprocess.Popen[str]:
     pytest.importorskip("ray", reason="Ray is not installed")
-    run = tmp_path / "run"
-    process = launched(
-        config,
-        "train.steps=1000000",
-        "save.every=5",
-        "--on",
-        "ray",
-        "--ranks",
-        2,
-        "--cpus",
-        1,
-        "--run",
-        run,
-        cwd=tmp_path,
-    )
+    return launched(*arguments, "--on", "ray", "--ranks", 2, "--cpus", 1, "--run", run, cwd=cwd)
+
+
+def ray_processes() -> dict[int, str]:
+    """All actors and daemons of Ray on this machine, by id."""
+    found = {}
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            line = " ".join(process.cmdline())
+            if line.startswith("ray::") or "/raylet" in line or "gcs_server" in line:
+                found[process.pid] = line
+    return found
+
+
+@pytest.mark.parametrize("actor", [False, True], ids=["rank", "actor"])
+def test_ray_survives_a_kill_and_is_preempted(
+    actor: bool, config: Path, tmp_path: Path, started: list[subprocess.Popen[str]]
+) -> None:
+    """SIGKILL to a rank, or to the actor that it runs in: training goes on from a checkpoint, and nobody is left."""
+    run, before = tmp_path / "run", set(ray_processes())
+    process = on_ray(config, "train.steps=1000000", "save.every=5", run=run, cwd=tmp_path)
     started.append(process)
     wait_for_step(run, 12, process)
     ranks = {p.environ()["RANK"]: p for p in psutil.process_iter() if _is_rank(p, run)}
-    ranks["1"].kill()
+    assert sorted(ranks) == ["0", "1"]
+    parent = ranks["1"].parent()
+    assert parent is not None
+    assert parent.cmdline()[0].startswith("ray::Actor")
+    (parent if actor else ranks["1"]).kill()
     wait_until(lambda: events(run, "resume"), process=process)
+    assert not any(rank.is_running() and rank.status() != psutil.STATUS_ZOMBIE for rank in ranks.values())
+    wait_for_step(run, events(run, "resume")[0]["step"] + 3, process)
     process.send_signal(signal.SIGTERM)
     assert process.wait() == 75, (tmp_path / "said").read_text()[-3000:]
+    said = (tmp_path / "said").read_text()
+    assert ("rank 1 was killed first, with its actor" if actor else "restart 1 of 3") in said
+    wait_until(lambda: not set(ray_processes()) - before)
+    assert not [p for p in psutil.process_iter() if _is_rank(p, run)]
+
+
+def test_ray_actors_grade(tmp_path: Path, started: list[subprocess.Popen[str]]) -> None:
+    """The rewards are those of graders on this machine, so that the training is the same."""
+    JOBS["rl"].give(tmp_path)
+    run, seen = tmp_path / "run", set[str]()
+    process = on_ray(tmp_path / "job.yaml", "train.steps=4", run=run, cwd=tmp_path)
+    started.append(process)
+
+    def over() -> bool:
+        for worker in psutil.process_iter():
+            with suppress(psutil.Error):
+                parent = worker.parent()
+                if "flatout.tasks.worker" in worker.cmdline() and parent is not None:
+                    seen.add(parent.cmdline()[0].partition(".")[0])
+        return process.poll() is not None
+
+    wait_until(over)
+    assert process.wait() == 0, (tmp_path / "said").read_text()[-3000:]
+    assert seen == {"ray::Served"}
+    two_ranks("train", tmp_path / "job.yaml", "train.steps=4", "--run", tmp_path / "here", cwd=tmp_path)
+    assert trajectory(run) == trajectory(tmp_path / "here")
+
+
+def test_without_ray_the_way_out_is_told(
+    config: Path,
+    flatout: Command,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    done = flatout("launch", str(config), "--on", "ray", "--ranks", "2")
+    assert done.code == 3
+    assert "pip install" in done.err
 
 
 def _is_rank(process: psutil.Process, run: Path) -> bool:

@@ -21,6 +21,7 @@ from typing import Any
 from flatout.errors import EnvironmentLacks, RunFailed
 from flatout.launch.job import FINAL, Job, exit_code_of
 from flatout.launch.local import GRACE_S, TAIL
+from flatout.tasks.workers import GRADERS, RAY
 
 # Longer than Ray needs to place an actor where there is room for it.
 PLACED_S = 60.0
@@ -94,7 +95,9 @@ class Actor:
 
     def address(self) -> tuple[str, int]:
         """Where this machine is reached, and a free port on it."""
-        host = socket.gethostbyname(socket.gethostname())
+        from ray.util import get_node_ip_address
+
+        host: str = get_node_ip_address()
         with socket.socket() as free:
             free.bind(("", 0))
             return host, free.getsockname()[1]
@@ -143,7 +146,10 @@ def _attempt(ray: Any, job: Job, *, cpus: int, restart: int, stops: list[int]) -
                 "what is in use; ask for fewer --ranks or --cpus"
             ) from None
         shared = job.environment(restart=restart) | {"MASTER_ADDR": host, "MASTER_PORT": str(port)}
+        shared |= {GRADERS: "ray", "RAY_ADDRESS": ray.get_runtime_context().gcs_address}
+        shared |= {name: os.environ[name] for name in RAY if name in os.environ and name not in shared}
         codes: list[int | None] = [None] * job.world
+        gone = [False] * job.world
         for rank, actor in enumerate(actors):
             own = {"RANK": str(rank), "LOCAL_RANK": "0"}
             ray.get(actor.start.remote(job.command, shared | own, str(Path.cwd())))
@@ -155,7 +161,7 @@ def _attempt(ray: Any, job: Job, *, cpus: int, restart: int, stops: list[int]) -
                     try:
                         codes[rank] = ray.get(actor.code.remote())
                     except lost:
-                        codes[rank] = -signal.SIGKILL
+                        codes[rank], gone[rank] = -signal.SIGKILL, True
                     if codes[rank] not in (None, 0) and first is None:
                         first, until = rank, time.monotonic() + GRACE_S
             if stops and not told:
@@ -166,6 +172,8 @@ def _attempt(ray: Any, job: Job, *, cpus: int, restart: int, stops: list[int]) -
                 for actor in actors:
                     actor.kill.remote()
         code = exit_code_of([RunFailed.exit_code if one is None else one for one in codes])
+        if any(gone) and not stops:
+            code = RunFailed.exit_code  # the ranks stopped only because an actor was gone
         _show(ray, actors, first if code not in FINAL else 0, lost=lost)
         return code
     finally:

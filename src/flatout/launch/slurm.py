@@ -14,7 +14,7 @@ from pathlib import Path
 
 from flatout import files
 from flatout.errors import EnvironmentLacks, UsageError
-from flatout.launch.job import Job
+from flatout.launch.job import FINAL, Job
 from flatout.probe.launched import JOB, RESTARTS
 
 # Values of #SBATCH lines cannot be quoted: anything else is refused.
@@ -68,19 +68,24 @@ def script(job: Job, resources: Resources) -> str:
             'MASTER_PORT="$((20000 + SLURM_JOB_ID % 20000))"',
             'WORLD_SIZE="$SLURM_NTASKS"',
             f'{JOB}="slurm-$SLURM_JOB_ID"',
-            f'{RESTARTS}="${{SLURM_RESTART_COUNT:-0}}"',
-            f"export MASTER_ADDR MASTER_PORT WORLD_SIZE {JOB} {RESTARTS}",
+            f"export MASTER_ADDR MASTER_PORT WORLD_SIZE {JOB}",
             "",
             "# Signals are for the ranks, which save. This shell waits for them.",
             "trap : TERM USR1 USR2",
             f"cd {shlex.quote(str(Path.cwd()))} || exit 3",
-            f"srun --kill-on-bad-exit=0{container} bash -c \\",
-            '  \'export RANK="$SLURM_PROCID" LOCAL_RANK="$SLURM_LOCALID"; exec "$@"\' rank \\',
-            f"  {shlex.join(job.command)}",
-            "code=$?",
+            f"for restart in {{0..{job.restarts}}}; do",
+            f'  export {RESTARTS}="$((${{SLURM_RESTART_COUNT:-0}} + restart))"',
+            "  # shellcheck disable=SC2016  # expanded by each task",
+            f"  srun --kill-on-bad-exit=0{container} bash -c \\",
+            '    \'export RANK="$SLURM_PROCID" LOCAL_RANK="$SLURM_LOCALID"; exec "$@"\' rank \\',
+            f"    {shlex.join(job.command)}",
+            "  code=$?",
+            "  # Any other end is a failure, after which the ranks go on from the last checkpoint.",
+            f'  case "$code" in {"|".join(map(str, FINAL))}) break ;; esac',
+            "done",
             "",
-            "# 75: preempted after a complete save.",
-            'if [ "$code" -eq 75 ]; then',
+            "# 75: stopped after a complete save. A job that somebody cancelled stays so.",
+            'if [ "$code" -eq 75 ] && [ "$(squeue -h -j "$SLURM_JOB_ID" -o %T)" = RUNNING ]; then',
             '  scontrol requeue "$SLURM_JOB_ID"',
             "fi",
             'exit "$code"',

@@ -351,6 +351,8 @@ def with_found_micro_batch(
     pins = plan.job.pins
     if pins.micro_batch or pins.accumulation or engine.active.device.type != "cuda":
         return plan
+    if engine.sharded:  # ranks cannot agree to skip a size that does not fit one of them
+        return plan
     key, folder = search.key_of(plan), cache / "micro-batch"
     known = search.remembered(folder, key) if ranks.first else None
     if known and any(plan.job.rank_sequences % trial.micro_batch for trial in known):
