@@ -4,23 +4,26 @@
     python -m benchmarks.dry_run --tiny
 
 The ranks are those of torch's fake process group, whose collectives move nothing, and tensors have no memory (fake
-tensors), but all operations of forward pass, backward pass and update run, and torch's tracker counts the bytes that
-live at any time. Kernels are the plain ones on both sides, because Triton's cannot run this way.
+tensors), but all operations of forward pass, backward pass and update run, and the bytes that live at any time are
+counted. Kernels are the plain ones on both sides, because Triton's cannot run this way.
 """
 
 from __future__ import annotations
 
 import argparse
 import time
+import weakref
 from collections import Counter
 from dataclasses import dataclass, replace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed._tools.mem_tracker import MemTracker
+from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map
 
 from benchmarks.scale import TINY, Case, random_batch
 from flatout.config.settings import PlanSettings, Recompute, Sharding, TrainSettings
@@ -32,7 +35,7 @@ from flatout.engine.sharding import shard
 from flatout.engine.step import Engine
 from flatout.hardware import parse
 from flatout.model import Decoder, load_adapted
-from flatout.optim import adamw, schedule
+from flatout.optim import adamw, local, schedule
 from flatout.plan import Job, Plan, decide
 from flatout.probe import Phases
 
@@ -90,22 +93,60 @@ def planned(case: Dry) -> Plan:
     )
 
 
-class Collectives(TorchDispatchMode):
-    """Counts what is exchanged, by operation."""
+class Tracker(TorchDispatchMode):
+    """The bytes of all storages that live, at most, and how often each collective was called."""
 
     def __init__(self) -> None:
         super().__init__()
         self.seen: Counter[str] = Counter()
+        self.peak = 0
+        self._sizes: dict[int, int] = {}
+        self._references: dict[int, Any] = {}
+
+    def hold(self, tensor: Any) -> None:
+        if isinstance(tensor, torch.Tensor):
+            self._resized(local(tensor).untyped_storage())
+
+    def _resized(self, storage: Any) -> None:
+        key = storage._cdata
+
+        def gone(_: Any) -> None:
+            del self._sizes[key], self._references[key]
+
+        if key not in self._references:
+            self._references[key] = weakref.ref(storage, gone)
+        self._sizes[key] = storage.nbytes()
+        self.peak = max(self.peak, sum(self._sizes.values()))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func.name() if hasattr(func, "name") else str(func)
-        if name.startswith(("c10d::", "_c10d_functional::")):
-            self.seen[name.split("::")[1].removesuffix("_")] += 1
-        return func(*args, **(kwargs or {}))
+        name = func.name()
+        if name.startswith("c10d::"):
+            self.seen[name.removeprefix("c10d::").strip("_")] += 1
+        found = func(*args, **(kwargs or {}))
+        tree_map(self.hold, found)
+        return found
+
+    def __enter__(self) -> Tracker:
+        # FSDP2 frees what it has gathered by a call that is no operation.
+        plain = torch.UntypedStorage.resize_
+
+        def resize_(storage: Any, size: int) -> Any:
+            found = plain(storage, size)
+            self._resized(storage)
+            return found
+
+        self._patched = patch.object(torch.UntypedStorage, "resize_", resize_)
+        self._patched.start()
+        super().__enter__()
+        return self
+
+    def __exit__(self, *problem: Any) -> None:
+        super().__exit__(*problem)
+        self._patched.stop()
 
 
 def dry_run(case: Dry) -> tuple[float, Counter[str]]:
-    """The peak in GiB of the second step, and the collectives of both."""
+    """The peak in GiB, and the collectives of two steps."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     plan = planned(case)
@@ -121,24 +162,28 @@ def dry_run(case: Dry) -> tuple[float, Counter[str]]:
         facts={},
     )
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=case.world)
-    tracker, exchanged = MemTracker(), Collectives()
+    mesh = init_device_mesh("cpu", (case.world,))
+    tracker = Tracker()
     try:
-        with FakeTensorMode(allow_non_fake_inputs=True), tracker, exchanged:
+        with FakeTensorMode(allow_non_fake_inputs=True):
             if plan.job.adapters is None:
                 model = Decoder(case.shape, compute_dtype=active.dtype)
             else:
-                adapted = load_adapted(
-                    None, plan.job.adapters, shape=case.shape, device=cpu, compute_dtype=active.dtype, seed=0
-                )
+                # All is on one device, and torch cannot move parameters that are fake.
+                with patch.object(torch.nn.Module, "to", lambda self, *_: self):
+                    adapted = load_adapted(
+                        None, plan.job.adapters, shape=case.shape, device=cpu, compute_dtype=active.dtype, seed=0
+                    )
                 assert isinstance(adapted, Decoder)
                 model = adapted
             head_loss, _ = prepare(model, active=active, recompute=case.recompute, loss_chunk=plan.decisions.loss_chunk)
             if case.sharding == "full":
-                shard(model, active=active, ranks=Ranks(world=case.world))
+                shard(model, active=active, ranks=Ranks(world=case.world), mesh=mesh)
             train = TrainSettings(steps=10)
+            optimizer = adamw(model, train, fused=True)
             engine = Engine(
                 model=model,
-                optimizer=adamw(model, train, fused=True),
+                optimizer=optimizer,
                 schedule=schedule(train, total_steps=10),
                 active=active,
                 ranks=Ranks(),  # what hosts agree on is not simulated
@@ -150,20 +195,20 @@ def dry_run(case: Dry) -> tuple[float, Counter[str]]:
             )
             batches = [random_batch(Case(shape=case.shape, micro_batch=case.micro_batch, accumulation=1))]
             batches *= case.accumulation
-            for step in range(2):
-                if step:
-                    tracker.reset_mod_stats()
-                engine.begin_step(step)
-                engine.step(step, batches)
-                engine.end_step()
-        peak = max(kinds["Total"] for kinds in tracker.get_tracker_snapshot("peak").values())
-        return peak / GIB, exchanged.seen
+            for tensor in (*model.state_dict().values(), *(t for of in optimizer.state.values() for t in of.values())):
+                tracker.hold(tensor)
+            with tracker:
+                for step in range(2):
+                    engine.begin_step(step)
+                    engine.step(step, batches)
+                    engine.end_step()
+        return tracker.peak / GIB, tracker.seen
     finally:
         dist.destroy_process_group()
 
 
 CASES = [
-    Dry(shape=SEVEN, sharding="none", world=8, rank=32, micro_batch=4, accumulation=2, recompute="none"),
+    Dry(shape=SEVEN, sharding="none", world=8, rank=32, micro_batch=2, accumulation=2, recompute="none"),
     Dry(shape=SEVEN, sharding="none", world=8, rank=32, micro_batch=4, accumulation=2),
     Dry(shape=SEVEN, sharding="full", world=8, rank=32, micro_batch=4, accumulation=2),
     *(Dry(shape=SEVEN, sharding="full", world=world, micro_batch=2) for world in (8, 64, 256)),

@@ -267,11 +267,13 @@ def training_memory(
         )
     if sharded:
         block, outside_blocks = shape.block_matmul_weights, (2 - shape.tied) * head
-        whole_gradients = shape.num_parameters if accumulation > 1 else 2 * block + outside_blocks
+        passing = micro_tokens * (kept + outside) + max(loss, backward)
+        # Gradients arrive while activations go: those of the blocks divided, those outside them whole for a moment.
+        arrived = 4 * shape.num_parameters / num_ranks + (width + 4) * outside_blocks
         return Memory(
             weights=4 * shape.num_parameters / num_ranks,
             weight_copies=width * (2 * block + outside_blocks),
-            gradients=4 * shape.num_parameters / num_ranks + 4 * whole_gradients,
+            gradients=4 * shape.num_parameters if accumulation > 1 else max(0.0, arrived - passing),
             optimizer=8 * shape.num_parameters / num_ranks,
             activations=micro_tokens * (kept + outside),
             temporary=max(loss, backward),

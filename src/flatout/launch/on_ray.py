@@ -30,47 +30,58 @@ POLL_S = 0.2
 
 def run(job: Job, *, cpus: int) -> int:
     """Runs the job on the Ray cluster in RAY_ADDRESS, or on one that is started on this machine."""
-    try:
-        import ray
-    except ImportError:
-        raise EnvironmentLacks("--on ray needs Ray: pip install 'flatout[ray]', or use --on torchrun") from None
-    code = 0
-    with _cluster(ray, job, cpus=cpus), _stop_requests() as stops:
-        for restart in range(job.restarts + 1):
-            if restart:
-                sys.stderr.write(f"restart {restart} of {job.restarts}, from the last checkpoint\n")
-            code = _attempt(ray, job, cpus=cpus, restart=restart, stops=stops)
-            if code in FINAL or stops:
-                break
+    with _token() as folder:
+        try:
+            import ray
+        except ImportError:
+            raise EnvironmentLacks("--on ray needs Ray: pip install 'flatout[ray]', or use --on torchrun") from None
+        code = 0
+        with _cluster(ray, job, cpus=cpus, folder=folder), _stop_requests() as stops:
+            for restart in range(job.restarts + 1):
+                if restart:
+                    sys.stderr.write(f"restart {restart} of {job.restarts}, from the last checkpoint\n")
+                code = _attempt(ray, job, cpus=cpus, restart=restart, stops=stops)
+                if code in FINAL or stops:
+                    break
     return code
 
 
 @contextmanager
-def _cluster(ray: Any, job: Job, *, cpus: int) -> Iterator[None]:
-    """Connects to the named cluster, or starts one whose token only this user can read, without a dashboard."""
+def _token() -> Iterator[Path | None]:
+    """A folder for a private cluster, with a token that only this user can read; Ray looks for it when it is imported.
+
+    None if RAY_ADDRESS names a cluster.
+    """
+    if os.environ.get("RAY_ADDRESS"):
+        yield None
+        return
+    with tempfile.TemporaryDirectory(prefix="flatout-ray-") as name:  # short: a socket's path has at most 107 bytes
+        token = Path(name) / "token"
+        with os.fdopen(os.open(token, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+            file.write(secrets.token_hex(32))
+        os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token)}
+        yield Path(name)
+
+
+@contextmanager
+def _cluster(ray: Any, job: Job, *, cpus: int, folder: Path | None) -> Iterator[None]:
+    """Connects to the named cluster, or starts a private one without a dashboard."""
     address = os.environ.get("RAY_ADDRESS")
-    with tempfile.TemporaryDirectory(prefix="flatout-ray-") as folder:  # short: a socket's path has at most 107 bytes
-        options: dict[str, Any] = (
-            {"address": address} if address else {"num_cpus": job.world * cpus, "_temp_dir": folder}
-        )
-        if not address:
-            token = Path(folder) / "token"
-            with os.fdopen(os.open(token, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-                file.write(secrets.token_hex(32))
-            os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token)}
-            options["include_dashboard"] = False
-        try:
-            ray.init(log_to_driver=False, configure_logging=False, **options)
-        except (ConnectionError, RuntimeError, TimeoutError) as error:
-            where = f"no Ray cluster answers at {address}" if address else "Ray did not start on this machine"
-            raise EnvironmentLacks(
-                f"{where}: {str(error).splitlines()[0]}. `ray stop` ends a stale cluster, `ray status` shows one that "
-                "runs, and without RAY_ADDRESS a private one is started"
-            ) from None
-        try:
-            yield
-        finally:
-            ray.shutdown()
+    options: dict[str, Any] = {"address": address}
+    if folder is not None:
+        options = {"num_cpus": job.world * cpus, "_temp_dir": str(folder), "include_dashboard": False}
+    try:
+        ray.init(log_to_driver=False, configure_logging=False, **options)
+    except (ConnectionError, RuntimeError, TimeoutError) as error:
+        where = f"no Ray cluster answers at {address}" if address else "Ray did not start on this machine"
+        raise EnvironmentLacks(
+            f"{where}: {str(error).splitlines()[0]}. `ray stop` ends a stale cluster, `ray status` shows one that "
+            "runs, and without RAY_ADDRESS a private one is started"
+        ) from None
+    try:
+        yield
+    finally:
+        ray.shutdown()
 
 
 @contextmanager
