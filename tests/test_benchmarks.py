@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from benchmarks.doctor_gpu import PLANTED, Budget, findings_table, judged, parsed, table
@@ -135,3 +136,37 @@ def test_a_rivals_figure_is_found_among_what_it_prints(tmp_path: Path, capsys: p
     assert peer(script, "one", figure="samples_s", seconds=HANG_S) == {"samples_s": 3}
     assert peer(script, "other", figure="samples_s", seconds=HANG_S) is None
     assert "train_runtime" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("what", [["fsdp"], ["fsdp", "--shape", "8b"], ["saves"]], ids=" ".join)
+@pytest.mark.long
+def test_what_sharding_and_saving_cost_runs_on_a_cpu(what: list[str], tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "benchmarks.scale", *what, "--tiny", "--to", str(tmp_path / "rows.jsonl")]
+    done = subprocess.run(command, cwd=Path(__file__).parents[1], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "%" in done.stdout
+    assert not (tmp_path / "rows.jsonl").exists(), "figures of a CPU are not kept"
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"sharding": "full"},
+        pytest.param({"sharding": "full", "accumulation": 2}, marks=pytest.mark.long),
+        pytest.param({"sharding": "full", "rank": 32, "accumulation": 2}, marks=pytest.mark.long),
+        pytest.param({"sharding": "none", "rank": 32, "recompute": "none"}, marks=pytest.mark.long),
+    ],
+    ids=str,
+)
+def test_the_memory_of_one_of_eight_ranks_is_as_planned(changes: dict[str, Any]) -> None:
+    """A few layers of the model of examples/rl-guru-pcgrad.yaml, in a process of its own for its process group."""
+    code = (
+        "from dataclasses import replace; from benchmarks.dry_run import SEVEN, Dry, dry_run, planned\n"
+        f"case = Dry(shape=replace(SEVEN, layers=3), world=8, micro_batch=2, **{changes!r})\n"
+        "print(dry_run(case)[0], planned(case).predicted.peak_gib)"
+    )
+    root = Path(__file__).parents[1]
+    done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    held, predicted = map(float, done.stdout.split())
+    assert predicted == pytest.approx(held, rel=0.1)

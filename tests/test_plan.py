@@ -855,3 +855,43 @@ def test_passes_are_recorded_where_the_device_might_wait_and_memory_is_left() ->
     assert decide(job(**pinned)).decisions.graphs is False
     assert decide(job(**pinned)).decisions.recompute == "none"
     assert decide(job(**pinned, pins={"graphs": True})).decisions.recompute == "full"
+
+
+# Copies or shards
+
+SEVEN = ModelShape(
+    layers=28, hidden=3584, heads=28, kv_heads=4, head_dim=128, intermediate=18944, vocab=152064, positions=2048
+)
+SEVENTY = ModelShape(
+    layers=80, hidden=8192, heads=64, kv_heads=8, head_dim=128, intermediate=28672, vocab=128256, positions=2048
+)
+
+
+def test_weights_are_sharded_where_a_copy_does_not_fit() -> None:
+    """Full fine-tuning of 7B on eight A100s; all that the ranks hold together is one model and its optimizer."""
+    plan = decide(job(shape=SEVEN, hardware="A100-80GB", num_ranks=8, sequences=64))
+    assert plan.decisions.sharding == "full"
+    assert "a copy on each rank needs 121" in plan.reasons["sharding"]
+    memory, whole = plan.predicted.memory_gib, SEVEN.num_parameters / 2**30
+    assert memory["weights"] + memory["optimizer"] == pytest.approx(12 * whole / 8)
+    assert not plan.decisions.fp8
+    assert not plan.decisions.graphs
+    small = decide(job(num_ranks=8))
+    assert small.decisions.sharding == "none"
+    assert "a copy on each rank fits" in small.reasons["sharding"]
+    assert decide(job()).reasons["sharding"] == "one rank holds everything"
+
+
+def test_seventy_billion_weights_are_refused_with_what_would_fit() -> None:
+    told = refusal(job(shape=SEVENTY, hardware="A100-80GB", num_ranks=8, sequences=64))
+    assert "sharded over 64 such devices it would fit" in told
+    adapters = Adapters(rank=16, alpha=32)
+    plan = decide(job(shape=SEVENTY, hardware="A100-80GB", num_ranks=8, sequences=64, adapters=adapters))
+    assert plan.decisions.sharding == "full", "frozen weights are sharded too"
+    assert not plan.decisions.fused_qkv
+
+
+def test_what_sharding_cannot_do_is_refused_all_at_once() -> None:
+    pins = {"sharding": "full", "fp8": True, "graphs": True}
+    assert "does not work with plan.fp8, plan.graphs" in refusal(job(num_ranks=8, pins=pins))
+    assert "does not work with one rank" in refusal(job(pins={"sharding": "full"}))

@@ -29,12 +29,16 @@ def same(one: Path, two: Path, *, steps: int, loss: float = 1e-5, norm: float = 
         assert norm_b == pytest.approx(norm_a, rel=norm), f"step {step}"
 
 
-def test_pretraining(flatout: Call, config: Path, tmp_path: Path) -> None:
+STEPS = pytest.mark.parametrize("steps", [10, pytest.param(50, marks=pytest.mark.long)])
+
+
+@STEPS
+def test_pretraining(steps: int, flatout: Call, config: Path, tmp_path: Path) -> None:
     """Two micro-batches a step, so that gradients are reduced only after the second."""
-    settings = (config, "train.steps=50", "plan.micro_batch=2", "eval.every=25")
+    settings = (config, f"train.steps={steps}", "plan.micro_batch=2", "eval.every=5")
     assert flatout("train", *settings, "--run", tmp_path / "one").returncode == 0
     two_ranks("train", *settings, SHARDED, "--run", tmp_path / "two", cwd=tmp_path)
-    same(tmp_path / "one", tmp_path / "two", steps=50)
+    same(tmp_path / "one", tmp_path / "two", steps=steps)
     ones, twos = events(tmp_path / "one", "eval"), events(tmp_path / "two", "eval")
     assert [e["val_loss"] for e in ones] == pytest.approx([e["val_loss"] for e in twos], abs=1e-5)
     newest = max((tmp_path / "two/checkpoints").glob("step-*"))
@@ -46,13 +50,14 @@ def test_pretraining(flatout: Call, config: Path, tmp_path: Path) -> None:
     assert plan["decisions"]["sharding"] == "full"
 
 
-@pytest.mark.parametrize("lora", [True, False])
-def test_fine_tuning(lora: bool, flatout: Call, sft: Path, tmp_path: Path) -> None:
+@STEPS
+@pytest.mark.parametrize("lora", [True, False], ids=["lora", "all"])
+def test_fine_tuning(lora: bool, steps: int, flatout: Call, sft: Path, tmp_path: Path) -> None:
     whole = ["lora.rank=null", "lora.alpha=null"]
-    settings = [sft, "train.steps=50", "plan.micro_batch=1", "train.lr=2e-3", *([] if lora else whole)]
+    settings = [sft, f"train.steps={steps}", "plan.micro_batch=1", "train.lr=2e-3", *([] if lora else whole)]
     assert flatout("train", *settings, "--run", tmp_path / "one").returncode == 0
     two_ranks("train", *settings, SHARDED, "--run", tmp_path / "two", cwd=tmp_path)
-    same(tmp_path / "one", tmp_path / "two", steps=50)
+    same(tmp_path / "one", tmp_path / "two", steps=steps)
 
 
 PCGRAD = {"rl": {"prompts": 8, "updates": 1}, "mtl": {"method": "pcgrad"}}
@@ -95,7 +100,7 @@ def one_rank(folder: str, changes: str) -> None:
     run(test_rl.settings(**json.loads(changes), plan={"micro_batch": 1, "sharding": "full"}), folder=Path(folder))
 
 
-@pytest.mark.parametrize("steps", [4, pytest.param(50, marks=pytest.mark.long)])
+@STEPS
 def test_the_router(steps: int, flatout: Call, tmp_path: Path) -> None:
     """All phases: each document under its own adapter, the choice alone, both."""
     train = {"steps": steps, "lr": 1e-3}

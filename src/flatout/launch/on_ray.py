@@ -18,9 +18,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from flatout.errors import EnvironmentLacks, RunFailed
+from flatout.errors import PREEMPTED_EXIT, EnvironmentLacks, RunFailed
 from flatout.launch.job import FINAL, Job, exit_code_of
-from flatout.launch.local import GRACE_S, TAIL
+from flatout.launch.local import FOLLOWED, GRACE_S, TAIL
 from flatout.tasks.workers import GRADERS, RAY
 
 # Longer than Ray needs to place an actor where there is room for it.
@@ -35,12 +35,12 @@ def run(job: Job, *, cpus: int) -> int:
             import ray
         except ImportError:
             raise EnvironmentLacks("--on ray needs Ray: pip install 'flatout[ray]', or use --on torchrun") from None
-        code = 0
+        code, actors = 0, list[Any]()
         with _cluster(ray, job, cpus=cpus, folder=folder), _stop_requests() as stops:
             for restart in range(job.restarts + 1):
                 if restart:
                     sys.stderr.write(f"restart {restart} of {job.restarts}, from the last checkpoint\n")
-                code = _attempt(ray, job, cpus=cpus, restart=restart, stops=stops)
+                code = _attempt(ray, job, actors, cpus=cpus, restart=restart, stops=stops)
                 if code in FINAL or stops:
                     break
     return code
@@ -114,6 +114,7 @@ class Actor:
             return host, free.getsockname()[1]
 
     def start(self, command: list[str], environment: dict[str, str], folder: str) -> int:
+        self.said.truncate(0)
         self.process = subprocess.Popen(
             command,
             env={**os.environ, **environment},
@@ -142,11 +143,15 @@ class Actor:
             self.process.kill()
 
 
-def _attempt(ray: Any, job: Job, *, cpus: int, restart: int, stops: list[int]) -> int:
+def _attempt(ray: Any, job: Job, actors: list[Any], *, cpus: int, restart: int, stops: list[int]) -> int:
+    """Runs the ranks once. `actors` that live are used again, which is faster than new ones."""
     lost = ray.exceptions.RayActorError
     kind = ray.remote(Actor)
     gpus = {"num_gpus": 1} if ray.cluster_resources().get("GPU") else {}
-    actors = [kind.options(num_cpus=cpus, max_restarts=0, **gpus).remote() for _ in range(job.world)]
+    alive = [actor for actor in actors if _lives(ray, actor)]
+    actors[:] = alive + [
+        kind.options(num_cpus=cpus, max_restarts=0, **gpus).remote() for _ in range(job.world - len(alive))
+    ]
     try:
         try:
             host, port = ray.get(actors[0].address.remote(), timeout=PLACED_S)
@@ -164,7 +169,7 @@ def _attempt(ray: Any, job: Job, *, cpus: int, restart: int, stops: list[int]) -
         for rank, actor in enumerate(actors):
             own = {"RANK": str(rank), "LOCAL_RANK": "0"}
             ray.get(actor.start.remote(job.command, shared | own, str(Path.cwd())))
-        first, told, until = None, False, float("inf")
+        told, until = False, float("inf")
         while any(code is None for code in codes):
             time.sleep(POLL_S)
             for rank, actor in enumerate(actors):
@@ -173,8 +178,8 @@ def _attempt(ray: Any, job: Job, *, cpus: int, restart: int, stops: list[int]) -
                         codes[rank] = ray.get(actor.code.remote())
                     except lost:
                         codes[rank], gone[rank] = -signal.SIGKILL, True
-                    if codes[rank] not in (None, 0) and first is None:
-                        first, until = rank, time.monotonic() + GRACE_S
+                    if codes[rank] not in (None, 0):
+                        until = min(until, time.monotonic() + GRACE_S)
             if stops and not told:
                 told = True
                 for actor in actors:
@@ -185,17 +190,36 @@ def _attempt(ray: Any, job: Job, *, cpus: int, restart: int, stops: list[int]) -
         code = exit_code_of([RunFailed.exit_code if one is None else one for one in codes])
         if any(gone) and not stops:
             code = RunFailed.exit_code  # the ranks stopped only because an actor was gone
-        _show(ray, actors, first if code not in FINAL else 0, lost=lost)
+        sys.stderr.write(_explained(ray, actors, codes) if code not in FINAL else _said(ray, actors[0]))
         return code
-    finally:
+    except BaseException:
         for actor in actors:
             ray.kill(actor)
+        raise
 
 
-def _show(ray: Any, actors: list[Any], rank: int | None, *, lost: type[Exception]) -> None:
-    """What a rank printed last; a rank whose actor is gone left nothing."""
-    number = rank or 0
+def _lives(ray: Any, actor: Any) -> bool:
     try:
-        sys.stderr.write(ray.get(actors[number].tail.remote()))
-    except lost:
-        sys.stderr.write(f"rank {number} was killed first, with its actor\n")
+        ray.get(actor.address.remote(), timeout=PLACED_S)
+    except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError):
+        return False
+    return True
+
+
+def _said(ray: Any, actor: Any) -> str:
+    """What a rank printed last; a rank whose actor is gone left nothing."""
+    try:
+        text: str = ray.get(actor.tail.remote())
+    except ray.exceptions.RayActorError:
+        return ""
+    return text
+
+
+def _explained(ray: Any, actors: list[Any], codes: list[int | None]) -> str:
+    """Which rank failed first and how, its last lines at the end; as `local.explained` for processes."""
+    failed = [(rank, code, _said(ray, actors[rank])) for rank, code in enumerate(codes) if code]
+    # One that ended because another did says so; one that was told to stop has saved.
+    by_itself = [each for each in failed if FOLLOWED not in each[2] and each[1] != PREEMPTED_EXIT]
+    rank, code, said = (by_itself or failed)[0]
+    how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"failed with exit code {code}"
+    return f"{said}rank {rank} {how} first\n" if code < 0 else f"rank {rank} {how} first\n{said}"

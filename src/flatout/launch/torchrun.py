@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
+from dataclasses import dataclass
 from types import FrameType
+
+import psutil
 
 from flatout.errors import PREEMPTED_EXIT, RunFailed, UsageError
 from flatout.launch.job import Job
@@ -21,8 +25,35 @@ def command(job: Job, *, rendezvous: str | None = None) -> list[str]:
     meet = ["--standalone"]
     if rendezvous is not None:
         meet = ["--rdzv-backend", "c10d", "--rdzv-endpoint", rendezvous, "--rdzv-id", job.name]
+        if (here := _reached(rendezvous)) is not None:
+            meet += ["--rdzv-conf", f"is_host={str(here.is_meeting_point).lower()}", "--local-addr", here.address]
     sizes = ["--nnodes", str(job.nodes), "--nproc-per-node", str(job.ranks), "--max-restarts", str(job.restarts)]
     return [sys.executable, "-m", "torch.distributed.run", *sizes, *meet, *job.arguments]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Here:
+    """This machine as the others reach it. torchrun and gloo look only at what its host name stands for."""
+
+    address: str
+    interface: str
+    is_meeting_point: bool
+
+
+def _reached(rendezvous: str) -> Here | None:
+    """None if the rendezvous is not known from here; torchrun then decides, and says so if it cannot."""
+    try:
+        meeting = socket.gethostbyname(rendezvous.rpartition(":")[0])
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as route:
+            route.connect((meeting, 9))  # sends nothing
+            address = route.getsockname()[0]
+    except OSError:
+        return None
+    known = {entry.address: name for name, entries in psutil.net_if_addrs().items() for entry in entries}
+    if address not in known:
+        return None
+    # A machine reaches its own addresses by the loopback device, but from the address itself.
+    return Here(address=address, interface=known[address], is_meeting_point=meeting in known)
 
 
 def run(job: Job, *, rendezvous: str | None = None) -> int:
@@ -30,6 +61,8 @@ def run(job: Job, *, rendezvous: str | None = None) -> int:
     stopped: list[int] = []
     environment = {**os.environ, **job.environment(restart=0)}
     del environment["WORLD_SIZE"]
+    if rendezvous is not None and job.nodes > 1 and (here := _reached(rendezvous)) is not None:
+        environment.setdefault("GLOO_SOCKET_IFNAME", here.interface)
     process = subprocess.Popen(command(job, rendezvous=rendezvous), env=environment, start_new_session=True)
 
     def stop(number: int, _frame: FrameType | None) -> None:
