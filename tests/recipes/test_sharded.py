@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.recipes import test_rl, test_router
+from tests.recipes import test_rl
 from tests.recipes.recipes_processes import events, trajectory
 from tests.warm import two_ranks
 
@@ -98,18 +98,6 @@ def one_rank(folder: str, changes: str) -> None:
     torch.set_num_threads(1)
     test_rl.letters.__wrapped__(pytest.MonkeyPatch())
     run(test_rl.settings(**json.loads(changes), plan={"micro_batch": 1, "sharding": "full"}), folder=Path(folder))
-
-
-@STEPS
-def test_the_router(steps: int, flatout: Call, tmp_path: Path) -> None:
-    """All phases: each document under its own adapter, the choice alone, both."""
-    train = {"steps": steps, "lr": 1e-3}
-    router = {"router_steps": steps, "joint_steps": steps, "questions": 2}
-    job = test_router.written(tmp_path, test_router.changed(train=train, router=router, plan={"micro_batch": 2}))
-    assert flatout("train", job, "--run", tmp_path / "one").returncode == 0
-    two_ranks("train", job, SHARDED, "--run", tmp_path / "two", cwd=tmp_path)
-    for phase in ("phase-1", "phase-2", "."):
-        same(tmp_path / "one" / phase, tmp_path / "two" / phase, steps=steps, norm=1e-2)
 
 
 def test_saved_on_two_resumed_on_one_and_back(flatout: Call, config: Path, tmp_path: Path) -> None:

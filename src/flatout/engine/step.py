@@ -27,7 +27,7 @@ from flatout.engine.prepare import EightBits, attend_for
 from flatout.engine.ranks import Ranks
 from flatout.engine.replay import Replay
 from flatout.engine.resolve import Active
-from flatout.engine.sharding import as_gradient, gather_root, gathered, reduce_gradients
+from flatout.engine.sharding import as_gradient, gathered, reduce_gradients
 from flatout.errors import RunFailed
 from flatout.model import Model
 from flatout.optim import FusedAdamW, Schedule, is_sharded, local
@@ -345,8 +345,6 @@ class Engine:
     def _pass(self, batch: Batch, compute: Callable[[Head], T], *, model: Model | None = None) -> T:
         attend, model = attend_for(batch, active=self.active), self.model if model is None else model
         critic: Any = getattr(model, "critic", None)
-        if self.route is not None and self.sharded:
-            gather_root(model)
         routed = None if self.route is None else self.route(model, batch, attend)
         mix = () if routed is None else (routed.mix_NE,)
 
