@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -331,11 +332,16 @@ def test_ray_actors_grade(tmp_path: Path, started: list[subprocess.Popen[str]]) 
     started.append(process)
 
     def over() -> bool:
+        time.sleep(0.5)  # looking at all processes takes long
         for worker in psutil.process_iter():
             with suppress(psutil.Error):
                 parent = worker.parent()
-                if "flatout.tasks.worker" in worker.cmdline() and parent is not None:
-                    seen.add(parent.cmdline()[0].partition(".")[0])
+                if "flatout.tasks.worker" not in worker.cmdline() or parent is None:
+                    continue
+                if (line := parent.cmdline()) and line[0].startswith("ray::"):
+                    seen.add(line[0].partition(".")[0])
+                elif _is_rank(parent, run):
+                    seen.add("rank")
         return process.poll() is not None
 
     wait_until(over)
