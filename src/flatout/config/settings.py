@@ -166,6 +166,9 @@ class TrainSettings:
     beta2: float = setting(0.95, "decay rate of AdamW's second moment", ge=0, lt=1)
     eps: float = setting(1e-8, "AdamW's epsilon", gt=0)
     clip: float | None = setting(1.0, "largest gradient norm; null for no clipping", gt=0)
+    objective: str | None = setting(
+        None, "MODULE:FUNCTION of your own that gives the loss (default: cross-entropy of the next token)"
+    )
     deterministic: bool = setting(False, "bit-identical results from run to run, at some cost in speed")
 
 
