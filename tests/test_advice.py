@@ -28,7 +28,9 @@ NEEDS = {
 }
 LIKE = {"DIR": "folder", "FILE": "file", "N": "2"}
 # Keys in front of a message about their value, which is no advice to write that word.
-PROSE = re.compile(r"(the|a|an|not|no|it|its|is|this|with|of|for|at|as|in|one|needs|only|must|leave|item|there|adapter)\b")
+PROSE = re.compile(
+    r"(the|a|an|not|no|it|its|is|this|with|of|for|at|as|in|one|needs|only|must|leave|item|there|adapter)\b"
+)
 
 
 def texts(tree: ast.AST) -> Iterator[str]:

@@ -198,7 +198,10 @@ def test_overrides_and_environment_read_alike(write: Any, override: str, key: st
         ("seed: '1'", "seed: '1' must be a whole number (random seed for weights, data order and sampling)"),
         ("seed: null", "seed: null must be a whole number (random seed for weights, data order and sampling)"),
         ("seed: {a: 1}", "seed: a mapping must be a whole number (random seed for weights, data order and sampling)"),
-        ("recipe: pretrian", "recipe: pretrian must be one of pretrain, sft, dpo, rft, rl, router; did you mean pretrain?"),
+        (
+            "recipe: pretrian",
+            "recipe: pretrian must be one of pretrain, sft, dpo, rft, rl, router; did you mean pretrain?",
+        ),
         (
             "criteria: {mfu: 1.5}",
             "criteria.mfu: 1.5 must be at most 1 (at least this MFU, common convention (6N + 12LHT))",
