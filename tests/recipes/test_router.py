@@ -342,6 +342,23 @@ def test_phase_2_alone_in_every_mode(whole: Path, tmp_path: Path, options: dict[
     assert all(np.isfinite(record.extra.grad_norm) and record.extra.grad_norm > 0 for record in records)
 
 
+def test_a_bpe_of_the_sources(tmp_path: Path) -> None:
+    values = changed(data={"tokenizer": "bpe:300"})
+    done = flatout("train", written(tmp_path, values), "--run", tmp_path / "run", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    saved = [load_tokenizer(str(tmp_path / "run" / part), documents=None, cache=Path()) for part in ("bpe", "base")]
+    assert saved[0].fingerprint == saved[1].fingerprint
+    assert saved[0].vocab_size == 300
+    [ids] = saved[0].encode_batch(["Question: Who has the tea?"])
+    assert len(ids) < 20
+    # A phase alone takes the tokenizer of the run that it continues.
+    router = {"phase": "2", "start": str(tmp_path / "run" / "phase-1"), "teach_steps": None}
+    alone = changed(data={"tokenizer": "bpe:300"}, router=router)
+    done = flatout("train", written(tmp_path, alone), "--run", tmp_path / "alone", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert trajectory(tmp_path / "alone") == trajectory(tmp_path / "run" / "phase-2")
+
+
 # -- mistakes ------------------------------------------------------------------------------------------------
 
 SOURCES = VALUES["data"]["sources"]
