@@ -7,6 +7,7 @@ is scored on held-out questions: by the base, by its own adapter, by the adapter
 from __future__ import annotations
 
 import json
+import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -260,16 +261,17 @@ class Phases:
         return replace(
             _on_base(settings, replace(base, trust=settings.model.trust)),
             train=train,
-            router=replace(router, phase=phase, start=start, teach_steps=None, teach_lr=None),  # type: ignore[arg-type]
+            router=replace(router, phase=phase, start=start, teach_steps=None, teach_lr=None, teach_answers="own"),  # type: ignore[arg-type]
         )
 
     def _teach(self, steps: int, to: Path) -> None:
         """Fine-tunes all weights on the solutions of all sources, and writes them as the base."""
         settings, folder = self.settings, self.session.run.stage_dir("taught")
         path = self.session.run.samples_dir / "solutions.jsonl"
-        solutions = [
-            pair for source in sources_of(settings) for pair in source.solutions(source.train, most=source.size)
-        ]
+        each = [source.solutions(source.train, most=source.size) for source in sources_of(settings)]
+        if settings.router.teach_answers == "shuffled":
+            each = [_shuffled(pairs, seed=settings.seed) for pairs in each]
+        solutions = [pair for pairs in each for pair in pairs]
         spec = self._tokenizer(solutions)
         tokenizer = load_tokenizer(spec, documents=None, cache=Path())
         rows = [row_of(tokenizer, prompt, answer) for prompt, answer in solutions]
@@ -393,6 +395,13 @@ class Measured:
             limit=router.questions,
         )
         return score
+
+
+def _shuffled(pairs: Sequence[tuple[Messages, str]], *, seed: int) -> list[tuple[Messages, str]]:
+    """Each question with the answer of a random question of its source."""
+    answers = [answer for _, answer in pairs]
+    random.Random(seed).shuffle(answers)
+    return [(prompt, answer) for (prompt, _), answer in zip(pairs, answers, strict=True)]
 
 
 def _quiet(settings: Settings) -> Settings:
