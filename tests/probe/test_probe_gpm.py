@@ -1,5 +1,6 @@
 """Activity counters: two samples in turn, fractions between them, nothing where there are none."""
 
+import threading
 from types import SimpleNamespace
 from typing import Any
 
@@ -35,6 +36,7 @@ def counters(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
     for name, value in {
         "nvmlGpmQueryDeviceSupport": lambda handle: SimpleNamespace(isSupportedDevice=handle == SUPPORTED),
+        "nvmlDeviceGetUUID": str,
         "nvmlGpmSampleAlloc": alloc,
         "nvmlGpmSampleGet": take,
         "nvmlGpmMetricsGet": metrics,
@@ -51,6 +53,34 @@ def test_the_first_look_says_nothing_and_the_next_fractions(counters: dict[str, 
     activity.close()
     assert len(counters["freed"]) == 2
     assert activity.read() == {}
+
+
+def test_readers_of_one_device_take_turns_and_the_last_one_frees_its_samples(
+    counters: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+):
+    inside, together = threading.Lock(), list[bool]()
+
+    def take(_: str, sample: Any) -> None:
+        free = inside.acquire(blocking=False)
+        together.append(not free)
+        threading.Event().wait(0.001)  # lets another thread run
+        if free:
+            inside.release()
+
+    monkeypatch.setattr(pynvml, "nvmlGpmSampleGet", take)
+    both = Activity(SUPPORTED), Activity(SUPPORTED)
+    threads = [threading.Thread(target=lambda one=one: [one.read() for _ in range(20)]) for one in both]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(together) == 40
+    assert not any(together)
+    both[0].close()
+    assert counters["freed"] == []
+    assert both[1].read() != {}
+    both[1].close()
+    assert len(counters["freed"]) == 2
 
 
 def test_a_device_without_counters_gives_nothing(counters: dict[str, Any]):
@@ -75,7 +105,7 @@ def test_a_real_device_gives_fractions_where_it_counts():
     activity = Activity(pynvml.nvmlDeviceGetHandleByIndex(0))
     try:
         activity.read()
-        if not activity._samples:
+        if activity._name is None:
             pytest.skip("this GPU has no activity counters")
         matrix = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
         for _ in range(700):  # about a second: the counters are read off ten times in one
@@ -86,4 +116,23 @@ def test_a_real_device_gives_fractions_where_it_counts():
         assert 0 < busy["sm_active"] <= 1
     finally:
         activity.close()
+        pynvml.nvmlShutdown()
+
+
+@pytest.mark.gpu
+def test_two_monitors_of_one_process_read_a_real_device():
+    pynvml.nvmlInit()
+    both = [Activity(pynvml.nvmlDeviceGetHandleByIndex(0)) for _ in range(2)]
+    try:
+        if both[0]._name is None:
+            pytest.skip("this GPU has no activity counters")
+        threads = [threading.Thread(target=lambda one=one: [one.read() for _ in range(300)]) for one in both]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert both[0].read().keys() == both[1].read().keys() != set()
+    finally:
+        for one in both:
+            one.close()
         pynvml.nvmlShutdown()

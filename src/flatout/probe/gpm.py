@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import logging
 import math
-from typing import Any
+import threading
+from typing import Any, ClassVar
 
 import pynvml
 
@@ -22,22 +23,51 @@ _METRICS = {
 
 
 class Activity:
+    """The activity of one device since the last reading.
+
+    All readers of a device in this process share two samples and take turns: NVML crashes where two threads sample
+    the same device at once.
+    """
+
+    _lock = threading.Lock()
+    _open: ClassVar[dict[str, _Counters]] = {}
+
+    def __init__(self, handle: Any) -> None:
+        self._name: str | None = None
+        with self._lock:
+            try:
+                if pynvml.nvmlGpmQueryDeviceSupport(handle).isSupportedDevice:
+                    name = str(pynvml.nvmlDeviceGetUUID(handle))
+                    self._open.setdefault(name, _Counters(handle)).readers += 1
+                    self._name = name
+            except pynvml.NVMLError as error:
+                log.debug("no activity counters: %s", error)
+
+    def read(self) -> dict[str, float]:
+        """Fractions since the last reading; nothing at the first one, or where the device has no such counters."""
+        with self._lock:
+            return {} if self._name is None else self._open[self._name].read()
+
+    def close(self) -> None:
+        name, self._name = self._name, None
+        if name is None:
+            return
+        with self._lock:
+            self._open[name].readers -= 1
+            if not self._open[name].readers:
+                self._open.pop(name).close()
+
+
+class _Counters:
     """Alternates between two samples of one device and reads the difference."""
 
     def __init__(self, handle: Any) -> None:
-        self._handle = handle
-        self._samples: list[Any] = []
-        self._taken = 0
-        try:
-            if pynvml.nvmlGpmQueryDeviceSupport(handle).isSupportedDevice:
-                self._samples = [pynvml.nvmlGpmSampleAlloc() for _ in range(2)]
-        except pynvml.NVMLError as error:
-            log.debug("no activity counters: %s", error)
+        self.readers = 0
+        self._handle, self._samples, self._taken = handle, list[Any](), 0
 
     def read(self) -> dict[str, float]:
-        """Fractions since the last call; nothing at the first one, or where the device has no such counters."""
         if not self._samples:
-            return {}
+            self._samples = [pynvml.nvmlGpmSampleAlloc() for _ in range(2)]
         now, before = self._samples[self._taken % 2], self._samples[(self._taken + 1) % 2]
         pynvml.nvmlGpmSampleGet(self._handle, now)
         self._taken += 1
