@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import math
 import os
+import shutil
 import statistics
 import subprocess
 import sys
@@ -45,6 +46,7 @@ def trained(seed: int, *, scratch: Path) -> Seed:
     folder, log, used_s = (scratch / f"{seed}{ending}" for ending in ("", ".log", ".seconds"))
     command = [sys.executable, "-m", "flatout", "train", str(gallery.find("router-embedded").path)]
     if not used_s.exists():
+        shutil.rmtree(folder, ignore_errors=True)  # what is left of a run that did not finish
         with log.open("w") as output:
             process = subprocess.Popen(
                 [*command, f"seed={seed}", "--run", str(folder)], stdout=output, stderr=subprocess.STDOUT
