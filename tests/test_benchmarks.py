@@ -135,3 +135,20 @@ def test_a_rivals_figure_is_found_among_what_it_prints(tmp_path: Path, capsys: p
     assert peer(script, "one", figure="samples_s", seconds=HANG_S) == {"samples_s": 3}
     assert peer(script, "other", figure="samples_s", seconds=HANG_S) is None
     assert "train_runtime" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_acceleration_is_measured_on_a_tiny_shape(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    root, to = Path(__file__).parents[1], tmp_path / "found.jsonl"
+    options = ["--shape", "tiny", "--steps", "2", "--warm", "1", "--batch", "2", "--length", "16", "--repeats", "1"]
+    command = [sys.executable, "-m", "benchmarks.accelerate", *options, "--weights", "fp32", "--to", str(to)]
+    environment = {**os.environ, "TRITON_INTERPRET": "0", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=True, env=environment)
+    found = {(row.variant, row.metric): row.value for row in read(to)}
+    assert {variant for variant, _ in found} >= {"transformers", "flatout"}
+    assert all(value > 0 for (_, metric), value in found.items() if metric == "tokens_per_s")
+    lines = [line for line in done.stdout.splitlines() if "'loss'" in line]
+    losses = [float(line.split("'loss': ")[1].split("}")[0]) for line in lines]
+    assert max(losses) - min(losses) < 1e-2, "the variants compute the same"
+    assert "head and loss" in done.stdout

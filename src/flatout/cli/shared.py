@@ -28,6 +28,7 @@ Adapter = Annotated[
     str | None,
     typer.Option(help="one adapter of a router run, or base (default: the router chooses for each prompt)"),
 ]
+Verbose = Annotated[bool, typer.Option("--verbose", help="show every decision of the plan")]
 Trust = Annotated[
     str | None,
     typer.Option(

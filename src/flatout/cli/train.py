@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import json
 import shlex
 from collections.abc import Callable
@@ -16,6 +17,7 @@ from flatout.cli.shared import (
     Overrides,
     RunFolder,
     Trust,
+    Verbose,
     err,
     escaped,
     load_settings,
@@ -38,6 +40,7 @@ def train(
     resume: Annotated[bool, typer.Option("--resume", help="continue from the newest checkpoint in --run")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="plan and check the run, then stop")] = False,
     strict: Annotated[bool, typer.Option("--strict", help="exit with 4 if the run misses one of its criteria")] = False,
+    verbose: Verbose = False,
     trust: Trust = None,
 ) -> None:
     """Train from one configuration file into a measured, resumable run."""
@@ -50,9 +53,9 @@ def train(
         from flatout.record import redacted
         from flatout.terminal import plan_tables
 
-        out.print(*plan_tables(redacted(checked_plan(settings).to_json())), sep="\n\n")
+        out.print(*plan_tables(redacted(checked_plan(settings).to_json()), verbose=verbose), sep="\n\n")
         return
-    outcome = _carry_out(recipes.run, settings, folder=folder, resume=resume)
+    outcome = _carry_out(recipes.run, settings, folder=folder, resume=resume, verbose=verbose)
     exit_if_stopped(outcome, folder, trust=trust)
     if strict:
         _require_criteria(settings, outcome)
@@ -99,14 +102,24 @@ def _run_folder(settings: Settings, run: Path | None, *, config: Path, resume: b
         raise UsageError("--run is empty or the current folder: a run needs its own folder")
     if resume and run is None:
         raise UsageError("--resume needs --run FOLDER: the folder of the run to continue")
-    return run or new_folder(config.stem)
+    return run or _folder_of_job(config.stem) or new_folder(config.stem)
 
 
-def _carry_out(recipe: Callable[..., Outcome], settings: Settings, *, folder: Path, resume: bool) -> Outcome:
+def _folder_of_job(stem: str) -> Path | None:
+    """The folder that an earlier attempt of this job created, if a launcher restarted it without --run."""
+    from flatout.probe import launched
+
+    found = (folder for folder in sorted(Path("runs").glob(f"{glob.escape(stem)}-*"), reverse=True))
+    return next((folder for folder in found if launched.continues(folder)), None) if launched.restarts() else None
+
+
+def _carry_out(
+    recipe: Callable[..., Outcome], settings: Settings, *, folder: Path, resume: bool, verbose: bool = False
+) -> Outcome:
     from flatout.engine.ranks import from_environment
     from flatout.terminal import View
 
-    sinks = [View(out, every=settings.log.every)] if from_environment().first else []
+    sinks = [View(out, every=settings.log.every, verbose=verbose)] if from_environment().first else []
     try:
         return recipe(settings, folder=folder, resume=resume, sinks=sinks)
     except KeyboardInterrupt:

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 
+from flatout import custom
 from flatout.config import slices
 from flatout.config.recipes import OF_SOME, RECIPES, recipes_that
 from flatout.config.settings import DataSettings, EvalSettings, LoraSettings, ModelSettings, Settings
@@ -39,6 +40,18 @@ def breaches(settings: Settings) -> Iterator[Breach]:
     yield from _sampled(settings)
     yield from _rolled_out(settings)
     yield from _routed(settings)
+    yield from _objective(settings)
+
+
+def _objective(settings: Settings) -> Iterator[Breach]:
+    name, recipe = settings.train.objective, settings.recipe
+    if name is None:
+        return
+    if problem := custom.malformed(name):
+        yield Breach(keys=("train.objective",), text=problem)
+    if recipe not in ("pretrain", "sft"):
+        text = f"{name} works only with recipe pretrain or sft; recipe {recipe} has its own loss"
+        yield Breach(keys=("train.objective", "recipe"), text=text)
 
 
 def _length(settings: Settings) -> Iterator[Breach]:

@@ -24,8 +24,8 @@ from flatout.engine.resolve import Active
 from flatout.engine.step import StepFacts
 from flatout.files import inside
 from flatout.plan import Plan, compile_break_even
-from flatout.probe import Monitor, describe
-from flatout.record import WARM_STEPS, Outcome, Recorder, Run, Sink, StepExtra, StepRecord
+from flatout.probe import Monitor, describe, launched
+from flatout.record import WARM_STEPS, Outcome, Recorder, Run, Sink, StepExtra, StepRecord, redacted
 from flatout.record.events import Compiled, Notice, UpdateSkipped
 from flatout.verdict import LossTrend, Speedometer, reward_ends
 
@@ -42,9 +42,11 @@ class Session:
 
 
 def begun(folder: Path, ranks: Ranks, *, resume: bool) -> bool:
-    """Whether there is a run to resume. A run that was killed while its folder was being created starts again."""
-    half_made = resume and ranks.first and Run.is_half_made(folder)
-    return resume and not ranks.any(half_made)
+    """Whether there is a run to resume: as asked, or because a launcher restarted this job.
+
+    A run that was killed while its folder was being created starts again.
+    """
+    return ranks.any(ranks.first and (resume or launched.continues(folder)) and not Run.is_half_made(folder))
 
 
 @contextmanager
@@ -62,11 +64,12 @@ def open_session(
     with ExitStack() as stack:
         with ranks.first_leads():
             if ranks.first:
-                restarted = not resume and Run.is_half_made(folder)
+                restarted, changed = not resume and Run.is_half_made(folder), {}
                 trackers.check(tensorboard=settings.log.tensorboard, wandb=settings.log.wandb != "off")
                 if resume:
                     run = Run.open(folder)
                     stack.enter_context(run.lock())
+                    changed = changed_settings(run.config, redacted(config))
                     run.reconfigure(config_text=config_text, config=config)
                 else:
                     run = stack.enter_context(
@@ -80,6 +83,9 @@ def open_session(
                         )
                     )
                 recorder = stack.enter_context(run.recorder(sinks=[*sinks, *_trackers(settings, run, plan, config)]))
+                if changed:
+                    words = "; ".join(f"{key} {before} -> {now}" for key, (before, now) in changed.items())
+                    recorder.event(Notice(text=f"this attempt has other settings than the one before: {words}"))
                 if restarted:
                     text = f"{folder} was not complete when the run was stopped: the run starts from the beginning"
                     recorder.event(Notice(text=text))
@@ -94,6 +100,22 @@ def open_session(
             gc.disable()
             stack.callback(gc.enable)
         yield Session(run=run, recorder=recorder, monitor=monitor, stop=stop)
+
+
+def changed_settings(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """The settings that differ between two attempts, with both values, by their dotted names."""
+    found: dict[str, tuple[Any, Any]] = {}
+    for key in dict.fromkeys([*before, *now]):
+        old, new = before.get(key), now.get(key)
+        if isinstance(old, Mapping) and isinstance(new, Mapping):
+            found |= {f"{key}.{name}": values for name, values in changed_settings(old, new).items()}
+        elif key in now and key != "run" and _as_json(old) != _as_json(new):  # a key of later versions says nothing
+            found[key] = (old, new)
+    return found
+
+
+def _as_json(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value
 
 
 def _trackers(settings: Settings, run: Run, plan: Plan, config: Mapping[str, Any]) -> Iterator[Sink]:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from flatout import files, hub
+from flatout.config import to_mapping
 from flatout.config.settings import PlanSettings, Settings
 from flatout.cost import checkpoint_bytes
 from flatout.data.prepare import cache_folder
@@ -23,20 +24,23 @@ from flatout.engine.objective import CrossEntropy
 from flatout.engine.prepare import prepare
 from flatout.engine.ranks import Ranks, from_environment, joined
 from flatout.engine.resolve import Active, check_build, resolve
+from flatout.engine.sharding import shard
 from flatout.engine.step import Engine
+from flatout.engine.watchdog import Watchdog
 from flatout.errors import FlatoutError, UsageError
 from flatout.hardware import Hardware, detect, with_cpu_facts
 from flatout.model import Critic, Decoder, Model, load_adapted, load_model, peft
 from flatout.optim import adamw, schedule
 from flatout.plan import Decisions, Job, Plan, decide, job_of
+from flatout.plan.decisions import PINNED
 from flatout.probe import Phases
 from flatout.recipes.material import Batches, Facts, Material, OpenMaterial
 from flatout.recipes.profiling import Profile
 from flatout.recipes.questions import Questions, check_tasks
 from flatout.recipes.saving import Saving
-from flatout.recipes.session import Ledger, Session, begun, open_session
+from flatout.recipes.session import Ledger, Session, begun, changed_settings, open_session
 from flatout.recipes.validation import Validation
-from flatout.record import Run, Sink, events
+from flatout.record import Run, Sink, events, redacted
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,6 +83,8 @@ def set_up(
         ranks = stack.enter_context(joined(from_environment(), num_gpus=hardware.num_gpus))
         folder = Path(ranks.agree(str(folder)))
         resume = begun(folder, ranks, resume=resume)
+        if resume:
+            require_same_batches(settings, Run.open(folder))
 
         # The data, and how long to train on it.
         material = stack.enter_context(open_material(settings))
@@ -105,6 +111,9 @@ def set_up(
         elif not resume:
             session.run.replan(plan.to_json())
 
+        hang_s = settings.train.hang_s
+        watchdog = stack.enter_context(Watchdog(session.run, session.recorder, ranks, hang_s=hang_s))
+
         # The engine, with the fastest micro-batch.
         for process in compiling:
             process.join()
@@ -115,7 +124,9 @@ def set_up(
         )
         plan = with_found_micro_batch(plan, engine, material, session, ranks, cache=cache_folder(settings.data))
         ledger = Ledger(session, plan=plan, active=active)
-        left_out = announce(session, plan, active, hardware=hardware, ranks=ranks, facts=facts, total_steps=total_steps)
+        left_out = announce(
+            session, plan, active, hardware=hardware, ranks=ranks, material=material, total_steps=total_steps
+        )
 
         # The state to start from.
         saving = Saving(
@@ -133,6 +144,7 @@ def set_up(
         batches = stack.enter_context(source)
         held_out = material.held_out(ranks, batches.micro_batch)
         questions = Questions.of(settings, engine, session, ranks, facts.tokenizer)
+        watchdog.phases = engine.phases
         profile = stack.enter_context(Profile(settings.profile.steps if ranks.first else None, session=session))
         yield Training(
             settings=settings,
@@ -202,7 +214,29 @@ def plan_for(
         longest=None if material is None else material.longest,
         trained_share=None if material is None else material.trained_share,
     )
-    return decide(job if begun is None else replace(job, pins=kept_pins(job, Run.open(begun).plan)))
+    if begun is None:
+        return decide(job)
+    earlier = Run.open(begun).plan
+    plan = decide(replace(job, pins=kept_pins(job, earlier)))
+    # What an earlier attempt decided keeps its reason; only the user pins.
+    told = {
+        name: earlier["reasons"].get(name, reason)
+        for name, reason in plan.reasons.items()
+        if reason.startswith(PINNED) and getattr(job.pins, name, None) is None
+    }
+    return replace(plan, reasons={**plan.reasons, **told})
+
+
+def require_same_batches(settings: Settings, run: Run) -> None:
+    """Refuses settings that would give a resumed run other batches than those it has learnt from."""
+    names = {"seed", "data.sequence_length", "data.packing", "data.shuffle", "train.batch_tokens"}
+    changed = changed_settings(run.config, redacted(to_mapping(settings)))
+    if found := {name: values for name, values in changed.items() if name in names}:
+        words = "; ".join(f"{name} {before} -> {now}" for name, (before, now) in found.items())
+        raise UsageError(
+            f"{run.path} cannot continue with {words}: its batches would be others. Leave it as it was, or start a new "
+            "run from these weights with model.name and --run FOLDER"
+        )
 
 
 def plan_to_compile(settings: Settings, *, hardware: Hardware) -> Plan | None:
@@ -254,7 +288,10 @@ def build_engine(
     def note(text: str) -> None:
         session.recorder.event(events.Notice(text=text))
 
-    model = build_model(settings, plan, active, note=note)
+    sharded = plan.decisions.sharding == "full"
+    # Built on the host, so that the device never holds more than its shards and one block.
+    home = replace(active, device=torch.device("cpu")) if sharded else active
+    model = build_model(settings, plan, home, note=note)
     material.equip(model)
     chunk, recompute = plan.decisions.loss_chunk, plan.decisions.recompute
     head_loss, eight = prepare(model, active=active, recompute=recompute, loss_chunk=chunk)
@@ -262,13 +299,15 @@ def build_engine(
         why = f"the head of this model caps its logits at {model.cap:g}"
         raise UsageError(f"recipe {settings.recipe} needs plain logits, but {why}; use sft")
     if material.critic is not None:
-        trunk = build_model(settings, plan, active, note=note) if material.critic == "own" else None
+        trunk = build_model(settings, plan, home, note=note) if material.critic == "own" else None
         if trunk is not None:
             prepare(trunk, active=replace(active, fp8=False), recompute=recompute, loss_chunk=chunk)
         model.critic = critic_of(model, trunk)
+    if sharded:
+        shard(model, active=active, ranks=ranks)
     return Engine(
         model=model,
-        optimizer=adamw(model, settings.train, fused=active.fused_optimizer),
+        optimizer=adamw(model, settings.train, fused=active.fused_optimizer or sharded),
         schedule=schedule(settings.train, total_steps=total_steps, first=settings.rl.taught_first),
         active=active,
         ranks=ranks,
@@ -340,6 +379,8 @@ def with_found_micro_batch(
     pins = plan.job.pins
     if pins.micro_batch or pins.accumulation or engine.active.device.type != "cuda":
         return plan
+    if engine.sharded:  # ranks cannot agree to skip a size that does not fit one of them
+        return plan
     key, folder = search.key_of(plan), cache / "micro-batch"
     known = search.remembered(folder, key) if ranks.first else None
     if known and any(plan.job.rank_sequences % trial.micro_batch for trial in known):
@@ -376,7 +417,7 @@ def announce(
     *,
     hardware: Hardware,
     ranks: Ranks,
-    facts: Facts,
+    material: Material,
     total_steps: int,
 ) -> str:
     """Records the plan and the active paths once, at the start. Returns the description of the rows left out."""
@@ -387,8 +428,11 @@ def announce(
             text = f"this run started with plan.{name} {begun[name]} and continues with {value}: not bit-equal"
             record.event(events.Notice(text=text))
     record.event(events.HardwareFound(facts=hardware.to_json()))
-    described = facts.describe()
+    described = material.facts.describe() | getattr(material.source, "packing", {})
     record.event(events.DataOpened(**described))
+    if described.get("valid_examples") == 1:
+        text = "one example is held out: its loss says little of others; hold out more, such as data.valid_share=0.05"
+        record.event(events.Notice(text=text))
     if left_out := str(described["left_out"]):
         record.event(events.Notice(text=f"left out: {left_out}"))
     record.event(events.Planned(facts=plan.to_json()))

@@ -14,7 +14,7 @@ from typing import Any, ClassVar, TypedDict
 from flatout.files import Count, Finite, typed
 from flatout.record.outcome import Outcome, Verdict
 from flatout.record.schemas import HardwareView, PlanView, Process, Scalar
-from flatout.words import duration, interval_text, loss_text, number, percent, score_text
+from flatout.words import counted, duration, interval_text, loss_text, number, percent, score_text
 
 EVENTS: dict[str, type[Event]] = {}
 # The fields of every event; the recorder fills in the first two.
@@ -149,11 +149,23 @@ class DataOpened(Event, kind="data"):
     valid_examples: Count | None = None
     trained_tokens: Count | None = None
     too_long: Mapping[str, Any] | None = None
+    sequences: Count | None = None  # that an epoch's examples are packed into
+    sequence_length: Count | None = None
+    fill: Finite | None = None  # share of their positions that hold a token
 
     def sentence(self) -> str:
+        examples = ""
+        if self.train_examples is not None:
+            held = f", {counted(self.valid_examples, 'example')} held out" if self.valid_examples is not None else ""
+            examples = f"{counted(self.train_examples, 'example')} to train on{held}, "
+        packed = ""
+        if self.sequences is not None and self.fill is not None:
+            packed = (
+                f"; {counted(self.sequences, 'sequence')} of {self.sequence_length} tokens, {percent(self.fill)} full"
+            )
         return (
-            f"{self.source}: {self.train_tokens:,} tokens to train on, {self.valid_tokens:,} held out, "
-            f"tokenizer {self.tokenizer} ({self.vocab:,} ids)"
+            f"{self.source}: {examples}{self.train_tokens:,} tokens to train on, {self.valid_tokens:,} held out, "
+            f"tokenizer {self.tokenizer} ({self.vocab:,} ids){packed}"
         )
 
 
@@ -293,6 +305,8 @@ class TasksScored(Event, kind="tasks"):
 @dataclass(frozen=True, kw_only=True)
 class Saved(Event, kind="save"):
     checkpoint: str
+    seconds: Finite | None = None  # from the copy to the moved pointer
+    blocked_s: Finite | None = None  # in which training waited for the copy
 
     def sentence(self) -> str:
         return f"saved {self.checkpoint}"
@@ -335,6 +349,36 @@ class UpdateSkipped(Event, kind="skipped"):
 
     def sentence(self) -> str:
         return f"update skipped: loss {self.loss}, gradient norm {self.grad_norm}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolledBack(Event, kind="rollback"):
+    """The weights went back to a checkpoint; the data since then is passed over."""
+
+    checkpoint: str
+    cause: Scalar = None
+
+    def sentence(self) -> str:
+        back = f"went back to the weights of {self.checkpoint} and passes over the data up to step {self.step}"
+        return f"{back}: {self.cause or 'the reason was not recorded'}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hung(Event, kind="hang"):
+    """Nothing moved for too long: a rank that does not answer, or one that the others wait for."""
+
+    rank: Count
+    phase: str
+    seconds: Finite
+    silent: bool
+    stacks: str = ""
+
+    def sentence(self) -> str:
+        where = f"phase {self.phase} of step {self.step if self.step is not None else 'n/a'}"
+        what = f"no progress for {self.seconds:.0f} s: rank {self.rank} is stuck in {where}"
+        if self.silent:
+            what = f"rank {self.rank} has not answered for {self.seconds:.0f} s, last seen in {where}: stopped or gone"
+        return what + (f". Stacks of the other ranks: {self.stacks}" if self.stacks else "")
 
 
 @dataclass(frozen=True, kw_only=True)
