@@ -429,6 +429,9 @@ def _routed(settings: Settings) -> Iterator[Breach]:
         yield Breach(keys=("router.teach_steps", "router.phase"), text="works only before phase 1; remove it")
     if router.teach_lr is not None and router.teach_steps is None:
         yield Breach(keys=("router.teach_lr", "router.teach_steps"), text="has no effect without router.teach_steps")
+    if router.teach_answers != "own" and router.teach_steps is None:
+        text = "has no effect without router.teach_steps"
+        yield Breach(keys=("router.teach_answers", "router.teach_steps"), text=text)
     if settings.model.name is None and router.teach_steps is None and not alone:
         text = "missing; adapters on random weights are of no use: set model.name, or router.teach_steps"
         yield Breach(keys=("model.name", "router.teach_steps"), text=text)

@@ -329,6 +329,9 @@ class RouterSettings:
         None, "steps in which all weights first learn from all sources; for random weights", gt=0
     )
     teach_lr: float | None = setting(None, "peak learning rate of these first steps (default: train.lr)", gt=0)
+    teach_answers: Literal["own", "shuffled"] = setting(
+        "own", "in these steps; shuffled: each question with another's answer, which teaches the form of answers only"
+    )
     router_steps: int | None = setting(None, "steps of phase 2 (default: as phase 1)", gt=0)
     router_lr: float = setting(1e-3, "peak learning rate of phase 2", gt=0)
     joint_steps: int | None = setting(None, "steps of phase 3 (default: as phase 1)", gt=0)
