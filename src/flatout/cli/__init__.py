@@ -27,6 +27,7 @@ from flatout.cli import (
     hardware,
     plan,
     report,
+    runs,
     shared,
     train,
     tune,
@@ -75,6 +76,7 @@ app.command()(tune.tune)
 app.command()(compare.compare)
 app.command()(report.report)
 app.command()(watch.watch)
+app.command()(runs.runs)
 app.add_typer(data.app, name="data")
 app.add_typer(config.app, name="config")
 
