@@ -311,6 +311,7 @@ class Measured:
     def __init__(self, *, settings: Settings, model: Opened) -> None:
         self.settings, self.opened, self.sources = settings, model, sources_of(settings)
         self._chosen: dict[str, list[tuple[int, float]]] = {}
+        self._last: tuple[tuple[str, int | None], Sampler] | None = None
 
     def scores(self, how: str) -> Iterator[AdapterScore]:
         for which, source in enumerate(self.sources):
@@ -348,11 +349,16 @@ class Measured:
         }
 
     def _sampler(self, how: str, which: int) -> Sampler:
-        model = self.opened.model
-        assert isinstance(model, Decoder)
-        if how in ("routed", "joint"):
-            return sampler_of(self.opened)
-        return sampler_of(replace(self.opened, model=lora.alone(model, None if how == "base" else which)))
+        """The base and the router serve all tasks with one sampler, which takes seconds to start on a GPU."""
+        routed = how in ("routed", "joint")
+        key = how, None if routed or how == "base" else which
+        if self._last is None or self._last[0] != key:
+            model = self.opened.model
+            assert isinstance(model, Decoder)
+            self._last = None  # one sampler's cache at a time
+            opened = self.opened if routed else replace(self.opened, model=lora.alone(model, key[1]))
+            self._last = key, sampler_of(opened)
+        return self._last[1]
 
     def _score(self, sampler: Sampler, spec: str) -> Score:
         router = self.settings.router
