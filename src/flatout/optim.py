@@ -25,6 +25,23 @@ class Optimizer(Protocol):
     def zero_grad(self, set_to_none: bool = True) -> None: ...
 
 
+def is_sharded(tensor: Tensor) -> bool:
+    """Whether each rank holds only some rows of this tensor (a DTensor, as FSDP2 makes them)."""
+    return hasattr(tensor, "_local_tensor")
+
+
+def local(tensor: Tensor) -> Tensor:
+    """What this rank holds of a tensor: its rows of a sharded one, else all of it."""
+    part: Tensor = getattr(tensor, "_local_tensor", tensor)
+    return part
+
+
+def rows_of(tensor: Tensor, rank: int, world: int) -> tuple[int, int]:
+    """The rows of a sharded tensor that a rank holds: equal parts, rounded up, so that the last may be short."""
+    rows, share = tensor.shape[0], -(-tensor.shape[0] // world)
+    return min(rows, rank * share), min(rows, (rank + 1) * share)
+
+
 class FusedAdamW:
     """AdamW by torch's fused kernel, which also unscales, clips and skips the update in the same pass.
 
@@ -39,8 +56,8 @@ class FusedAdamW:
         for parameter in (parameter for group in groups for parameter in group["params"]):
             self.state[parameter] = {
                 "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
-                "exp_avg": torch.zeros_like(parameter),
-                "exp_avg_sq": torch.zeros_like(parameter),
+                "exp_avg": torch.zeros_like(local(parameter)),
+                "exp_avg_sq": torch.zeros_like(local(parameter)),
             }
 
     @torch.no_grad()
@@ -53,8 +70,8 @@ class FusedAdamW:
             steps = self._all("step", chosen)
             torch._foreach_add_(steps, 1)
             torch._fused_adamw_(
-                chosen,
-                [parameter.grad for parameter in chosen],
+                [local(parameter) for parameter in chosen],
+                [local(parameter.grad) for parameter in chosen if parameter.grad is not None],
                 self._all("exp_avg", chosen),
                 self._all("exp_avg_sq", chosen),
                 [],

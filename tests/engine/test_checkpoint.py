@@ -13,7 +13,7 @@ from tests.waiting import wait_until
 from tests.warm import Started
 from torch import nn
 
-from flatout.engine import checkpoint
+from flatout.engine import checkpoint, pieces
 from flatout.engine.checkpoint import Checkpoints, restore
 from flatout.errors import UsageError
 
@@ -111,7 +111,7 @@ def test_every_mutation_is_found_and_the_older_one_taken(tmp_path: Path) -> None
 def test_a_byte_that_changes_on_its_way_to_the_disk_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The hashes are of what was in memory, so a disk that lies is caught before anything is replaced by it."""
     save(tmp_path, 1)
-    plain = checkpoint.save_file
+    plain = pieces.save_file
 
     def lying(tensors: dict[str, torch.Tensor], path: Path) -> None:
         plain(tensors, path)
@@ -119,7 +119,7 @@ def test_a_byte_that_changes_on_its_way_to_the_disk_is_found(tmp_path: Path, mon
         content[-1] ^= 1
         path.write_bytes(content)
 
-    monkeypatch.setattr(checkpoint, "save_file", lying)
+    monkeypatch.setattr(pieces, "save_file", lying)
     with pytest.raises(OSError, match="read back differently"):
         save(tmp_path, 2)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["latest", "step-00000001"]
@@ -329,7 +329,7 @@ def test_a_file_that_vanishes_is_named(tmp_path: Path, monkeypatch: pytest.Monke
     def nameless(*_args: object, **_how: object) -> None:
         raise FileNotFoundError("No such file or directory")
 
-    monkeypatch.setattr(checkpoint, "safe_open", nameless)
+    monkeypatch.setattr(pieces, "safe_open", nameless)
     _, problems = Checkpoints(tmp_path, identity="run", keep=2).latest()
     assert problems == ["step-00000001: weights-rank00000.safetensors is missing"]
 

@@ -191,7 +191,7 @@ def test_a_save_that_fails_is_never_called_a_save(
     def full(*_args: object, **_kwargs: object) -> Path:
         raise OSError("No space left on device")
 
-    monkeypatch.setattr(Checkpoints, "save", full)
+    monkeypatch.setattr(Checkpoints, "commit", full)
     settings = load(config, overrides=["save.every=6"]).settings
     with pytest.raises(RunFailed, match="could not be saved"):
         pretrain.run(settings, folder=tmp_path / "run")

@@ -374,7 +374,7 @@ def test_mistakes_in_the_configuration(sections: dict[str, Any], says: str) -> N
 
 
 def test_sources_are_for_this_recipe() -> None:
-    with pytest.raises(UsageError, match="only with recipe router"):
+    with pytest.raises(UsageError, match="only with recipe sft or dpo or router"):
         from_mapping({**VALUES, "recipe": "pretrain", "router": {}, "lora": {}})
 
 

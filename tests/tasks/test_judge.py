@@ -252,12 +252,12 @@ def test_mistakes_in_the_options_are_reported(questions: Path, options: str, say
 
 
 def test_only_the_named_variable_reaches_the_grading_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    from flatout.tasks.workers import _environment
+    from flatout.tasks.workers import environment
 
     monkeypatch.setenv("JUDGE_KEY", SECRET)
     monkeypatch.setenv("OTHER_SECRET", "other")
     named = judging.variables("jsonl:x?judge=http://h/v1&model=m&key=JUDGE_KEY")
-    assert _environment(named)["JUDGE_KEY"] == SECRET
-    assert "OTHER_SECRET" not in _environment(named)
-    assert "JUDGE_KEY" not in _environment(judging.variables("jsonl:x?key=JUDGE_KEY"))
+    assert environment(named)["JUDGE_KEY"] == SECRET
+    assert "OTHER_SECRET" not in environment(named)
+    assert "JUDGE_KEY" not in environment(judging.variables("jsonl:x?key=JUDGE_KEY"))
     assert "OTHER_SECRET" in os.environ

@@ -121,7 +121,7 @@ def test_a_spec_that_is_none_is_said() -> None:
 
 def test_a_worker_has_no_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_API_KEY", "secret")
-    assert "WANDB_API_KEY" not in workers._environment()
+    assert "WANDB_API_KEY" not in workers.environment()
 
 
 def test_closing_leaves_no_process() -> None:

@@ -25,6 +25,7 @@ from flatout.cli import (
     examples,
     export,
     hardware,
+    launch,
     plan,
     report,
     runs,
@@ -66,6 +67,7 @@ app.command()(examples.examples)
 app.command()(hardware.hardware)
 app.command()(plan.plan)
 app.command()(train.train)
+app.command()(launch.launch)
 app.command()(train.sample)
 app.command()(export.export)
 app.command(cls=doctor.OptionsAnywhere, context_settings={"allow_interspersed_args": False})(doctor.doctor)

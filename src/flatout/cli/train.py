@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import json
 import shlex
 from collections.abc import Callable
@@ -101,7 +102,15 @@ def _run_folder(settings: Settings, run: Path | None, *, config: Path, resume: b
         raise UsageError("--run is empty or the current folder: a run needs its own folder")
     if resume and run is None:
         raise UsageError("--resume needs --run FOLDER: the folder of the run to continue")
-    return run or new_folder(config.stem)
+    return run or _folder_of_job(config.stem) or new_folder(config.stem)
+
+
+def _folder_of_job(stem: str) -> Path | None:
+    """The folder that an earlier attempt of this job created, if a launcher restarted it without --run."""
+    from flatout.probe import launched
+
+    found = (folder for folder in sorted(Path("runs").glob(f"{glob.escape(stem)}-*"), reverse=True))
+    return next((folder for folder in found if launched.continues(folder)), None) if launched.restarts() else None
 
 
 def _carry_out(

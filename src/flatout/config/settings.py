@@ -16,6 +16,7 @@ Precision = Literal["fp32", "bf16", "fp16"]
 Recompute = Literal["none", "selective", "full"]
 Compile = Literal["none", "default", "max-autotune"]
 Attention = Literal["cudnn", "flash", "efficient", "math", "short"]
+Sharding = Literal["none", "full"]
 Preset = Literal["safe", "balanced", "max"]
 RowFormat = Literal[
     "messages",
@@ -168,6 +169,9 @@ class TrainSettings:
     clip: float | None = setting(1.0, "largest gradient norm; null for no clipping", gt=0)
     objective: str | None = setting(
         None, "MODULE:FUNCTION of your own that gives the loss (default: cross-entropy of the next token)"
+    )
+    hang_s: float | None = setting(
+        1800.0, "seconds without progress after which the run ends and names the rank and its phase; null: never", gt=0
     )
     deterministic: bool = setting(False, "bit-identical results from run to run, at some cost in speed")
 
@@ -355,6 +359,9 @@ class PlanSettings:
     precision: Precision | None = setting(None, "compute type of the forward and backward pass")
     micro_batch: int | None = setting(None, "sequences in one forward pass on one rank", gt=0)
     accumulation: int | None = setting(None, "micro-batches in one optimizer step", gt=0)
+    sharding: Sharding | None = setting(
+        None, "several ranks: a copy of the weights on each (none), or rows of each matrix (full, FSDP2)"
+    )
     recompute: Recompute | None = setting(None, "activations recomputed in the backward pass")
     compile: Compile | None = setting(None, "torch.compile per block")
     attention: Attention | None = setting(None, "attention backend; short: flatout's own, for short packed documents")
@@ -395,6 +402,7 @@ class EvalSettings:
 class SaveSettings:
     every: int | None = setting(None, "steps between checkpoints (default: only at the end)", gt=0)
     keep: int = setting(2, "checkpoints kept; never fewer than two verified ones", ge=2)
+    behind: bool = setting(True, "write a copy of the state while training goes on; false: training waits")
     best: bool = setting(False, "also keep the best checkpoint, by eval.criterion")
     weights_only: bool = setting(False, "save without the optimizer state: smaller, but the run cannot be resumed")
 

@@ -217,12 +217,15 @@ def training_memory(
     num_ranks: int = 1,
     adapters: Adapters | None = None,
     graphs: bool = False,
+    sharded: bool = False,
 ) -> Memory:
-    """Predicted peak for replicated weights and AdamW, trained weights and moments in fp32, frozen ones as they are.
+    """Predicted peak of one rank with AdamW, trained weights and moments in fp32, frozen ones as they are.
 
     Gradients are held next to those of the next micro-batch, if there is one; with `graphs` always. The peak is in
     the loss, with all activations, one chunk of logits and the head's gradient, or in
-    the backward pass of a block, whichever needs more.
+    the backward pass of a block, whichever needs more. With `sharded` weights a rank holds its part of them, and whole
+    ones of the two blocks that are being used and fetched, and outside the blocks; whole gradients only if several
+    micro-batches are added up before they are reduced.
     """
     width = BYTES[precision]
     blocks = shape.layers * shape.block_matmul_weights
@@ -249,14 +252,29 @@ def training_memory(
             0 if recompute == "full" else width * shape.layers * adapters.count * adapters.rank * len(adapters.targets)
         )
         # The widest projection: rebuilt from 4 bits by way of indices and fp32, or laid beside its adapter.
+        whole_base = adapters.base_bytes(shape, precision=precision)
+        if sharded:
+            whole_base = whole_base / num_ranks + width * (2 * shape.block_matmul_weights + (2 - shape.tied) * head)
         rebuilt = (6 if adapters.base_bits == 4 else width) * 2 * shape.intermediate * shape.hidden
         return Memory(
-            weights=adapters.base_bytes(shape, precision=precision) + 4 * trained,
+            weights=whole_base + 4 * trained,
             weight_copies=0 if width == 4 else 2 * width * trained,
             gradients=4 * trained + bucket_bytes(trained, num_ranks=num_ranks),
             optimizer=8 * trained,
             activations=micro_tokens * (kept + outside),
             temporary=max(loss, backward + rebuilt),
+            workspace=64 * 2**20,
+        )
+    if sharded:
+        block, outside_blocks = shape.block_matmul_weights, (2 - shape.tied) * head
+        whole_gradients = shape.num_parameters if accumulation > 1 else 2 * block + outside_blocks
+        return Memory(
+            weights=4 * shape.num_parameters / num_ranks,
+            weight_copies=width * (2 * block + outside_blocks),
+            gradients=4 * shape.num_parameters / num_ranks + 4 * whole_gradients,
+            optimizer=8 * shape.num_parameters / num_ranks,
+            activations=micro_tokens * (kept + outside),
+            temporary=max(loss, backward),
             workspace=64 * 2**20,
         )
     return Memory(
@@ -284,6 +302,14 @@ def reduce_s(trained: int, *, num_ranks: int, link_bandwidth: float) -> float:
     Each rank sends 2 (n - 1) / n of the bytes while it receives as many; the datasheet's figure is both directions.
     """
     return 2 * (num_ranks - 1) / num_ranks * 4 * trained / (link_bandwidth / 2)
+
+
+def sharded_s(
+    moved: int, *, trained: int, width: int, accumulation: int, num_ranks: int, link_bandwidth: float
+) -> float:
+    """Seconds in which ranks gather `moved` weights, in every forward and backward pass, and reduce gradients once."""
+    share = (num_ranks - 1) / num_ranks
+    return share * (2 * accumulation * width * moved + 4 * trained) / (link_bandwidth / 2)
 
 
 def kv_cache_bytes_per_token(shape: ModelShape, *, precision: str) -> int:
@@ -376,6 +402,7 @@ def step_time(
     documents: Literal["varlen", "short"] | None = None,
     num_ranks: int = 1,
     link_bandwidth: float | None = None,
+    sharded: bool = False,
 ) -> StepTime:
     """What the device takes is four lanes that add up.
 
@@ -413,6 +440,20 @@ def step_time(
     host = HOST_S[path]
     if adapters is not None and path == "fused":
         host, matmul = ADAPTED_HOST_S, matmul / ADAPTED_SHARE
+    reduce = 0.0
+    if link_bandwidth and sharded:
+        # A part of it overlaps with the passes; how much was not measured, so that none is assumed to.
+        learnt = trained if adapters is None else 0
+        reduce = sharded_s(
+            shape.num_parameters,
+            trained=learnt,
+            width=BYTES[precision],
+            accumulation=accumulation,
+            num_ranks=num_ranks,
+            link_bandwidth=link_bandwidth,
+        )
+    elif link_bandwidth:
+        reduce = reduce_s(trained, num_ranks=num_ranks, link_bandwidth=link_bandwidth)
     return StepTime(
         device=micro_tokens * (matmul + attention + traffic) + weights,
         launches=shape.layers * host * (1 + RECOMPUTED_HOST_SHARE * again),
@@ -420,7 +461,7 @@ def step_time(
         update=update,
         accumulation=accumulation,
         graphs=graphs,
-        reduce=reduce_s(trained, num_ranks=num_ranks, link_bandwidth=link_bandwidth) if link_bandwidth else 0.0,
+        reduce=reduce,
     )
 
 

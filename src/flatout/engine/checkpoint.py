@@ -8,52 +8,48 @@ to the next older checkpoint when one is damaged.
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import json
 import os
 import re
 import shutil
 import uuid
-from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save_file
+from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from flatout import files
+from flatout.engine.pieces import (
+    MOMENTS,
+    FileFacts,
+    Piece,
+    Saved,
+    as_os_error,
+    different,
+    is_file_name,
+    kept,
+    on_host,
+    optimizer_file,
+    pieces,
+    weights_file,
+    write,
+)
+from flatout.engine.ranks import Ranks
 from flatout.errors import first_line
 from flatout.files import BadFile
-from flatout.optim import Optimizer
+from flatout.optim import Optimizer, is_sharded, local, rows_of
+
+__all__ = ["MANIFEST", "Checkpoint", "Checkpoints", "Manifest", "as_os_error", "restore"]
 
 FORMAT = 1
-MANIFEST, WEIGHTS, OPTIMIZER = "manifest.json", "weights-rank00000.safetensors", "optimizer-rank00000.safetensors"
-# Threads that hash and write a checkpoint: SHA-256 takes most of the time, at about 1 GB/s per thread.
-THREADS = min(16, os.cpu_count() or 1)
+MANIFEST = "manifest.json"
 _NAME = re.compile(r"step-(\d{8,18})")
-_MOMENTS = ("exp_avg", "exp_avg_sq", "step")
-
-
-@dataclass(frozen=True, kw_only=True)
-class TensorFacts:
-    """Global shape and the offset of this part: one rank's replicated tensors are the simplest case."""
-
-    shape: tuple[int, ...]
-    offset: tuple[int, ...]
-    dtype: str
-    sha256: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class FileFacts:
-    bytes: int
-    tensors: dict[str, TensorFacts]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +78,12 @@ class Checkpoint:
     state: Mapping[str, Any]
     resumable: bool
     checksum: str
+    files: Mapping[str, FileFacts]
     tokenizer: str | None = None
+
+    def saved(self, kind: Literal["weights", "optimizer"]) -> Saved:
+        """The tensors of one kind, from the files of all ranks."""
+        return Saved(self.folder, {name: facts for name, facts in self.files.items() if name.startswith(kind)})
 
 
 class Checkpoints:
@@ -108,27 +109,44 @@ class Checkpoints:
 
     def save(self, step: int, *, model: nn.Module, optimizer: Optimizer | None, state: Mapping[str, Any]) -> Path:
         """Commits the state after `step` steps. On failure it raises OSError and leaves nothing behind."""
-        final = self.folder / f"step-{step:08}"
+        final = self.begin(step)
         if final.exists():
-            if not self.problem(final):
-                return final
-            files.remove(final)
-        self.folder.mkdir(parents=True, exist_ok=True)
-        self._sweep()
-        partial = self.folder / f"{final.name}.tmp-{uuid.uuid4().hex[:8]}"
+            return final
+        partial = self.partial(final)
         try:
-            partial.mkdir()
-            tensors = {WEIGHTS: _once(_kept(model))}
-            if optimizer is not None:
-                tensors[OPTIMIZER] = _moments(model, optimizer)
-            facts = _write(partial, {name: _copied(group) for name, group in tensors.items()})
-            self._write_manifest(partial, step=step, written=facts, state=state)
-            if problem := self.problem(partial):
-                raise OSError(f"read back differently than written: {problem}")
-            partial.rename(final)
+            facts = self.write(partial, on_host(pieces(model, optimizer, ranks=Ranks())))
+            return self.commit(partial, final, written=facts, state=state)
         except BaseException:
             shutil.rmtree(partial, ignore_errors=True)
             raise
+
+    def begin(self, step: int) -> Path:
+        """Makes room for a checkpoint, whose folder exists now only if an intact one of this step is there."""
+        final = self.folder / f"step-{step:08}"
+        if final.exists() and self.problem(final):
+            files.remove(final)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._sweep()
+        return final
+
+    def partial(self, final: Path) -> Path:
+        """A temporary folder for a checkpoint, which a later save removes if this process is killed."""
+        return final.with_name(f"{final.name}.tmp-{uuid.uuid4().hex[:8]}")
+
+    def write(self, partial: Path, groups: Mapping[str, Mapping[str, Piece]]) -> dict[str, FileFacts]:
+        """Writes this rank's pieces; called on every rank that has some."""
+        partial.mkdir(exist_ok=True)
+        return write(partial, groups)
+
+    def commit(
+        self, partial: Path, final: Path, *, written: Mapping[str, FileFacts], state: Mapping[str, Any], world: int = 1
+    ) -> Path:
+        """Writes the manifest of everything that was written, checks all of it, and puts it in its place."""
+        step = int(final.name.removeprefix("step-"))
+        self._write_manifest(partial, step=step, written=written, state=state, world=world)
+        if problem := self.problem(partial):
+            raise OSError(f"read back differently than written: {problem}")
+        partial.rename(final)
         files.sync_folder(self.folder)
         self._seen = {
             (final / path.name if path.parent == partial else path): mark for path, mark in self._seen.items()
@@ -161,9 +179,9 @@ class Checkpoints:
         """The steps that have a checkpoint, newest first."""
         return [int(name[1]) for folder in self._folders() if (name := _NAME.fullmatch(folder.name))]
 
-    def latest(self) -> tuple[Checkpoint | None, list[str]]:
-        """The newest intact checkpoint, and a sentence for each newer one that is damaged."""
-        return self._first(self._folders())
+    def latest(self, *, upto: int | None = None) -> tuple[Checkpoint | None, list[str]]:
+        """The newest intact checkpoint, of at most `upto` steps, and a sentence for each newer one that is damaged."""
+        return self._first([path for path in self._folders() if upto is None or int(path.name[5:]) <= upto])
 
     def tidy(self, newest: Checkpoint | None) -> None:
         """Removes files of killed saves, and points `latest` at the checkpoint that a resumed run starts from."""
@@ -190,8 +208,9 @@ class Checkpoints:
                 folder=folder,
                 step=manifest.step,
                 state=manifest.state,
-                resumable=OPTIMIZER in manifest.files,
+                resumable=optimizer_file() in manifest.files,
                 checksum=manifest.checksum,
+                files=manifest.files,
                 tokenizer=manifest.tokenizer,
             )
             return checkpoint, problems
@@ -236,8 +255,8 @@ class Checkpoints:
         if path.parent.name.partition(".tmp-")[0] != f"step-{manifest.step:08}":
             raise BadFile(path, f"is of step {manifest.step}")
         # So no name points outside the folder, and weights are never read as optimizer state.
-        if WEIGHTS not in manifest.files or not set(manifest.files) <= {WEIGHTS, OPTIMIZER}:
-            raise BadFile(path, f"names {', '.join(map(repr, manifest.files)) or 'no file'}, not {WEIGHTS}")
+        if weights_file() not in manifest.files or not all(map(is_file_name, manifest.files)):
+            raise BadFile(path, f"names {', '.join(map(repr, manifest.files)) or 'no file'}, not {weights_file()}")
         return manifest
 
     def _check(self, path: Path, facts: FileFacts) -> None:
@@ -247,8 +266,8 @@ class Checkpoints:
             raise BadFile(path, f"has {found.st_size} bytes, not {facts.bytes}")
         mark = (found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino)
         if self._seen.get(path) != mark:
-            if different := _different(path, facts.tensors):
-                raise BadFile(path, f"does not match its SHA-256 ({different})")
+            if name := different(path, facts.tensors):
+                raise BadFile(path, f"does not match its SHA-256 ({name})")
             self._seen[path] = mark
 
     def _folders(self) -> list[Path]:
@@ -259,14 +278,14 @@ class Checkpoints:
         return [path for _, path in sorted(((int(name[1]), path) for name, path in named if name), reverse=True)]
 
     def _write_manifest(
-        self, folder: Path, *, step: int, written: Mapping[str, FileFacts], state: Mapping[str, Any]
+        self, folder: Path, *, step: int, written: Mapping[str, FileFacts], state: Mapping[str, Any], world: int
     ) -> None:
         manifest = Manifest(
             format=FORMAT,
             identity=self.identity,
             step=step,
             state=dict(state),
-            world=1,
+            world=world,
             torch=str(torch.__version__),
             files=dict(written),
             run=self.run,
@@ -312,152 +331,69 @@ class Checkpoints:
             files.remove(path)
 
 
-def restore(checkpoint: Checkpoint, *, model: nn.Module, optimizer: Optimizer | None) -> None:
-    """Loads a verified checkpoint into the model and, unless None, the optimizer. Nothing changes unless all fits."""
-    path, parameters, kept = checkpoint.folder / WEIGHTS, dict(model.named_parameters()), _kept(model)
-    weights = _loaded(path)
-    for name, tensor in kept.items():
+def restore(
+    checkpoint: Checkpoint, *, model: nn.Module, optimizer: Optimizer | None, ranks: Ranks | None = None
+) -> None:
+    """Loads a verified checkpoint into the model and, unless None, the optimizer. Nothing changes unless all fits.
+
+    Each rank reads the rows it holds, whatever number of ranks saved them.
+    """
+    ranks = ranks or Ranks()
+    parameters, wanted = dict(model.named_parameters()), kept(model)
+    weights = checkpoint.saved("weights")
+    for name, tensor in wanted.items():
         # A buffer may be newer than the checkpoint: a run that started without 8-bit scales has none.
         if name in weights:
             exact = optimizer is not None and name in parameters
-            _require_fit(path, name, weights[name], tensor.shape, dtype=tensor.dtype, exact=exact)
+            _require_fit(weights, name, tensor.shape, dtype=tensor.dtype, exact=exact)
         elif name in parameters:
-            raise _unfit(path, f"it has no {name}")
-    moments = {} if optimizer is None else _moments_for(parameters, checkpoint.folder / OPTIMIZER)
+            raise _unfit(checkpoint.folder / weights_file(), f"it has no {name}")
+    loaded = {name: _rows(weights, name, tensor, ranks) for name, tensor in wanted.items() if name in weights}
+    moments = {} if optimizer is None else _moments_for(parameters, checkpoint.saved("optimizer"), ranks)
     with torch.no_grad():
-        for name, tensor in kept.items():
-            if name in weights:
-                tensor.copy_(weights[name])
+        for name, value in loaded.items():
+            local(wanted[name]).copy_(value)
     for name, found in moments.items():
         assert optimizer is not None
         for moment, value in found.items():
-            optimizer.state[parameters[name]][moment] = value.to(parameters[name].device)
+            optimizer.state[parameters[name]][moment] = value.to(local(parameters[name]).device)
 
 
-def _moments_for(parameters: Mapping[str, nn.Parameter], path: Path) -> dict[str, dict[str, Tensor]]:
+def _rows(saved: Saved, name: str, tensor: Tensor, ranks: Ranks) -> Tensor:
+    """This rank's rows of a tensor."""
+    return saved.read(name, *rows_of(tensor, ranks.rank, ranks.world)) if is_sharded(tensor) else saved.read(name)
+
+
+def _moments_for(parameters: Mapping[str, nn.Parameter], saved: Saved, ranks: Ranks) -> dict[str, dict[str, Tensor]]:
     """The optimizer state of each parameter; a parameter that never had a gradient has no state."""
-    saved, found = _loaded(path), dict[str, dict[str, Tensor]]()
-    for full, value in saved.items():
+    found = dict[str, dict[str, Tensor]]()
+    for full in saved.names():
         moment, _, name = full.partition(".")
-        if name not in parameters or moment not in _MOMENTS:
-            raise _unfit(path, f"{full} belongs to no parameter in it")
-        shape = torch.Size() if moment == "step" else parameters[name].shape
-        _require_fit(path, full, value, shape, dtype=torch.float32)
-        found.setdefault(name, {})[moment] = value
+        if name not in parameters or moment not in MOMENTS:
+            raise _unfit(saved.path(full), f"{full} belongs to no parameter in it")
+        parameter = parameters[name]
+        shape = torch.Size() if moment == "step" else parameter.shape
+        _require_fit(saved, full, shape, dtype=torch.float32)
+        found.setdefault(name, {})[moment] = _rows(saved, full, parameter, ranks) if shape else saved.read(full)
     for name, moments in found.items():
-        if missing := set(_MOMENTS) - set(moments):
-            raise _unfit(path, f"it has no {sorted(missing)[0]}.{name}")
+        if missing := set(MOMENTS) - set(moments):
+            raise _unfit(saved.path(f"{next(iter(moments))}.{name}"), f"it has no {sorted(missing)[0]}.{name}")
     return found
 
 
-def _loaded(path: Path) -> dict[str, Tensor]:
-    try:
-        loaded: dict[str, Tensor] = load_file(files.checked(path, root=path.parent.parent))
-        return loaded
-    except (OSError, ValueError, KeyError, SafetensorError) as error:
-        raise BadFile(path, f"cannot be read: {first_line(error)}") from None
-
-
-def _require_fit(
-    path: Path, name: str, value: Tensor, shape: torch.Size, *, dtype: torch.dtype, exact: bool = False
-) -> None:
+def _require_fit(saved: Saved, name: str, shape: torch.Size, *, dtype: torch.dtype, exact: bool = False) -> None:
     """Checks shape and type; a reader may load floating-point numbers in another width."""
-    if value.shape != shape:
-        raise _unfit(path, f"{name} has shape {list(value.shape)}, not {list(shape)}")
-    if value.dtype != dtype and (exact or not (value.is_floating_point() and dtype.is_floating_point)):
-        raise _unfit(path, f"{name} is {value.dtype}, not {dtype}")
+    path, found = saved.path(name), getattr(torch, saved.dtype(name).removeprefix("torch."), None)
+    if saved.shape(name) != tuple(shape):
+        raise _unfit(path, f"{name} has shape {list(saved.shape(name))}, not {list(shape)}")
+    if found != dtype and (
+        exact or not isinstance(found, torch.dtype) or not (found.is_floating_point and dtype.is_floating_point)
+    ):
+        raise _unfit(path, f"{name} is {saved.dtype(name)}, not {dtype}")
 
 
 def _unfit(path: Path, why: str) -> BadFile:
     return BadFile(path, f"does not fit the model of the run: {why}")
-
-
-def _once(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Each tensor once, under its first name: a tied head is the embedding."""
-    first: dict[tuple[Any, ...], str] = {}
-    for name, tensor in state.items():
-        first.setdefault((tensor.data_ptr(), tensor.shape, tensor.stride()) if tensor.numel() else (name,), name)
-    return {name: state[name].detach() for name in first.values()}
-
-
-def _kept(model: nn.Module) -> dict[str, Tensor]:
-    """The tensors to save: all but frozen weights, which can be loaded from their source, as adapters cannot."""
-    frozen = {
-        name
-        for name, parameter in model.named_parameters(remove_duplicate=False)  # a tied weight has two names
-        if not parameter.requires_grad and ".adapters." not in name and not name.startswith("router.")
-    }
-    return {name: tensor for name, tensor in model.state_dict().items() if name not in frozen}
-
-
-def _copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Copies on the host. All copies from a device are started before the first one is waited for."""
-    copies = {name: tensor.detach().to("cpu", non_blocking=True) for name, tensor in tensors.items()}
-    if any(tensor.is_cuda for tensor in tensors.values()):
-        torch.cuda.synchronize()
-    return {name: copy.contiguous() for name, copy in copies.items()}
-
-
-def _write(folder: Path, groups: Mapping[str, Mapping[str, Tensor]]) -> dict[str, FileFacts]:
-    """Writes a file for each group and returns its facts for the manifest, hashed from memory and not from disk.
-
-    Files are written while tensors are hashed: both release the GIL.
-    """
-    with ThreadPoolExecutor(THREADS) as pool:
-        written = {name: pool.submit(_write_file, group, folder / name) for name, group in groups.items()}
-        facts = {
-            name: dict(zip(group, pool.map(_facts, group.values()), strict=True)) for name, group in groups.items()
-        }
-        return {name: FileFacts(bytes=size.result(), tensors=facts[name]) for name, size in written.items()}
-
-
-def _write_file(tensors: Mapping[str, Tensor], path: Path) -> int:
-    """Writes a file to disk, synced, and returns its size."""
-    try:
-        save_file(dict(tensors), path)
-    except SafetensorError as error:
-        raise as_os_error(error, path) from error
-    files.sync_folder(path)
-    return path.stat().st_size
-
-
-def as_os_error(error: SafetensorError | OSError, path: Path) -> OSError:
-    """Converts safetensors' own error for a full disk, a limit or a missing permission to the system's error."""
-    if isinstance(error, OSError):
-        return error
-    number = re.search(r"os error (\d+)", str(error))
-    code = int(number[1]) if number else errno.EIO
-    return OSError(code, os.strerror(code) if number else first_line(error), str(path))
-
-
-def _facts(tensor: Tensor) -> TensorFacts:
-    content: Any = tensor.reshape(-1).view(torch.uint8).numpy()
-    return TensorFacts(
-        shape=tuple(tensor.shape),
-        offset=(0,) * tensor.ndim,
-        dtype=str(tensor.dtype),
-        sha256=hashlib.sha256(content).hexdigest(),
-    )
-
-
-def _different(path: Path, expected: Mapping[str, TensorFacts]) -> str | None:
-    """The first tensor that differs from the manifest; None if all match."""
-    with safe_open(path, framework="pt") as file, ThreadPoolExecutor(THREADS) as pool:
-        names = list(file.keys())
-        if set(names) != set(expected):
-            return "other tensors"
-        found = pool.map(_facts, (file.get_tensor(name) for name in names))
-        return next((name for name, facts in zip(names, found, strict=True) if facts != expected[name]), None)
-
-
-def _moments(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
-    return dict(_named_moments(model, optimizer))
-
-
-def _named_moments(model: nn.Module, optimizer: Optimizer) -> Iterator[tuple[str, Tensor]]:
-    for name, parameter in model.named_parameters():
-        for moment, value in optimizer.state.get(parameter, {}).items():
-            yield f"{moment}.{name}", value
 
 
 def _digest(body: Mapping[str, Any]) -> str:

@@ -7,7 +7,7 @@ step waits for nothing.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from typing import Literal, TypeGuard, get_args
@@ -16,6 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+# The dot products of every two tasks' gradients.
+Products = Callable[[Sequence[Sequence[Tensor]]], Tensor]
 Method = Literal["pcgrad", "cagrad", "mgda"]
 # Elements of each gradient that are in float64 at a time.
 CHUNK = 1 << 22
@@ -45,9 +47,11 @@ class Combined:
     def metrics(self) -> tuple[str, ...]:
         return ("conflicts", *(f"cosine/{a}/{b}" for a, b in combinations(self.tasks, 2)))
 
-    def __call__(self, gradients: Mapping[str, Sequence[Tensor]], *, step: int) -> tuple[list[Tensor], Tensor]:
+    def __call__(
+        self, gradients: Mapping[str, Sequence[Tensor]], *, step: int, products: Products | None = None
+    ) -> tuple[list[Tensor], Tensor]:
         by_task = [gradients[task] for task in self.tasks]
-        products_KK = gram(by_task)
+        products_KK = (products or gram)(by_task)
         if self.method == "pcgrad":
             generator = np.random.default_rng([self.seed, step])
             order = [generator.permutation(len(by_task)).tolist() for _ in by_task]

@@ -14,8 +14,10 @@ import torch
 
 from flatout.errors import EnvironmentLacks, RunFailed
 
-# Skipped updates in a row that end a run. fp16 skips while its loss scale adapts; otherwise it is a fault.
+# Skipped updates in a row that a run accepts. fp16 skips while its loss scale adapts; otherwise it is a fault.
 MAX_SKIPS = {"fp16": 20, "bf16": 3, "fp32": 3}
+# How often a run goes back to its last checkpoint because of them.
+MAX_ROLLBACKS = 2
 
 
 class OutOfMemory(Exception):
@@ -80,12 +82,12 @@ class StopRequest:
 
 @contextmanager
 def stop_on_signals() -> Iterator[StopRequest]:
-    """SIGTERM, SIGUSR1, SIGHUP and Ctrl-C request a stop after the current step.
+    """SIGTERM, SIGUSR1, SIGUSR2, SIGHUP and Ctrl-C request a stop after the current step.
 
     Under nohup SIGHUP stays ignored, so that the run outlives its terminal.
     """
     request = StopRequest()
-    numbers = [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT]
+    numbers = [signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT]
     if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
         numbers.append(signal.SIGHUP)
     before = {number: signal.signal(number, request._handle) for number in numbers}
@@ -97,25 +99,43 @@ def stop_on_signals() -> Iterator[StopRequest]:
 
 
 class SkipWatch:
-    """Counts updates skipped in a row because something was not finite."""
+    """Counts updates skipped in a row because something was not finite. After too many the run goes back.
+
+    In fp16 that is not tried: a loss scale that keeps falling falls again.
+    """
 
     def __init__(self, precision: str) -> None:
         self.limit, self.row = MAX_SKIPS[precision], 0
         self.precision = precision
+        self.first = 0  # step of this row
+        self.cause = ""  # why the run must go back; empty: it need not
+        self.rollbacks = 0
 
     def see(self, *, step: int, loss: float, grad_norm: float) -> bool:
-        """True if this step was skipped; raises when too many were."""
+        """True if this step was skipped."""
         if math.isfinite(grad_norm + loss):
             self.row = 0
             return False
         self.row += 1
+        self.first = step if self.row == 1 else self.first
         if self.row >= self.limit:
-            raise RunFailed(
+            self.cause = (
                 f"{self.row} updates in a row were skipped up to step {step}: loss {loss}, gradient norm {grad_norm} "
-                f"in {self.precision}. They changed no weights. Lower train.lr, raise train.warmup_steps, "
-                "or check the data of these steps"
+                f"in {self.precision}"
             )
+            if self.precision == "fp16":
+                raise self.fatal("a loss scale that keeps falling falls again")
         return True
+
+    def fatal(self, why: str) -> RunFailed:
+        return RunFailed(
+            f"{self.cause}. They changed no weights, and the run cannot go back to a checkpoint: {why}. "
+            "Lower train.lr, raise train.warmup_steps, or check the data of these steps"
+        )
+
+    def gone_back(self) -> None:
+        self.row, self.cause = 0, ""
+        self.rollbacks += 1
 
 
 def require_space(folder: Path, *, needed_bytes: int, what: str) -> None:

@@ -132,10 +132,15 @@ class Combine(Protocol):
         ...
 
     def __call__(
-        self, gradients: Mapping[str, Sequence[Tensor]], *, step: int
+        self,
+        gradients: Mapping[str, Sequence[Tensor]],
+        *,
+        step: int,
+        products: Callable[[Sequence[Sequence[Tensor]]], Tensor] | None = None,
     ) -> tuple[Sequence[Tensor], Tensor | None]:
         """The combined gradient and its measurements, one for each metric.
 
-        `gradients` are those of each task, summed over ranks, in the order of the parameters.
+        `gradients` are those of each task, summed over ranks, in the order of the parameters; of sharded weights only
+        this rank's rows, so that dot products must be taken by `products`.
         """
         ...

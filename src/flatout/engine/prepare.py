@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import copy
+from collections import OrderedDict
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,8 @@ from flatout.engine.objective import HeadLoss
 from flatout.engine.resolve import Active
 from flatout.losses import RowLoss, capped, linear_cross_entropy, row_loss
 from flatout.model import Attend, Block, Decoder, Foreign, Masked, Model, Padded, Rectangular, Short, Varlen, lora, nf4
+
+M = TypeVar("M", bound=nn.Module)
 
 # Documents are padded to one length only if that multiplies their tokens by at most this: padding takes memory too.
 MOST_PADDING = 2
@@ -103,9 +105,9 @@ def unprepared(model: Model) -> Model:
     """The same weights without the work of `prepare`, for shapes that training never has: prompts, single tokens."""
     if isinstance(model, Foreign):
         return model
-    plain = copy.copy(model)
+    plain = _twin(model, Decoder)
     plain._modules = {name: module for name, module in model._modules.items() if name != "critic"}  # a router stays
-    plain.blocks = nn.ModuleList(copy.copy(block) for block in model.blocks)
+    plain.blocks = nn.ModuleList(_twin(block, Block) for block in model.blocks)
     plain.norm_kernel = plain.residual_dtype = None
     for block in plain.blocks:
         assert isinstance(block, Block)
@@ -116,6 +118,14 @@ def unprepared(model: Model) -> Model:
             module.__dict__.pop(name, None)
         module._compiled_call_impl = None
     return plain
+
+
+def _twin(module: nn.Module, kind: type[M]) -> M:
+    """A second module with the same parameters, as they are gathered and sharded, but without the hooks of FSDP2."""
+    twin = kind.__new__(kind)
+    twin.__dict__.update(module.__dict__)
+    twin._forward_pre_hooks, twin._forward_hooks = OrderedDict(), OrderedDict()
+    return twin
 
 
 class EightBits:

@@ -13,7 +13,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from flatout.cost import BUCKET_BYTES
-from flatout.errors import FlatoutError, UsageError
+from flatout.errors import FlatoutError, RunFailed, UsageError, first_line
+from flatout.probe import launched
+
+# In the message of a collective whose peer has ended: gloo's words, and NCCL's.
+_LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "NCCL error", "remote process exited")
+# How many collectives of this process wait for other ranks just now.
+_waits = 0
 
 VARIABLES = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
 
@@ -24,6 +30,21 @@ class FirstRankFailed(FlatoutError):
     def __init__(self, exit_code: int) -> None:
         super().__init__("the first rank failed")
         self.exit_code = exit_code
+
+
+def in_collective() -> bool:
+    """Whether the host waits for other ranks just now; read by another thread."""
+    return _waits > 0
+
+
+@contextmanager
+def _waiting() -> Iterator[None]:
+    global _waits
+    _waits += 1
+    try:
+        yield
+    finally:
+        _waits -= 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,13 +62,15 @@ class Ranks:
     def sum_(self, tensor: Tensor) -> Tensor:
         """Sums in place over all ranks; enqueued, not waited for."""
         if self.world > 1:
-            dist.all_reduce(tensor)
+            with _waiting():
+                dist.all_reduce(tensor)
         return tensor
 
     def max_(self, tensor: Tensor) -> Tensor:
         """The largest over all ranks, in place."""
         if self.world > 1:
-            dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
+            with _waiting():
+                dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
         return tensor
 
     def sum_gradients_(self, gradients: list[Tensor]) -> None:
@@ -56,10 +79,9 @@ class Ranks:
             return
         for bucket in buckets(gradients):
             if len(bucket) == 1 and bucket[0].is_contiguous():
-                dist.all_reduce(bucket[0])
+                self.sum_(bucket[0])
                 continue
-            flat = torch.cat([g.reshape(-1) for g in bucket])
-            dist.all_reduce(flat)
+            flat = self.sum_(torch.cat([g.reshape(-1) for g in bucket]))
             pieces = flat.split([g.numel() for g in bucket])
             torch._foreach_copy_(bucket, [p.view_as(g) for p, g in zip(pieces, bucket, strict=True)])
 
@@ -68,7 +90,8 @@ class Ranks:
         if self.world == 1:
             return text
         box = [text]
-        dist.broadcast_object_list(box, src=0, group=self.host_group)
+        with _waiting():
+            dist.broadcast_object_list(box, src=0, group=self.host_group)
         return box[0]
 
     @contextmanager
@@ -90,12 +113,23 @@ class Ranks:
         if self.world == 1:
             return flag
         votes = torch.tensor([int(flag)])
-        dist.all_reduce(votes, group=self.host_group)
+        with _waiting():
+            dist.all_reduce(votes, group=self.host_group)
         return bool(votes.item())
+
+    def most(self, count: int) -> int:
+        """The largest count of any rank. The hosts wait for each other, the devices do not."""
+        if self.world == 1:
+            return count
+        found = torch.tensor([count])
+        with _waiting():
+            dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self.host_group)
+        return int(found.item())
 
     def barrier(self) -> None:
         if self.world > 1:
-            dist.barrier(group=self.host_group)
+            with _waiting():
+                dist.barrier(group=self.host_group)
 
 
 def buckets(gradients: Sequence[Tensor]) -> Iterator[list[Tensor]]:
@@ -125,6 +159,18 @@ def from_environment() -> Ranks:
     return Ranks(rank=rank, local_rank=local, world=world)
 
 
+def _join(backend: str, ranks: Ranks) -> None:
+    """Joins the group. torchrun keeps one store for all its attempts: in it, each needs a place of its own, or a
+    restarted rank connects to where a dead one was."""
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True):
+        dist.init_process_group(backend)
+        return
+    library: Any = dist
+    store = library.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), ranks.world, is_master=False)
+    store = library.PrefixStore(f"flatout/attempt-{launched.restarts()}", store)
+    dist.init_process_group(backend, store=store, rank=ranks.rank, world_size=ranks.world)
+
+
 @contextmanager
 def joined(ranks: Ranks, *, num_gpus: int) -> Iterator[Ranks]:
     """Joins the process group for the duration of the block; does nothing for one rank."""
@@ -137,10 +183,18 @@ def joined(ranks: Ranks, *, num_gpus: int) -> Iterator[Ranks]:
     if ranks.world == 1:
         yield ranks
         return
+    launched.end_with_launcher()
     if cuda:
         torch.cuda.set_device(ranks.local_rank)
-    dist.init_process_group("nccl" if cuda else "gloo")
+    _join("nccl" if cuda else "gloo", ranks)
     try:
         yield replace(ranks, host_group=dist.new_group(backend="gloo") if cuda else None)
+    except RuntimeError as error:
+        if not any(word in str(error) for word in _LOST):
+            raise
+        raise RunFailed(
+            f"rank {ranks.rank} lost the connection to another rank, which ended first and says why: "
+            f"{first_line(error).split('. ')[0]}"
+        ) from None
     finally:
         dist.destroy_process_group()

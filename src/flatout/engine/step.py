@@ -11,6 +11,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
@@ -18,15 +19,18 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from flatout.data.stream import Batch
+from flatout.data.stream import NOT_TRAINED, Batch
+from flatout.engine.conflicts import gram
 from flatout.engine.faults import OutOfMemory, is_out_of_memory
 from flatout.engine.objective import LOSS, Combine, CrossEntropy, Head, HeadLoss, Objective, Route, Tally
 from flatout.engine.prepare import EightBits, attend_for
 from flatout.engine.ranks import Ranks
 from flatout.engine.replay import Replay
 from flatout.engine.resolve import Active
+from flatout.engine.sharding import as_gradient, gathered, reduce_gradients
+from flatout.errors import RunFailed
 from flatout.model import Model
-from flatout.optim import FusedAdamW, Schedule
+from flatout.optim import FusedAdamW, Schedule, is_sharded, local
 from flatout.probe import Phases
 from flatout.record import WARM_STEPS, Span
 
@@ -105,6 +109,9 @@ class Engine:
         self.scale = torch.tensor(start, device=device)
         self.scale_streak = torch.zeros((), dtype=torch.int32, device=device)
         self.replay = Replay(self.parameters) if active.graphs else None
+        self.sharded = any(is_sharded(p) for p in model.parameters())
+        # Until this event a save copies the weights, so an update waits for it.
+        self.copied: torch.cuda.Event | None = None
         self._pending: deque[_Pending] = deque()
         self._spans: dict[int, tuple[Span, ...]] = {}
         self._clock: float | None = None
@@ -144,6 +151,10 @@ class Engine:
             if not is_out_of_memory(error):
                 raise
             shortage = str(error).splitlines()[0]
+            if self.sharded:  # the other ranks wait for this one's part of a block, so they cannot agree to retry
+                raise RunFailed(
+                    f"rank {self.ranks.rank} ran out of memory: {shortage}. Lower plan.micro_batch"
+                ) from None
         # Only the message is kept: the exception's frames hold the tensors that must be freed.
         if self.ranks.any(bool(shortage)):
             recorded = self.ranks.any(bool(self.replay))
@@ -152,7 +163,7 @@ class Engine:
             raise OutOfMemory(shortage or "another rank ran out of memory", recorded=recorded)
         self.phases.mark("reduce")
         for of_task in gradients.values():
-            self.ranks.sum_gradients_(of_task)
+            self.ranks.sum_gradients_([g for g, split in zip(of_task, self._split(), strict=True) if not split])
         metrics = tally.reduced(self.ranks, denominator=denominator)
         self.phases.mark("optimize")
         lr = self.schedule(step)
@@ -171,25 +182,40 @@ class Engine:
     def _gradients(self, batches: Sequence[Batch], tally: Tally, *, denominator: Tensor) -> dict[str, list[Tensor]]:
         """Forward and backward of every micro-batch; the gradients by task where they are combined, else all in one."""
         if self.combine is None:
-            for batch in batches:
-                self._accumulate(batch, tally, denominator=denominator)
+            self._accumulate_all(batches, tally, denominator=denominator)
             if not batches:  # all other ranks have some
                 for parameter in self.parameters:
                     parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-            return {"": [p.grad for p in self.parameters if p.grad is not None]}
+            return {"": [local(p.grad) for p in self.parameters if p.grad is not None]}
         if unknown := {batch.task for batch in batches} - set(self.combine.tasks):
             raise ValueError(f"batches of {unknown}, but only gradients of {list(self.combine.tasks)} are combined")
         gradients = {}
         for task in self.combine.tasks:
-            for batch in batches:
-                if batch.task == task:
-                    self._accumulate(batch, tally, denominator=denominator)
+            own = [batch for batch in batches if batch.task == task]
+            self._accumulate_all(own, tally, denominator=denominator)
             gradients[task] = self._taken_gradients()
         return gradients
 
+    def _accumulate_all(self, batches: Sequence[Batch], tally: Tally, *, denominator: Tensor) -> None:
+        """Forward and backward of several micro-batches. Sharded, all ranks run as many passes as the busiest one."""
+        passes = len(batches)
+        if self.sharded:
+            passes = self.ranks.most(passes)
+        for at in range(passes):
+            if self.sharded:
+                reduce_gradients(self.model, last=at == passes - 1)
+            if at < len(batches):
+                self._accumulate(batches[at], tally, denominator=denominator)
+            else:
+                self._pass(_blank(self.active.device), _nothing).backward()
+
+    def _split(self) -> list[bool]:
+        """For each gradient, in order, whether this rank holds only its rows."""
+        return [is_sharded(p) for p in self.parameters if p.grad is not None or self.combine is not None]
+
     def _taken_gradients(self) -> list[Tensor]:
         """Takes the gradients before the next task; zero if this rank has no batch of the task."""
-        found = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.parameters]
+        found = [torch.zeros_like(local(p)) if p.grad is None else local(p.grad) for p in self.parameters]
         if not self.replay:
             for parameter in self.parameters:
                 parameter.grad = None
@@ -203,13 +229,42 @@ class Engine:
         none = self.scale.new_empty(0, dtype=torch.float64)
         if self.combine is None:
             return gradients[""], none
-        merged, measured = self.combine(gradients, step=step)
+        merged, measured = self.combine(gradients, step=step, products=self._products)
         if self.replay:
             torch._foreach_copy_([p.grad for p in self.parameters if p.grad is not None], list(merged))
         else:
             for parameter, gradient in zip(self.parameters, merged, strict=True):
-                parameter.grad = gradient
-        return [p.grad for p in self.parameters if p.grad is not None], none if measured is None else measured.double()
+                parameter.grad = as_gradient(parameter, gradient)
+        return [
+            local(p.grad) for p in self.parameters if p.grad is not None
+        ], none if measured is None else measured.double()
+
+    def _products(self, gradients: Sequence[Sequence[Tensor]]) -> Tensor:
+        """The dot products of every two tasks' gradients; those of sharded weights are summed over ranks."""
+        split = self._split()
+        if not any(split):
+            return gram(gradients)
+        apart = [
+            [[g for g, s in zip(of, split, strict=True) if s is want] for of in gradients] for want in (True, False)
+        ]
+        total = self.ranks.sum_(gram(apart[0]))
+        return total + gram(apart[1]) if apart[1][0] else total
+
+    def _norm(self, gradients: list[Tensor]) -> Tensor:
+        """The norm of the whole gradient; the squares of sharded weights are summed over ranks."""
+        split = self._split()
+        if not any(split):
+            return torch.nn.utils.get_total_norm(gradients)
+        squares = []
+        for want in (True, False):
+            chosen = [g for g, s in zip(gradients, split, strict=True) if s is want]
+            norm = torch.nn.utils.get_total_norm(chosen) if chosen else self.scale.new_zeros(())
+            squares.append(norm.double() ** 2)
+        return (self.ranks.sum_(squares[0]) + squares[1]).sqrt().float()
+
+    def gathered(self) -> AbstractContextManager[None]:
+        """All weights whole on every rank, for passes without gradients whose number differs between ranks."""
+        return gathered(self.model) if self.sharded else nullcontext()
 
     def _accumulate(self, host_batch: Batch, tally: Tally, *, denominator: Tensor) -> None:
         """Forward and backward of one micro-batch."""
@@ -306,15 +361,20 @@ class Engine:
     def evaluate(self, batches: list[Batch]) -> float:
         """Mean loss per target token over all ranks' batches. Waits for the device: call it rarely."""
         sums = torch.zeros(2, dtype=torch.float64, device=self.active.device)
-        for batch in batches:
-            sums[0] += self.sums(batch.to(self.active.device))[LOSS]
-            sums[1] += batch.num_target_tokens
+        with self.gathered():
+            for batch in batches:
+                self.phases.moves += 1
+                sums[0] += self.sums(batch.to(self.active.device))[LOSS]
+                sums[1] += batch.num_target_tokens
         total, count = self.ranks.sum_(sums).tolist()
         return float(total / count)
 
     def _update(self, gradients: list[Tensor], loss: Tensor, lr: float) -> Tensor:
         """Clips and applies AdamW, unless the loss or a gradient is not finite; decided on the device."""
-        scaled_norm = torch.nn.utils.get_total_norm(gradients)
+        if self.copied is not None:
+            torch.cuda.current_stream().wait_event(self.copied)
+            self.copied = None
+        scaled_norm = self._norm(gradients)
         norm = scaled_norm / self.scale
         not_finite = (~torch.isfinite(norm + loss)).float()
         # The optimizer divides by this in its own pass over the gradients, which unscales and clips them.
@@ -363,6 +423,26 @@ class Engine:
                 )
             )
         return due
+
+
+def _blank(device: torch.device) -> Batch:
+    """A batch without targets, for a rank that has none left while the others do."""
+    tokens = torch.zeros(8, dtype=torch.int64, device=device)
+    return Batch(
+        tokens=tokens,
+        targets=tokens + NOT_TRAINED,
+        positions=torch.arange(8, device=device),
+        cu_seqlens=None,
+        num_sequences=1,
+        sequence_length=8,
+        num_target_tokens=0,
+    )
+
+
+def _nothing(head: Head) -> Tensor:
+    """Zero, as a function of every weight, so that each has a gradient."""
+    total = head.hidden_NC.sum() + head.weight_VC.sum()
+    return 0.0 * (total if head.critic is None else total + head.values().sum())
 
 
 def _step_seed(seed: int, step: int, rank: int) -> int:

@@ -9,7 +9,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from flatout.config.settings import Precision, Recompute
+from flatout.config.settings import Precision, Recompute, Sharding
 from flatout.cost import BYTES, GIB, Adapters, BlockPath, Memory, ModelShape, kv_cache_bytes_per_token
 from flatout.errors import UsageError
 from flatout.plan.decisions import PINNED
@@ -33,6 +33,46 @@ class Fit:
     micro_batch: int
     accumulation: int
     recompute: Recompute
+
+
+def sharding(job: Job) -> tuple[Sharding, str]:
+    """Whether every rank holds a copy of the weights or only some rows of them, and why."""
+    if job.pins.sharding == "full":
+        _require_shardable(job)
+        return "full", PINNED
+    if job.num_ranks == 1:
+        return "none", "one rank holds everything"
+    if job.shape.foreign:
+        return "none", "transformers runs this model, so each rank has a copy"
+    if job.adapters is not None and job.adapters.base_bits == 4:
+        return "none", "4-bit weights are not sharded"
+    if job.usable_gib is None:
+        return "none", "the memory is unknown: each rank has a copy"
+    budget = MEMORY_BUDGET[job.pins.preset] * job.usable_gib
+    precision: Precision = job.pins.precision or ("fp32" if job.device == "cpu" else "bf16")
+
+    def least(job: Job) -> float:
+        return memory_of(job, sized(job, 1, precision=precision, path="eager", recompute="full")).gib
+
+    whole = least(job)
+    if whole <= budget:
+        return "none", f"a copy on each rank fits ({whole:.1f} of {budget:.1f} GiB): gradients are summed once a step"
+    part = least(replace(job, pins=replace(job.pins, sharding="full")))
+    return "full", f"a copy on each rank needs {whole:.1f} of {budget:.1f} GiB; over {job.num_ranks} ranks {part:.1f}"
+
+
+def _require_shardable(job: Job) -> None:
+    """Refuses pins that sharding does not support."""
+    pins, adapters = job.pins, job.adapters
+    problems = {
+        "one rank": job.num_ranks == 1,
+        "plan.fp8": bool(pins.fp8),
+        "plan.graphs": bool(pins.graphs),
+        "lora.base: 4-bit": adapters is not None and adapters.base_bits == 4,
+        "the fused segments with adapters": adapters is not None and bool(pins.fused_qkv or pins.fused_mlp),
+    }
+    if found := [name for name, present in problems.items() if present]:
+        raise UsageError(f"plan.sharding: full does not work with {', '.join(found)}: remove one of them")
 
 
 def fit(job: Job, *, precision: Precision, path: BlockPath) -> tuple[Fit, dict[str, str]]:
@@ -140,6 +180,14 @@ def _way_out(job: Job, *, budget: float, precision: Precision, path: BlockPath) 
                     " and ".join(filter(None, (smaller, shorter))) or "plan.micro_batch: 1 and plan.recompute: full"
                 )
                 return f"{changes} would fit ({needs:.1f} GiB, with full recomputation)"
+    for ranks in (2, 4, 8, 16, 32, 64, 128, 256):
+        sequences = job.batch_tokens // whole
+        if ranks <= job.num_ranks or sequences % ranks or job.shape.foreign:
+            continue
+        tried = replace(job, num_ranks=ranks, pins=replace(job.pins, sharding="full"))
+        needs = memory_of(tried, sized(tried, 1, precision=precision, path=path, recompute="full")).gib
+        if needs <= budget:
+            return f"sharded over {ranks} such devices it would fit ({needs:.1f} GiB each, with full recomputation)"
     return "a smaller model, shorter sequences or a larger device would fit"
 
 

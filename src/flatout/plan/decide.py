@@ -78,6 +78,9 @@ def decide(job: Job) -> Plan:
     """Returns the plan of a job; pinned values are kept."""
     _refuse_for_foreign(job)
     choices = Choices(pins=job.pins)
+    # Decided first: what fits, and which kernels run, follows from it.
+    sharding = choices.choose("sharding", *batch.sharding(job))
+    asked, job = job, replace(job, pins=replace(job.pins, sharding=sharding))
     _decide_passes(job, choices)
     _decide_host(job, choices)
     decisions, reasons = choices.decisions(), choices.reasons
@@ -87,7 +90,7 @@ def decide(job: Job) -> Plan:
     rows = None
     if job.generator is not None:
         rows, reasons["rows"] = batch.rows_at_once(job, job.generator, precision=decisions.precision)
-    return Plan(job=job, decisions=decisions, reasons=reasons, predicted=predicted, rows=rows)
+    return Plan(job=asked, decisions=decisions, reasons=reasons, predicted=predicted, rows=rows)
 
 
 def _refuse_for_foreign(job: Job) -> None:
@@ -99,6 +102,7 @@ def _refuse_for_foreign(job: Job) -> None:
         "plan.fp8": bool(pins.fp8),
         f"plan.compile {pins.compile}": pins.compile not in (None, "none"),
         "plan.recompute selective": pins.recompute == "selective",
+        "plan.sharding full": pins.sharding == "full",
     }
     if job.shape.foreign and (found := [name for name, present in asked.items() if present]):
         raise UsageError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from flatout.config.settings import Attention, Compile, PlanSettings, Precision, Recompute
+from flatout.config.settings import Attention, Compile, PlanSettings, Precision, Recompute, Sharding
 
 T = TypeVar("T")
 PINNED = "pinned in the configuration"
@@ -18,6 +18,7 @@ class Decisions:
     precision: Precision
     micro_batch: int
     accumulation: int
+    sharding: Sharding
     recompute: Recompute
     compile: Compile
     attention: Attention

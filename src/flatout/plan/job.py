@@ -52,6 +52,10 @@ class Job:
     taken_share: float = 0.0
 
     @property
+    def is_sharded(self) -> bool:
+        return self.pins.sharding == "full"
+
+    @property
     def device(self) -> str:
         return "cpu" if self.hardware.gpu is None and self.hardware.sm is None else "gpu"
 

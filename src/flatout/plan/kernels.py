@@ -60,6 +60,8 @@ def _no_segments(job: Job, *, precision: Precision) -> str | None:
         return "these kernels need bf16 on SM 8.0 or later"
     if job.adapters is not None and job.adapters.base_bits == 4:
         return "the fused segments do not support 4-bit weights"
+    if job.adapters is not None and job.is_sharded:
+        return "the fused segments lay adapters beside whole weights, and these are sharded"
     if job.adapters is not None and job.adapters.dropout:
         return "the fused segments do not support adapter dropout"
     if job.pins.recompute == "selective":
@@ -71,6 +73,8 @@ def _fp8(job: Job, *, precision: Precision, no: str | None) -> tuple[bool, str]:
     sm, shape = job.hardware.sm, job.shape
     if no is not None:
         return False, no
+    if job.is_sharded:
+        return False, "8-bit copies of sharded weights are not supported"
     if job.adapters is not None:
         return False, "adapters are trained with 16-bit matmuls"
     if precision != "bf16":
@@ -161,6 +165,8 @@ def graphs(job: Job, passes: Passes, *, compile: Compile) -> tuple[bool, str]:
         return False, "CUDA graphs need a GPU"
     if job.shape.foreign:
         return False, FOREIGN
+    if job.is_sharded:
+        return False, "sharded weights change their addresses"
     if job.adapters is None:
         time = time_of(job, replace(passes, graphs=False))
         if time is None:

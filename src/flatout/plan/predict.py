@@ -159,13 +159,14 @@ def memory_of(job: Job, passes: Passes) -> Memory:
         num_ranks=job.num_ranks,
         adapters=job.adapters,
         graphs=passes.graphs,
+        sharded=job.is_sharded,
     )
     trained = job.shape.num_parameters if job.adapters is None else job.adapters.num_parameters(job.shape)
     process_gib = job.hardware.process_gib if job.device == "cpu" else None
     return replace(
         memory,
         # Beside the combined gradient, each in fp32.
-        task_gradients=4 * trained * job.gradient_tasks,
+        task_gradients=4 * trained * job.gradient_tasks / (job.num_ranks if job.is_sharded else 1),
         # A second model that is trained in the same step.
         critic=memory.total - memory.temporary - memory.workspace if job.own_critic else 0.0,
         reference=job.shape.num_parameters * BYTES[passes.precision] if job.reference else 0.0,
@@ -236,6 +237,7 @@ def time_of(job: Job, passes: Passes) -> StepTime | None:
         documents=passes.documents,
         num_ranks=job.num_ranks,
         link_bandwidth=_link_bandwidth(job),
+        sharded=job.is_sharded,
     )
 
 

@@ -18,6 +18,7 @@ from typing import Any
 import pynvml
 
 from flatout import __version__
+from flatout.probe import launched
 from flatout.probe.monitor import visible_gpus
 from flatout.record import redacted
 
@@ -47,6 +48,7 @@ def describe() -> dict[str, Any]:
         **_driver_and_gpus(),
         "git": _git(),
         "hostname": socket.gethostname(),
+        "job": launched.job(),
         "platform": platform.platform(),
         "variables": _variables(),
     }

@@ -120,6 +120,8 @@ class Phases:
     def __init__(self, *, device: str = "cpu", enabled: bool = True) -> None:
         self._enabled = enabled
         self._clock: _Clock = _CudaClock() if enabled and device.startswith("cuda") else _HostClock()
+        # For whoever watches for a hang: the phase, and how often something moved.
+        self.phase, self.moves = "", 0
         self._step = -1
         self._open = False
         self._start: Any = None  # where on the device's timeline the step before ended
@@ -144,8 +146,14 @@ class Phases:
             return
         if not self._open:
             raise RuntimeError(f"phase {phase!r} marked outside a step: call begin_step() first")
+        self.phase, self.moves = phase, self.moves + 1
         start = self._clock.stamp() if self._marks else self._start
         self._marks.append(_Mark(phase=phase, role=role, start=start))
+
+    @property
+    def step(self) -> int:
+        """The step that is open, or the last one."""
+        return self._step
 
     def end_step(self, *, tokens: int | None = None) -> None:
         if not self._enabled:

@@ -42,7 +42,7 @@ def _loop(training: Training) -> Outcome:
         # The state after `step` steps. Time spent on it here counts towards the step that follows.
         engine.begin_step(step)
 
-        # If a checkpoint can be resumed from here: evaluate, save, stop.
+        # If a checkpoint can be resumed from here: go back, evaluate, save, stop.
         if batches.resumable(step):
             stopped_by = _pause(training, step, since=paused)
             paused = step
@@ -72,6 +72,8 @@ def _loop(training: Training) -> Outcome:
         step += 1
 
     ledger.write(engine.finished(all=True))
+    if ledger.skips.cause:
+        raise ledger.skips.fatal("the run is over")
     if (left_out := training.facts.summary()) != training.left_out:  # a stream may have left out more since
         session.recorder.event(events.Notice(text=f"left out: {left_out}"))
     return _finish(training, step, stopped_by)
@@ -81,6 +83,10 @@ def _pause(training: Training, step: int, *, since: int) -> str:
     """Evaluates and saves what is due after `step` steps, `since` the last such pause. Returns why to stop, or ""."""
     settings, validation, saving = training.settings, training.validation, training.saving
     phases, session, stopped_by = training.engine.phases, training.session, ""
+    saving.poll()
+    if training.ledger.skips.cause:
+        phases.mark("save")
+        saving.roll_back(step)
     if any(validation.due(step, since=since)) and (step > training.start or training.start == 0):
         phases.mark("eval")
         stopped_by = validation.measure(step, since=since)
@@ -90,9 +96,9 @@ def _pause(training: Training, step: int, *, since: int) -> str:
     if training.ranks.any(bool(session.stop)):
         stopped_by = session.stop.signal.name if session.stop.signal else "SIGTERM"
     due = every(settings.save.every, step, since=since) or stopped_by.startswith("SIG")
-    if due and step > (saving.step or training.start):
+    if due and step > (saving.asked or training.start):
         phases.mark("save")
-        saving.save(step)
+        saving.save(step, wait=bool(stopped_by))
     return stopped_by
 
 
@@ -122,7 +128,8 @@ def _finish(training: Training, step: int, stopped_by: str) -> Outcome:
         stopped_by = validation.measure(step, last=True) or stopped_by
         if settings.save.best and validation.best:
             saving.save_best(step, **validation.best)
-    if saving.step != step and step > training.start and not saving.save(step):
+    saving.settle()
+    if saving.step != step and step > training.start and not saving.save(step, wait=True):
         kept = "nothing is saved" if saving.step is None else f"the last saved step is {saving.step}"
         raise RunFailed(
             f"the run stopped at step {step}, and its state could not be saved: {saving.failed}; {kept}. "

@@ -156,7 +156,8 @@ class RolloutBatches:
     def next(self, step: int) -> list[Batch]:
         phase, at = divmod(step, self.rl.steps_in_phase)
         if phase != self._phase:
-            self._updates = self._taught(phase) if phase < self.rl.teach else self._rolled_out(phase, step=step)
+            with self.engine.gathered():
+                self._updates = self._taught(phase) if phase < self.rl.teach else self._rolled_out(phase, step=step)
             self._phase = phase
         batches: list[Batch] = []
         for update in self._updates[at % self.rl.updates]:

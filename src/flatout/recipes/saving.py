@@ -1,22 +1,34 @@
-"""The state of a run: saved atomically on the first rank, restored by `--resume`."""
+"""The state of a run: copied in the step, written behind it and committed atomically; restored by `--resume`."""
 
 from __future__ import annotations
 
 import math
+import shutil
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
 
 from flatout import files
 from flatout.config.settings import Settings
 from flatout.data.tokenizer import FILES, Tokenizer
 from flatout.engine.checkpoint import MANIFEST, Checkpoint, Checkpoints, restore
+from flatout.engine.faults import MAX_ROLLBACKS
+from flatout.engine.pieces import Piece, Staging, on_host, pieces
 from flatout.engine.ranks import Ranks
 from flatout.engine.step import Engine
 from flatout.engine.trained import check_tokenizer, tokenizer_fingerprint
 from flatout.errors import EnvironmentLacks, RunFailed, UsageError
 from flatout.recipes.session import Ledger, Session, identity_of
 from flatout.record import events
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,17 +43,30 @@ class State:
     loss_scale_streak: float
     task_scores: list[float] = field(default_factory=list)
     base: str | None = None
+    rollbacks: int = 0
 
     @classmethod
     def of(cls, checkpoint: Checkpoint) -> State:
         """Raises BadFile for an impossible number: no run can resume from it."""
         source = checkpoint.folder / MANIFEST
         state = files.typed(cls, dict(checkpoint.state), source=source)
-        for name in ("tokens", "seconds", "saves", "loss_scale", "loss_scale_streak"):
+        for name in ("tokens", "seconds", "saves", "loss_scale", "loss_scale_streak", "rollbacks"):
             value = getattr(state, name)
             if not 0 <= value < math.inf or (name == "loss_scale" and not value):
                 raise files.BadFile(source, f"says {name}: {value}, which is impossible: remove that checkpoint")
         return state
+
+
+@dataclass(kw_only=True)
+class _Pending:
+    """A save in flight. A rank that writes nothing has no future."""
+
+    step: int
+    future: Future[Path] | None
+    began: float
+    blocked_s: float
+    best: Mapping[str, float] | None = None
+    told: bool = False
 
 
 class Saving:
@@ -84,7 +109,14 @@ class Saving:
             valid=valid,
         )
         self.step: int | None = None  # of the newest saved checkpoint
+        self.asked: int | None = None  # step of the last save, which may still be in flight
         self.failed = ""  # why the last save failed
+        self.behind = settings.save.behind
+        self._pending: _Pending | None = None
+        self._staging = Staging()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="save")
+        # A group of their own for the threads that save: the main threads use the others meanwhile.
+        self._group: Any = dist.new_group(backend="gloo") if engine.sharded else None
 
     def begin(self, tokenizer: Tokenizer, *, resume: bool) -> int:
         """Restores the state and returns the step to start with. Also saves the tokenizer in the run folder."""
@@ -137,55 +169,203 @@ class Saving:
         return checkpoint
 
     def _restore(self, checkpoint: Checkpoint) -> int:
-        engine, ledger, state = self.engine, self.ledger, State.of(checkpoint)
-        restore(checkpoint, model=engine.model, optimizer=engine.optimizer)
-        engine.scale.fill_(state.loss_scale)
-        engine.scale_streak.fill_(state.loss_scale_streak)
+        ledger, state = self.ledger, State.of(checkpoint)
+        self._load(checkpoint, state)
+        ledger.skips.rollbacks = state.rollbacks
         ledger.tokens, ledger.seconds, ledger.saves = state.tokens, state.seconds, state.saves
         ledger.val_losses, ledger.task_scores = state.val_losses, state.task_scores
         ledger.remember(self.session.run.latest_steps(), before_step=checkpoint.step)
         self.session.recorder.event(events.Resumed(step=checkpoint.step, checkpoint=checkpoint.folder.name))
-        self.step = checkpoint.step
+        self.step = self.asked = checkpoint.step
         return checkpoint.step
+
+    def _load(self, checkpoint: Checkpoint, state: State) -> None:
+        engine = self.engine
+        restore(checkpoint, model=engine.model, optimizer=engine.optimizer, ranks=self.ranks)
+        engine.scale.fill_(state.loss_scale)
+        engine.scale_streak.fill_(state.loss_scale_streak)
+
+    def roll_back(self, step: int) -> None:
+        """Loads the weights of the newest checkpoint and saves them as the state after `step` steps.
+
+        So a run that is killed now does not return to the data whose updates were skipped.
+        """
+        skips = self.ledger.skips
+        self.settle()
+        self.ledger.write(self.engine.finished(all=True))
+        if skips.rollbacks >= MAX_ROLLBACKS:
+            raise skips.fatal(f"it has done so {skips.rollbacks} times")
+        # One from before the first bad update, unless only later ones are kept: these hold the weights from before it.
+        checkpoint = self.checkpoints.latest(upto=skips.first)[0] or self.checkpoints.latest()[0]
+        if checkpoint is None or not checkpoint.resumable:
+            raise skips.fatal("there is none yet that holds weights and optimizer")
+        self.engine.forget()
+        self._load(checkpoint, State.of(checkpoint))
+        event = events.RolledBack(step=step, checkpoint=checkpoint.folder.name, cause=skips.cause)
+        self.session.recorder.event(event)
+        skips.gone_back()
+        self.save(step, wait=True)
 
     def save_best(self, step: int, **found: float) -> None:
         """Saves the best state so far, and keeps it."""
-        if (self.step == step or self.save(step)) and self.ranks.first:
-            try:
-                self.checkpoints.mark_best(step)
-            except OSError as error:
-                self.session.recorder.event(events.SaveFailed(step=step, error=str(error)))
-            else:
-                self.session.recorder.event(
-                    events.BestKept(step=step, val_loss=found.get("val_loss"), task_score=found.get("task_score"))
-                )
+        if self.asked != step:
+            self.save(step)
+        if self._pending is None:
+            if self.step == step:
+                self._keep_best(step, found)
+        else:
+            self._pending.best = found
 
-    def save(self, step: int) -> bool:
-        """Saves on the first rank while the others wait. A failure, as on a full disk, is reported and not fatal."""
-        engine, ledger = self.engine, self.ledger
-        ledger.write(engine.finished(all=True))
-        failed = False
-        if self.ranks.first:
-            state = State(
-                tokens=ledger.tokens,
-                seconds=ledger.seconds,
-                saves=ledger.saves + 1,
-                val_losses=ledger.val_losses,
-                task_scores=ledger.task_scores,
-                base=self.base,
-                loss_scale=engine.scale.item(),
-                loss_scale_streak=engine.scale_streak.item(),
+    def _keep_best(self, step: int, found: Mapping[str, float]) -> None:
+        if not self.ranks.first:
+            return
+        try:
+            self.checkpoints.mark_best(step)
+        except OSError as error:
+            self.session.recorder.event(events.SaveFailed(step=step, error=str(error)))
+        else:
+            self.session.recorder.event(
+                events.BestKept(step=step, val_loss=found.get("val_loss"), task_score=found.get("task_score"))
             )
-            optimizer = None if self.weights_only else engine.optimizer
+
+    def save(self, step: int, *, wait: bool = False) -> bool:
+        """Copies the state after `step` steps, and writes it behind the training unless it is told to `wait`.
+
+        One save is in flight at most. A failure, as on a full disk, is reported and not fatal. Returns whether the
+        state is saved, as far as it was waited for.
+        """
+        self.settle()
+        began, engine, ledger = time.perf_counter(), self.engine, self.ledger
+        ledger.write(engine.finished(all=True))
+        state = State(
+            tokens=ledger.tokens,
+            seconds=ledger.seconds,
+            saves=ledger.saves + 1,
+            val_losses=list(ledger.val_losses),
+            task_scores=list(ledger.task_scores),
+            base=self.base,
+            loss_scale=engine.scale.item(),
+            loss_scale_streak=engine.scale_streak.item(),
+            rollbacks=ledger.skips.rollbacks,
+        )
+        self.asked = step
+        writes = self.ranks.first or engine.sharded
+        groups, copied = self._copies() if writes else ({}, None)
+        write = self._writing(step, groups, copied, asdict(state))
+        future = self._thread.submit(write) if writes else None
+        self._pending = _Pending(step=step, future=future, began=began, blocked_s=time.perf_counter() - began)
+        return self.settle() if wait or not self.behind else True
+
+    def _copies(self) -> tuple[dict[str, dict[str, Piece]], Any]:
+        """Copies of this rank's tensors, and the event after which they are complete."""
+        engine = self.engine
+        optimizer = None if self.weights_only else engine.optimizer
+        groups = pieces(engine.model, optimizer, ranks=self.ranks)
+        if self.behind:
             try:
-                path = self.checkpoints.save(step, model=engine.model, optimizer=optimizer, state=asdict(state))
+                copies, copied = self._staging.take(groups)
+                engine.copied = copied
+                return copies, copied
+            except (torch.OutOfMemoryError, RuntimeError) as error:
+                self.behind, self._staging = False, Staging()
+                text = f"checkpoints are written while training waits: the host has no memory for a copy ({error})"
+                self.session.recorder.event(events.Notice(text=text))
+        return on_host(groups), None
+
+    def _writing(
+        self, step: int, groups: dict[str, dict[str, Piece]], copied: Any, state: dict[str, Any]
+    ) -> Callable[[], Path]:
+        """What the thread does. If the weights are sharded, all ranks write, and the first one commits."""
+        ranks, checkpoints, group = self.ranks, self.checkpoints, self._group
+
+        def told(value: Any) -> Any:
+            box = [value]
+            if group is not None:
+                dist.broadcast_object_list(box, src=0, group=group)
+            return box[0]
+
+        def attempt(action: Callable[[], T]) -> tuple[T | None, OSError | None]:
+            try:
+                return action(), None
             except OSError as error:
-                self.failed, failed = error.strerror or str(error), True
-                self.session.recorder.event(events.SaveFailed(step=step, error=str(error)))
-            else:
-                self.session.recorder.event(events.Saved(step=step, checkpoint=path.name))
-        if self.ranks.any(failed):
+                return None, error
+
+        def write() -> Path:
+            if copied is not None:
+                copied.synchronize()
+            final, error = attempt(lambda: checkpoints.begin(step)) if ranks.first else (None, None)
+            there = final is not None and final.exists()
+            partial = told(None if final is None else final if there else checkpoints.partial(final))
+            if partial is None:
+                raise error or OSError("the first rank could not write")
+            if told(there):
+                return Path(partial)
+            try:
+                facts, error = attempt(lambda: checkpoints.write(partial, groups))
+                every: list[Any] = [(facts, None if error is None else str(error))]
+                if group is not None:
+                    every = [None] * ranks.world
+                    dist.all_gather_object(every, (facts, None if error is None else str(error)), group=group)
+                if failed := next((text for _, text in every if text), None):
+                    raise error or OSError(failed)
+                merged = {name: known for found, _ in every for name, known in found.items()}
+                done, error = None, None
+                if ranks.first:
+                    assert final is not None
+                    done, error = attempt(
+                        lambda: checkpoints.commit(partial, final, written=merged, state=state, world=ranks.world)
+                    )
+                text = told(None if error is None else str(error))
+                if text:
+                    raise error or OSError(text)
+                return done or partial
+            except BaseException:
+                shutil.rmtree(partial, ignore_errors=True)
+                raise
+
+        return write
+
+    def poll(self) -> None:
+        """Reports a save that has ended meanwhile; never waits."""
+        if self._pending is not None and self._pending.future is not None and self._pending.future.done():
+            self._report(self._pending)
+
+    def settle(self) -> bool:
+        """Waits on all ranks until the save in flight has ended. Returns whether it succeeded."""
+        pending, self._pending = self._pending, None
+        if pending is None:
+            return not self.failed
+        self.failed = ""
+        if pending.future is not None:
+            self._report(pending)
+        if self.ranks.any(bool(self.failed)):
+            self.failed = self.failed or "another rank could not save"
             return False
-        ledger.saves += 1
-        self.step = step
+        self.ledger.saves += 1
+        self.step = pending.step
+        if pending.best is not None:
+            self._keep_best(pending.step, pending.best)
         return True
+
+    def _report(self, pending: _Pending) -> None:
+        """Records how a save ended, once."""
+        assert pending.future is not None
+        error = pending.future.exception()
+        if error is not None and not isinstance(error, OSError):
+            raise error
+        if error is not None:
+            self.failed = error.strerror or str(error)
+        if pending.told or not self.ranks.first:
+            return
+        pending.told = True
+        if error is not None:
+            self.session.recorder.event(events.SaveFailed(step=pending.step, error=str(error)))
+            return
+        self.session.recorder.event(
+            events.Saved(
+                step=pending.step,
+                checkpoint=pending.future.result().name,
+                seconds=time.perf_counter() - pending.began,
+                blocked_s=pending.blocked_s,
+            )
+        )

@@ -24,7 +24,7 @@ from flatout.engine.resolve import Active
 from flatout.engine.step import StepFacts
 from flatout.files import inside
 from flatout.plan import Plan, compile_break_even
-from flatout.probe import Monitor, describe
+from flatout.probe import Monitor, describe, launched
 from flatout.record import WARM_STEPS, Outcome, Recorder, Run, Sink, StepExtra, StepRecord, redacted
 from flatout.record.events import Compiled, Notice, UpdateSkipped
 from flatout.verdict import LossTrend, Speedometer, reward_ends
@@ -42,9 +42,11 @@ class Session:
 
 
 def begun(folder: Path, ranks: Ranks, *, resume: bool) -> bool:
-    """Whether there is a run to resume. A run that was killed while its folder was being created starts again."""
-    half_made = resume and ranks.first and Run.is_half_made(folder)
-    return resume and not ranks.any(half_made)
+    """Whether there is a run to resume: as asked, or because a launcher restarted this job.
+
+    A run that was killed while its folder was being created starts again.
+    """
+    return ranks.any(ranks.first and (resume or launched.continues(folder)) and not Run.is_half_made(folder))
 
 
 @contextmanager

@@ -24,7 +24,9 @@ from flatout.engine.objective import CrossEntropy
 from flatout.engine.prepare import prepare
 from flatout.engine.ranks import Ranks, from_environment, joined
 from flatout.engine.resolve import Active, check_build, resolve
+from flatout.engine.sharding import shard
 from flatout.engine.step import Engine
+from flatout.engine.watchdog import Watchdog
 from flatout.errors import FlatoutError, UsageError
 from flatout.hardware import Hardware, detect, with_cpu_facts
 from flatout.model import Critic, Decoder, Model, load_adapted, load_model, peft
@@ -109,6 +111,9 @@ def set_up(
         elif not resume:
             session.run.replan(plan.to_json())
 
+        hang_s = settings.train.hang_s
+        watchdog = stack.enter_context(Watchdog(session.run, session.recorder, ranks, hang_s=hang_s))
+
         # The engine, with the fastest micro-batch.
         for process in compiling:
             process.join()
@@ -139,6 +144,7 @@ def set_up(
         batches = stack.enter_context(source)
         held_out = material.held_out(ranks, batches.micro_batch)
         questions = Questions.of(settings, engine, session, ranks, facts.tokenizer)
+        watchdog.phases = engine.phases
         profile = stack.enter_context(Profile(settings.profile.steps if ranks.first else None, session=session))
         yield Training(
             settings=settings,
@@ -282,7 +288,10 @@ def build_engine(
     def note(text: str) -> None:
         session.recorder.event(events.Notice(text=text))
 
-    model = build_model(settings, plan, active, note=note)
+    sharded = plan.decisions.sharding == "full"
+    # Built on the host, so that the device never holds more than its shards and one block.
+    home = replace(active, device=torch.device("cpu")) if sharded else active
+    model = build_model(settings, plan, home, note=note)
     material.equip(model)
     chunk, recompute = plan.decisions.loss_chunk, plan.decisions.recompute
     head_loss, eight = prepare(model, active=active, recompute=recompute, loss_chunk=chunk)
@@ -290,13 +299,15 @@ def build_engine(
         why = f"the head of this model caps its logits at {model.cap:g}"
         raise UsageError(f"recipe {settings.recipe} needs plain logits, but {why}; use sft")
     if material.critic is not None:
-        trunk = build_model(settings, plan, active, note=note) if material.critic == "own" else None
+        trunk = build_model(settings, plan, home, note=note) if material.critic == "own" else None
         if trunk is not None:
             prepare(trunk, active=replace(active, fp8=False), recompute=recompute, loss_chunk=chunk)
         model.critic = critic_of(model, trunk)
+    if sharded:
+        shard(model, active=active, ranks=ranks)
     return Engine(
         model=model,
-        optimizer=adamw(model, settings.train, fused=active.fused_optimizer),
+        optimizer=adamw(model, settings.train, fused=active.fused_optimizer or sharded),
         schedule=schedule(settings.train, total_steps=total_steps, first=settings.rl.taught_first),
         active=active,
         ranks=ranks,
@@ -367,6 +378,8 @@ def with_found_micro_batch(
     """The plan with the fastest micro-batch on this device, unless it was pinned or there is no GPU."""
     pins = plan.job.pins
     if pins.micro_batch or pins.accumulation or engine.active.device.type != "cuda":
+        return plan
+    if engine.sharded:  # ranks cannot agree to skip a size that does not fit one of them
         return plan
     key, folder = search.key_of(plan), cache / "micro-batch"
     known = search.remembered(folder, key) if ranks.first else None

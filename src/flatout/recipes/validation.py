@@ -94,7 +94,8 @@ class Validation:
             self.ledger.val_losses.append(loss)
             self.session.recorder.event(Evaluated(step=step, val_loss=loss))
         if by_tasks and self.questions is not None:
-            self.tasks_step, score = step, self.questions.ask(step)
+            with self.engine.gathered():
+                self.tasks_step, score = step, self.questions.ask(step)
             if score is not None:
                 self.ledger.task_scores.append(score)
         judged = by_tasks if self.by_tasks else by_loss

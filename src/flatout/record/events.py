@@ -304,6 +304,8 @@ class TasksScored(Event, kind="tasks"):
 @dataclass(frozen=True, kw_only=True)
 class Saved(Event, kind="save"):
     checkpoint: str
+    seconds: Finite | None = None  # from the copy to the moved pointer
+    blocked_s: Finite | None = None  # in which training waited for the copy
 
     def sentence(self) -> str:
         return f"saved {self.checkpoint}"
@@ -346,6 +348,36 @@ class UpdateSkipped(Event, kind="skipped"):
 
     def sentence(self) -> str:
         return f"update skipped: loss {self.loss}, gradient norm {self.grad_norm}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolledBack(Event, kind="rollback"):
+    """The weights went back to a checkpoint; the data since then is passed over."""
+
+    checkpoint: str
+    cause: Scalar = None
+
+    def sentence(self) -> str:
+        back = f"went back to the weights of {self.checkpoint} and passes over the data up to step {self.step}"
+        return f"{back}: {self.cause or 'the reason was not recorded'}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hung(Event, kind="hang"):
+    """Nothing moved for too long: a rank that does not answer, or one that the others wait for."""
+
+    rank: Count
+    phase: str
+    seconds: Finite
+    silent: bool
+    stacks: str = ""
+
+    def sentence(self) -> str:
+        where = f"phase {self.phase} of step {self.step if self.step is not None else 'n/a'}"
+        what = f"no progress for {self.seconds:.0f} s: rank {self.rank} is stuck in {where}"
+        if self.silent:
+            what = f"rank {self.rank} has not answered for {self.seconds:.0f} s, last seen in {where}: stopped or gone"
+        return what + (f". Stacks of the other ranks: {self.stacks}" if self.stacks else "")
 
 
 @dataclass(frozen=True, kw_only=True)

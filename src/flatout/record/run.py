@@ -393,6 +393,10 @@ class Run:
     def trackers_dir(self) -> Path:
         return self._at("trackers")
 
+    def stacks_path(self, rank: int) -> Path:
+        """Where a rank writes the stacks of its threads when the run hangs."""
+        return self._at(f"stacks-rank{rank:05d}.txt")
+
     @property
     def report_path(self) -> Path:
         return self._at(_REPORT)

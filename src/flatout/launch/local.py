@@ -1,0 +1,160 @@
+"""Runs the ranks of a job as processes of this machine, restarts them from the last checkpoint, and ends with them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import FrameType
+
+from flatout.launch.job import FINAL, Job, exit_code_of
+
+POLL_S = 0.05
+# Once a rank has failed, the others have this long to notice and to say what they know.
+GRACE_S = 5.0
+# The lines that are shown of the rank that failed first.
+TAIL = 40
+# In the message of a rank that ended only because another did.
+FOLLOWED = "lost the connection to another rank"
+
+
+@dataclass(kw_only=True)
+class Rank:
+    """A process of the job, and the last lines that it wrote to stderr."""
+
+    number: int
+    process: subprocess.Popen[bytes]
+    lines: deque[str] = field(default_factory=lambda: deque(maxlen=TAIL))
+    reader: threading.Thread | None = None
+
+    def read(self, *, shown: bool) -> None:
+        assert self.process.stderr is not None
+        for line in self.process.stderr:
+            text = line.decode(errors="replace")
+            self.lines.append(text)
+            if shown:
+                sys.stderr.write(text)
+                sys.stderr.flush()
+
+
+def run(job: Job) -> int:
+    """Runs the job to its end and returns its exit code."""
+    code = 0
+    for restart in range(job.restarts + 1):
+        with _forwarded() as stop:
+            if restart and stop.number is None:
+                sys.stderr.write(f"restart {restart} of {job.restarts}, from the last checkpoint\n")
+            code = _attempt(job, restart=restart, stop=stop)
+        if code in FINAL or stop.number is not None:
+            break
+    return code
+
+
+def _attempt(job: Job, *, restart: int, stop: _Stop) -> int:
+    environment = job.environment(restart=restart) | {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+        "LOCAL_WORLD_SIZE": str(job.ranks),
+    }
+    ranks: list[Rank] = []
+    try:
+        for number in range(job.world):
+            own = {"RANK": str(number), "LOCAL_RANK": str(number)}
+            ranks.append(_started(job.command, {**os.environ, **environment, **own}, number=number))
+            stop.ranks = ranks
+        failed = _wait(ranks)
+    finally:
+        for rank in ranks:
+            if rank.process.poll() is None:
+                rank.process.kill()
+    for rank in ranks:
+        rank.process.wait()
+        if rank.reader is not None:
+            rank.reader.join(GRACE_S)
+    code = exit_code_of([rank.process.returncode for rank in ranks])
+    if code not in FINAL:
+        sys.stderr.write(explained(failed))
+    return code
+
+
+def _started(command: Sequence[str], environment: Mapping[str, str], *, number: int) -> Rank:
+    """A rank in a session of its own: Ctrl-C reaches it only through the launcher."""
+    process = subprocess.Popen(
+        command,
+        env=dict(environment),
+        stdout=None if number == 0 else subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+    )
+    rank = Rank(number=number, process=process)
+    rank.reader = threading.Thread(target=rank.read, kwargs={"shown": number == 0}, daemon=True)
+    rank.reader.start()
+    return rank
+
+
+def _wait(ranks: Sequence[Rank]) -> list[Rank]:
+    """Waits for all ranks. Once one has failed, ends the others after a while. Returns those that failed, in order."""
+    failed: list[Rank] = []
+    until = float("inf")
+    while running := [rank for rank in ranks if rank.process.poll() is None]:
+        failed += [rank for rank in ranks if rank not in failed and rank.process.returncode not in (None, 0)]
+        if failed and until == float("inf"):
+            until = time.monotonic() + GRACE_S
+        if time.monotonic() > until:
+            for rank in running:
+                rank.process.kill()  # also ends a rank that is stopped
+        time.sleep(POLL_S)
+    return failed + [rank for rank in ranks if rank not in failed and rank.process.returncode != 0]
+
+
+def explained(failed: Sequence[Rank]) -> str:
+    """Which rank failed first and how, its last lines at the end."""
+    by_itself = [rank for rank in failed if not any(FOLLOWED in line for line in rank.lines)]
+    first = (by_itself or list(failed))[0]
+    code = first.process.returncode
+    how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"failed with exit code {code}"
+    return f"rank {first.number} {how} first\n" + "".join(first.lines)
+
+
+class _Stop:
+    """The signal that ended the job, if any, and the ranks that it was passed on to."""
+
+    def __init__(self) -> None:
+        self.number: int | None = None
+        self.ranks: list[Rank] = []
+
+    def handle(self, number: int, _frame: FrameType | None) -> None:
+        again = self.number is not None
+        self.number = number
+        if again and number != signal.SIGINT:
+            return  # they are saving
+        for rank in self.ranks:
+            if rank.process.poll() is None:
+                rank.process.send_signal(signal.SIGINT if number == signal.SIGINT else signal.SIGTERM)
+
+
+@contextmanager
+def _forwarded() -> Iterator[_Stop]:
+    stop = _Stop()
+    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
+    before = {n: signal.signal(n, stop.handle) for n in numbers if signal.getsignal(n) is not signal.SIG_IGN}
+    try:
+        yield stop
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port: int = free.getsockname()[1]
+        return port

@@ -1,0 +1,190 @@
+"""Runs the ranks of a job in Ray actors, which place them; each actor runs one rank process and ends with it.
+
+Plain actors are used instead of Ray's own trainer: they start ten times as fast, and a death is seen in a second.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from flatout.errors import EnvironmentLacks, RunFailed
+from flatout.launch.job import FINAL, Job, exit_code_of
+from flatout.launch.local import GRACE_S, TAIL
+from flatout.tasks.workers import GRADERS, RAY
+
+# Longer than Ray needs to place an actor where there is room for it.
+PLACED_S = 60.0
+POLL_S = 0.2
+
+
+def run(job: Job, *, cpus: int) -> int:
+    """Runs the job on the Ray cluster in RAY_ADDRESS, or on one that is started on this machine."""
+    try:
+        import ray
+    except ImportError:
+        raise EnvironmentLacks("--on ray needs Ray: pip install 'flatout[ray]', or use --on torchrun") from None
+    code = 0
+    with _cluster(ray, job, cpus=cpus), _stop_requests() as stops:
+        for restart in range(job.restarts + 1):
+            if restart:
+                sys.stderr.write(f"restart {restart} of {job.restarts}, from the last checkpoint\n")
+            code = _attempt(ray, job, cpus=cpus, restart=restart, stops=stops)
+            if code in FINAL or stops:
+                break
+    return code
+
+
+@contextmanager
+def _cluster(ray: Any, job: Job, *, cpus: int) -> Iterator[None]:
+    """Connects to the named cluster, or starts one whose token only this user can read, without a dashboard."""
+    address = os.environ.get("RAY_ADDRESS")
+    with tempfile.TemporaryDirectory(prefix="flatout-ray-") as folder:  # short: a socket's path has at most 107 bytes
+        options: dict[str, Any] = (
+            {"address": address} if address else {"num_cpus": job.world * cpus, "_temp_dir": folder}
+        )
+        if not address:
+            token = Path(folder) / "token"
+            with os.fdopen(os.open(token, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+                file.write(secrets.token_hex(32))
+            os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token)}
+            options["include_dashboard"] = False
+        try:
+            ray.init(log_to_driver=False, configure_logging=False, **options)
+        except (ConnectionError, RuntimeError, TimeoutError) as error:
+            where = f"no Ray cluster answers at {address}" if address else "Ray did not start on this machine"
+            raise EnvironmentLacks(
+                f"{where}: {str(error).splitlines()[0]}. `ray stop` ends a stale cluster, `ray status` shows one that "
+                "runs, and without RAY_ADDRESS a private one is started"
+            ) from None
+        try:
+            yield
+        finally:
+            ray.shutdown()
+
+
+@contextmanager
+def _stop_requests() -> Iterator[list[int]]:
+    """Signals to this process, in order; the ranks are told about the first."""
+    stops: list[int] = []
+    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
+    before = {n: signal.signal(n, lambda number, _frame: stops.append(number)) for n in numbers}
+    try:
+        yield stops
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+class Actor:
+    """One rank's process, on the machine where Ray placed this actor."""
+
+    def __init__(self) -> None:
+        self.process: subprocess.Popen[bytes] | None = None
+        self.said = tempfile.TemporaryFile()  # noqa: SIM115 - it lives as long as the actor
+
+    def address(self) -> tuple[str, int]:
+        """Where this machine is reached, and a free port on it."""
+        from ray.util import get_node_ip_address
+
+        host: str = get_node_ip_address()
+        with socket.socket() as free:
+            free.bind(("", 0))
+            return host, free.getsockname()[1]
+
+    def start(self, command: list[str], environment: dict[str, str], folder: str) -> int:
+        self.process = subprocess.Popen(
+            command,
+            env={**os.environ, **environment},
+            cwd=folder,
+            stdout=self.said,
+            stderr=self.said,
+        )
+        return self.process.pid
+
+    def code(self) -> int | None:
+        """The exit code; None while it runs."""
+        assert self.process is not None
+        return self.process.poll()
+
+    def tail(self) -> str:
+        """The last lines that the rank wrote."""
+        self.said.seek(0)
+        return "\n".join(self.said.read().decode(errors="replace").splitlines()[-TAIL:]) + "\n"
+
+    def stop(self, number: int) -> None:
+        if self.process is not None and self.process.poll() is None:
+            self.process.send_signal(number)
+
+    def kill(self) -> None:
+        if self.process is not None and self.process.poll() is None:
+            self.process.kill()
+
+
+def _attempt(ray: Any, job: Job, *, cpus: int, restart: int, stops: list[int]) -> int:
+    lost = ray.exceptions.RayActorError
+    kind = ray.remote(Actor)
+    gpus = {"num_gpus": 1} if ray.cluster_resources().get("GPU") else {}
+    actors = [kind.options(num_cpus=cpus, max_restarts=0, **gpus).remote() for _ in range(job.world)]
+    try:
+        try:
+            host, port = ray.get(actors[0].address.remote(), timeout=PLACED_S)
+            ray.get([actor.address.remote() for actor in actors], timeout=PLACED_S)
+        except ray.exceptions.GetTimeoutError:
+            raise EnvironmentLacks(
+                f"Ray found no room for {job.world} ranks of {cpus} CPUs within {PLACED_S:.0f} s: `ray status` shows "
+                "what is in use; ask for fewer --ranks or --cpus"
+            ) from None
+        shared = job.environment(restart=restart) | {"MASTER_ADDR": host, "MASTER_PORT": str(port)}
+        shared |= {GRADERS: "ray", "RAY_ADDRESS": ray.get_runtime_context().gcs_address}
+        shared |= {name: os.environ[name] for name in RAY if name in os.environ and name not in shared}
+        codes: list[int | None] = [None] * job.world
+        gone = [False] * job.world
+        for rank, actor in enumerate(actors):
+            own = {"RANK": str(rank), "LOCAL_RANK": "0"}
+            ray.get(actor.start.remote(job.command, shared | own, str(Path.cwd())))
+        first, told, until = None, False, float("inf")
+        while any(code is None for code in codes):
+            time.sleep(POLL_S)
+            for rank, actor in enumerate(actors):
+                if codes[rank] is None:
+                    try:
+                        codes[rank] = ray.get(actor.code.remote())
+                    except lost:
+                        codes[rank], gone[rank] = -signal.SIGKILL, True
+                    if codes[rank] not in (None, 0) and first is None:
+                        first, until = rank, time.monotonic() + GRACE_S
+            if stops and not told:
+                told = True
+                for actor in actors:
+                    actor.stop.remote(signal.SIGINT if stops[0] == signal.SIGINT else signal.SIGTERM)
+            if time.monotonic() > until and not told:
+                for actor in actors:
+                    actor.kill.remote()
+        code = exit_code_of([RunFailed.exit_code if one is None else one for one in codes])
+        if any(gone) and not stops:
+            code = RunFailed.exit_code  # the ranks stopped only because an actor was gone
+        _show(ray, actors, first if code not in FINAL else 0, lost=lost)
+        return code
+    finally:
+        for actor in actors:
+            ray.kill(actor)
+
+
+def _show(ray: Any, actors: list[Any], rank: int | None, *, lost: type[Exception]) -> None:
+    """What a rank printed last; a rank whose actor is gone left nothing."""
+    number = rank or 0
+    try:
+        sys.stderr.write(ray.get(actors[number].tail.remote()))
+    except lost:
+        sys.stderr.write(f"rank {number} was killed first, with its actor\n")
