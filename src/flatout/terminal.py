@@ -20,7 +20,8 @@ from rich.table import Table
 from rich.text import Text
 
 from flatout.cost import Rates
-from flatout.hardware import Hardware, Measured
+from flatout.hardware import Hardware, Measured, amd_here
+from flatout.hardware.table import NO_AMD
 from flatout.plan import Decisions
 from flatout.plan.decisions import PINNED
 from flatout.record import WARM_STEPS, Event, StepRecord, events
@@ -89,7 +90,7 @@ def plan_tables(plan: Mapping[str, Any], *, verbose: bool = False) -> list[Table
 def hardware_table(hardware: Hardware) -> Table:
     rows = table("Hardware", "what", "value")
     if hardware.gpu is None and hardware.sm is None:
-        rows.add_row("GPU", "none: everything runs on the CPU")
+        rows.add_row("GPU", f"AMD: {NO_AMD}" if amd_here() else "none: everything runs on the CPU")
     else:
         known = hardware.gpu or hardware.name or "unknown"
         rows.add_row("GPU", f"{hardware.num_gpus} x {escape(known)}")
@@ -128,7 +129,7 @@ def selftest_table(checks: list[dict[str, Any]]) -> Table:
     for check in checks:
         usable = "[green]yes[/]" if check["usable"] else "[red]no[/]"
         difference = "n/a" if check["difference"] is None else f"{check['difference']:.1e}"
-        speedup = number(check["speedup"])
+        speedup = number(check["speedup"]) + (", noise" if check.get("noise") else "")
         rows.add_row(check["path"], check["against"], usable, difference, speedup, escape(check["reason"]))
     return rows
 

@@ -242,3 +242,23 @@ def test_another_function_in_the_same_place_is_found(monkeypatch: pytest.MonkeyP
     with pytest.raises(UsageError, match="differs from the plain one by"):
         flatout.accelerate(model)
     assert not any(hasattr(part, "_flatout") for part in model.modules()), "nothing is left changed"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("autocast", [False, True], ids=["bf16", "autocast"])
+def test_the_kernels_on_a_gpu(family: str, autocast: bool) -> None:
+    model = made(family).cuda().train()
+    model = model if autocast else model.to(torch.bfloat16)
+    ids = tokens(batch=4, length=48).cuda()
+    exact_loss, exact = gradients(copy.deepcopy(model).float(), input_ids=ids, labels=ids)
+    with torch.autocast("cuda", dtype=torch.bfloat16, enabled=autocast):
+        _, plain = gradients(model, input_ids=ids, labels=ids)
+        found = flatout.accelerate(model)
+        loss, fused = gradients(model, input_ids=ids, labels=ids)
+    assert found.why_not == {}
+    assert all("(kernels)" in line for line in found.changed), found.changed
+    assert abs(loss - exact_loss) < 5e-2
+    for name, gradient in exact.items():
+        allowed = 2 * float((plain[name].float() - gradient).norm()) + 2e-2 * float(gradient.norm())
+        assert float((fused[name].float() - gradient).norm()) <= allowed, name

@@ -415,6 +415,8 @@ class LogSettings:
     every: int = setting(10, "steps between printed lines if the output is not a terminal", gt=0)
     tensorboard: bool = setting(False, "also write TensorBoard event files into the run folder")
     wandb: Literal["off", "offline", "online"] = setting("off", "also write to Weights & Biases")
+    trackio: bool = setting(False, "also write to Trackio, on this machine")
+    mlflow: bool = setting(False, "also write to MLflow: MLFLOW_TRACKING_URI, or files in the run folder")
     project: str = setting("flatout", "project name for trackers")
     name: str | None = setting(None, "run name for trackers (default: recipe and time)")
 

@@ -65,17 +65,25 @@ class Paths:
     def __init__(self, shape: ModelShape) -> None:
         self.shape = shape
         self._problems: dict[tuple[str, torch.device, torch.dtype], str | None] = {}
+        self._angles: tuple[Tensor, tuple[int, ...], tuple[Tensor, Tensor]] | None = None
 
     def problem(self, name: str, device: torch.device, dtype: torch.dtype) -> str | None:
         """Why the kernel does not run there."""
         key = (name, device, dtype)
         if key not in self._problems:
-            with torch.enable_grad():
+            with torch.inference_mode(False), torch.enable_grad():
                 found = no_triton(device) or try_kernel(name, shape=self.shape, dtype=dtype, device=device)
             self._problems[key] = found
             if found and device.type == "cuda":
                 warnings.warn(f"flatout.accelerate: the {name} kernel does not run here: {found}", stacklevel=2)
         return self._problems[key]
+
+    def angles(self, cos: Tensor, sin: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """`_flat` once for all layers of a pass, which get the same tensors."""
+        size = tuple(hidden.shape[:2])
+        if self._angles is None or self._angles[0] is not cos or self._angles[1] != size:
+            self._angles = (cos, size, _flat(cos, sin, hidden))
+        return self._angles[2]
 
     def fused(self, name: str, x: Tensor, dtype: torch.dtype) -> bool:
         return self.problem(name, x.device, dtype) is None
@@ -398,7 +406,7 @@ def _qkv(attention: Any, x_BTC: Tensor, angles: tuple[Tensor, Tensor], norm: Any
     weight, bias = _joined(linears, "weight"), _joined(linears, "bias")
     assert weight is not None
     q_norm, k_norm = (attention.q_norm.weight, attention.k_norm.weight) if shape.qk_norm else (None, None)
-    cos, sin = _flat(*angles, x_BTC)
+    cos, sin = fused.paths.angles(*angles, x_BTC)
     x_NC = x_BTC.flatten(0, 1).contiguous()
     with torch.autocast(x_NC.device.type, enabled=False):
         if fused.paths.fused("qkv", x_NC, dtype):

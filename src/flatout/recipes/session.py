@@ -65,7 +65,10 @@ def open_session(
         with ranks.first_leads():
             if ranks.first:
                 restarted, changed = not resume and Run.is_half_made(folder), {}
-                trackers.check(tensorboard=settings.log.tensorboard, wandb=settings.log.wandb != "off")
+                log = settings.log
+                trackers.check(
+                    tensorboard=log.tensorboard, wandb=log.wandb != "off", trackio=log.trackio, mlflow=log.mlflow
+                )
                 if resume:
                     run = Run.open(folder)
                     stack.enter_context(run.lock())
@@ -127,6 +130,11 @@ def _trackers(settings: Settings, run: Run, plan: Plan, config: Mapping[str, Any
         yield trackers.wandb(
             log.wandb, project=log.project, name=name, folder=run.trackers_dir, config=config, rates=plan.rates
         )
+    shared: dict[str, Any] = {"project": log.project, "name": name, "config": config, "rates": plan.rates}
+    if log.trackio:
+        yield trackers.trackio(**shared)
+    if log.mlflow:
+        yield trackers.mlflow(folder=inside(run.trackers_dir / "mlflow", run.path), **shared)
 
 
 class Ledger:

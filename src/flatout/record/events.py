@@ -230,9 +230,8 @@ class Ended(Event, kind="end"):
 
     def sentence(self) -> str:
         met = [verdict.met for verdict in self.verdicts]
-        return f"ended by {self.outcome.stopped_by}" + (
-            f", {met.count(True)} of {len(met)} criteria met" if met else ""
-        )
+        end = "ended" if self.outcome.stopped_by == "end" else f"ended by {self.outcome.stopped_by}"
+        return end + (f", {met.count(True)} of {len(met)} criteria met" if met else "")
 
 
 # -- measurements and checkpoints
