@@ -142,7 +142,7 @@ def test_acceleration_is_measured_on_a_tiny_shape(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     root, to = Path(__file__).parents[1], tmp_path / "found.jsonl"
     options = ["--shape", "tiny", "--steps", "2", "--warm", "1", "--batch", "2", "--length", "16", "--repeats", "1"]
-    command = [sys.executable, "-m", "benchmarks.accelerate", *options, "--weights", "fp32", "--to", str(to)]
+    command = [sys.executable, "-m", "benchmarks.accelerated", *options, "--weights", "fp32", "--to", str(to)]
     environment = {**os.environ, "TRITON_INTERPRET": "0", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=True, env=environment)
     found = {(row.variant, row.metric): row.value for row in read(to)}

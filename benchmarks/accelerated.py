@@ -1,12 +1,13 @@
 """A transformers Llama in a plain loop: as it is, with `flatout.accelerate`, and with Liger's patch if it is installed.
 
-    python -m benchmarks.accelerate --repeats 3
-    python -m benchmarks.accelerate --shape tiny --steps 4 --warm 1 --batch 2 --length 32    # on a CPU
+    python -m benchmarks.accelerated --repeats 3
+    python -m benchmarks.accelerated --shape tiny --steps 4 --warm 1 --batch 2 --length 32    # on a CPU
 
 Each variant runs in a process of its own, because a patch may change classes for all models; repeats are interleaved.
 The loop is the same for all: forward with labels, backward, fused AdamW, the same random tokens. `--weights bf16` holds
 all in bf16; `fp32` runs under autocast, as the Trainer does with `bf16=True`. The last loss is printed, so that a
-variant that computes something else shows.
+variant that computes something else shows. The module is not called `accelerate`: scripts beside it would import it
+instead of the package.
 """
 
 from __future__ import annotations
@@ -90,7 +91,7 @@ def one(variant: str, options: argparse.Namespace) -> dict[str, float]:
 def measured(variant: str, options: argparse.Namespace) -> dict[str, float] | None:
     """The figures of one run in a process of its own; None, with its last output printed, if it failed."""
     kept = [f"--{name}={getattr(options, name)}" for name in ("shape", "steps", "warm", "batch", "length", "weights")]
-    command = [sys.executable, "-m", "benchmarks.accelerate", "--one", variant, *kept]
+    command = [sys.executable, "-m", "benchmarks.accelerated", "--one", variant, *kept]
     done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[1])
     if done.returncode:
         print(f"{variant}: {done.stderr[-600:]}", flush=True)
