@@ -131,7 +131,7 @@ def _cell(result: Result | None) -> str:
 def command_line(arguments: Sequence[str]) -> str:
     """The command that measures this again, without the folders of files."""
     kept = [Path(a).name if os.sep in a and Path(a).exists() else a for a in arguments[1:]]
-    for where in ("--to", "--tables"):
+    for where in ("--to", "--tables", "--keep"):
         if where in kept:
             del kept[kept.index(where) : kept.index(where) + 2]
     return " ".join([f"python -m benchmarks.{Path(arguments[0]).stem}", *kept])

@@ -27,7 +27,7 @@ from flatout.record import Run
 from flatout.record.events import RolloutsGraded
 
 # PPO trains its critic first. The critic is on the policy's trunk: a larger value loss overwrites what was taught.
-ALGORITHMS = {"grpo": [], "ppo": ["rl.critic_warmup=15", "rl.value_weight=0.1", "rl.gae_lambda=1.0"]}
+ALGORITHMS = {"grpo": [], "ppo": ["rl.critic_warmup=8", "rl.value_weight=0.1", "rl.gae_lambda=1.0"]}
 PHASES = 8
 # The normal quantile of a 95 % interval.
 Z = 1.96

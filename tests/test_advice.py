@@ -23,10 +23,14 @@ NEEDS = {
     "lora": ["recipe=sft", "data.source=jsonl", "data.path=rows.jsonl", "lora.rank=8"],
     "rft": ["recipe=rft", "rft.task=units:train", "rft.teach=units:train"],
     "save": ["eval.every=5"],
+    "dpo": ["recipe=dpo", "data.path=rows.jsonl"],
+    "data.as_chat": ["recipe=sft", "data.path=rows.jsonl"],
 }
 LIKE = {"DIR": "folder", "FILE": "file", "N": "2"}
 # Keys in front of a message about their value, which is no advice to write that word.
-PROSE = re.compile(r"(the|a|an|not|no|it|its|is|this|with|of|for|at|as|in|one|needs|only|must|leave)\b")
+PROSE = re.compile(
+    r"(the|a|an|not|no|it|its|is|this|with|of|for|at|as|in|one|needs|only|must|leave|item|there|adapter)\b"
+)
 
 
 def texts(tree: ast.AST) -> Iterator[str]:
@@ -61,4 +65,5 @@ def test_there_is_advice_to_check() -> None:
 @pytest.mark.parametrize("setting", FOUND)
 def test_the_loader_takes_what_a_message_advises(setting: str) -> None:
     base = ["model.layers=1", "model.hidden=64", "model.heads=1", "train.steps=100"]
-    load(None, overrides=[*base, *NEEDS.get(setting.partition(".")[0], ()), setting], environ={})
+    section, key = setting.partition(".")[0], setting.partition("=")[0]
+    load(None, overrides=[*base, *NEEDS.get(key, NEEDS.get(section, ())), setting], environ={})

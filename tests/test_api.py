@@ -31,7 +31,7 @@ def test_every_block_of_the_page_runs(block: str, tmp_path: Path, monkeypatch: p
 def test_the_page_has_a_block_for_every_function() -> None:
     text = "\n".join(BLOCKS) + (ROOT / "docs" / "python.md").read_text()
     for name in flatout.__all__:
-        assert name == "__version__" or f"flatout.{name}(" in text, name
+        assert name == "__version__" or f"flatout.{name}(" in text or f"flatout.{name}." in text, name
 
 
 def test_importing_needs_no_torch() -> None:
@@ -75,6 +75,10 @@ from flatout.plan import Plan
 plan: Plan = flatout.plan({}, on="A100-80GB")
 loss: torch.Tensor = flatout.linear_cross_entropy(torch.zeros(1), torch.zeros(1), torch.zeros(1), reduction="sum")
 bins: list[list[int]] = flatout.pack([1], capacity=2)
+changed: tuple[str, ...] = flatout.accelerate(torch.nn.Linear(1, 1)).changed
+with flatout.Meter("runs/mine", torch.nn.Linear(1, 1)) as meter:
+    meter.step(tokens=1, loss=loss)
+callback: flatout.hf.Callback = flatout.hf.Callback("runs/mine")
 reveal_type(flatout.train("c.yaml").steps)
 """
 

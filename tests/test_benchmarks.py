@@ -170,3 +170,20 @@ def test_the_memory_of_one_of_eight_ranks_is_as_planned(changes: dict[str, Any])
     assert done.returncode == 0, done.stderr
     held, predicted = map(float, done.stdout.split())
     assert predicted == pytest.approx(held, rel=0.1)
+
+
+@pytest.mark.slow
+def test_acceleration_is_measured_on_a_tiny_shape(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    root, to = Path(__file__).parents[1], tmp_path / "found.jsonl"
+    options = ["--shape", "tiny", "--steps", "2", "--warm", "1", "--batch", "2", "--length", "16", "--repeats", "1"]
+    command = [sys.executable, "-m", "benchmarks.accelerated", *options, "--weights", "fp32", "--to", str(to)]
+    environment = {**os.environ, "TRITON_INTERPRET": "0", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=True, env=environment)
+    found = {(row.variant, row.metric): row.value for row in read(to)}
+    assert {variant for variant, _ in found} >= {"transformers", "flatout"}
+    assert all(value > 0 for (_, metric), value in found.items() if metric == "tokens_per_s")
+    lines = [line for line in done.stdout.splitlines() if "'loss'" in line]
+    losses = [float(line.split("'loss': ")[1].split("}")[0]) for line in lines]
+    assert max(losses) - min(losses) < 1e-2, "the variants compute the same"
+    assert "head and loss" in done.stdout

@@ -287,3 +287,31 @@ def test_published_shapes_have_their_published_sizes() -> None:
         "Qwen2.5-3B-Instruct": 3086,
         "Qwen2.5-7B-Instruct": 7616,
     }
+
+
+def test_a_folder_is_pushed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hub_package = pytest.importorskip("huggingface_hub")
+    calls: list[tuple[str, dict[str, object]]] = []
+
+    class Api:
+        def create_repo(self, name: str, **options: object) -> None:
+            calls.append((name, options))
+
+        def upload_folder(self, **options: object) -> None:
+            calls.append(("upload", options))
+
+    monkeypatch.setattr(hub_package, "HfApi", Api)
+    assert hub.push("me/mine", tmp_path, message="Step 8") == "https://huggingface.co/me/mine"
+    assert calls[0] == ("me/mine", {"repo_type": "model", "private": True, "exist_ok": True})
+    assert calls[1][1]["folder_path"] == str(tmp_path)
+    hub.push("me/mine", tmp_path, public=True, message="Step 8")
+    assert calls[2][1]["private"] is False
+    with pytest.raises(UsageError, match="must be USER/NAME"):
+        hub.push("mine", tmp_path, message="x")
+
+    def down(self: object, name: str, **_: object) -> None:
+        raise ConnectionError("no route")
+
+    monkeypatch.setattr(Api, "create_repo", down)
+    with pytest.raises(EnvironmentLacks, match="cannot be reached: no route"):
+        hub.push("me/mine", tmp_path, message="x")

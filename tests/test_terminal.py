@@ -92,7 +92,7 @@ def test_figures_for_people() -> None:
 
 def test_the_plan_shows_every_decision_with_its_reason() -> None:
     plan = plan_on("H200")
-    page = drawn(*plan_tables(plan.to_json()))
+    page = drawn(*plan_tables(plan.to_json(), verbose=True))
     for name, value, reason in plan.explain():
         shown = {True: "yes", False: "no"}[value] if isinstance(value, bool) else value
         assert row(page, f"{name} ") == f"{name} {shown} {reason}"
@@ -101,6 +101,20 @@ def test_the_plan_shows_every_decision_with_its_reason() -> None:
     assert row(page, "MFU").endswith("by 6N + 12LHT; of 989 TFLOPS bf16 (datasheet)")
     assert row(page, "time").endswith(" 1000 steps")
     assert row(page, "checkpoint") == "checkpoint 1.81 GiB each, on disk"
+
+
+def test_without_verbose_the_plan_shows_what_matters() -> None:
+    plan = plan_on("CPU")
+    page = drawn(*plan_tables(plan.to_json()))
+    names = [name for name, _, _ in plan.explain() if f"\n{name} " in page]
+    assert {"precision", "micro_batch", "threads"} <= set(names)
+    assert not {"fp8", "graphs", "fused_qkv", "pin_memory", "manual_gc"} & set(names)
+    assert f"Plan ({21 - len(names)} more with --verbose)" in page
+    pinned = plan.with_pins(fp8=False)
+    assert "\nfp8 " in drawn(*plan_tables(pinned.to_json())), "what the user pinned is shown"
+    on_gpu = drawn(*plan_tables(plan_on("H200").to_json()))
+    assert "\nfp8 " in on_gpu
+    assert "\nmanual_gc " not in on_gpu
 
 
 def test_a_plan_that_predicts_no_speed_says_so() -> None:
@@ -311,7 +325,7 @@ def test_the_summary() -> None:
     assert row(page, "training loss") == "training loss 5 in the first tenth, 3.25 in the last"
     # The first, the best and the last.
     assert row(page, "validation loss") == "validation loss 5.1000 -> 3.0000 -> 3.2000"
-    assert row(page, "ended by") == "ended by end"
+    assert row(page, "ended by") == "ended by the last step"
     assert "Criteria" not in page
 
     recomputed = replace(OUTCOME, speed=replace(OUTCOME.speed, hfu=0.5))

@@ -186,3 +186,61 @@ def test_a_tracker_that_loses_its_folder_does_not_stop_the_run(tmp_path: Path):
         recorder.step(step(1))
     assert [record.step for record in run.steps()] == [0, 1]
     assert [event.kind for event in run.events()] == ["attempt", "sink_failed"]
+
+
+def test_trackio_gets_every_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the client as a stand-in: the real one starts a server of its own."""
+    logged: list[tuple[int, dict[str, float]]] = []
+    calls: list[object] = []
+
+    class Client:
+        @staticmethod
+        def init(**options: object) -> None:
+            calls.append(options)
+
+        @staticmethod
+        def log(values: dict[str, float], *, step: int) -> None:
+            logged.append((step, values))
+
+        @staticmethod
+        def finish() -> None:
+            calls.append("finish")
+
+    monkeypatch.setitem(sys.modules, "trackio", Client)
+    sink = trackers.trackio(project="p", name="n", config={"key": "value"}, rates=RATES)
+    sink.step(step(3))
+    sink.event(evaluation(4, 1.5))
+    sink.event(Saved(step=4, checkpoint="step-4"))
+    sink.close()
+    assert [number for number, _ in logged] == [3, 4]
+    assert logged[0][1]["training/loss"] == 5.0
+    assert logged[1][1] == {"eval/loss": 1.5}
+    assert calls[0]["project"] == "p"
+    assert calls[-1] == "finish"
+
+
+def test_mlflow_gets_every_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("mlflow")
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    sink = trackers.mlflow(project="p", name="n", folder=tmp_path / "ml", config={"train": {"lr": 0.5}}, rates=RATES)
+    sink.step(step(3))
+    sink.step(step(4))
+    sink.event(evaluation(4, 1.5))
+    sink.close()
+    from mlflow import MlflowClient
+
+    client = MlflowClient(tracking_uri=(tmp_path / "ml").as_uri())
+    experiment = client.get_experiment_by_name("p")
+    (run,) = client.search_runs([experiment.experiment_id])
+    assert (run.info.run_name, run.info.status) == ("n", "FINISHED")
+    assert run.data.params == {"train.lr": "0.5"}
+    assert run.data.metrics["eval/loss"] == 1.5
+    history = client.get_metric_history(run.info.run_id, "training/loss")
+    assert [(metric.step, metric.value) for metric in history] == [(3, 5.0), (4, 6.0)]
+
+
+@pytest.mark.parametrize("package", ["trackio", "mlflow"])
+def test_a_tracker_that_is_not_installed_is_refused(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trackers.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(EnvironmentLacks, match=rf"log\.{package} needs the package {package}"):
+        trackers.check(**{package: True})

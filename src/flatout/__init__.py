@@ -8,14 +8,16 @@ from importlib import import_module
 from typing import Any
 
 __version__ = "0.1.0"
-__all__ = ["__version__", "linear_cross_entropy", "pack", "plan", "settings", "train"]
+__all__ = ["Meter", "__version__", "accelerate", "hf", "linear_cross_entropy", "pack", "plan", "settings", "train"]
 
-_FUNCTIONS = ("linear_cross_entropy", "pack", "settings", "train")
+_FUNCTIONS = ("accelerate", "linear_cross_entropy", "pack", "settings", "train")
 
 
 def __getattr__(name: str) -> Any:
     if name in _FUNCTIONS:
         return getattr(import_module("flatout.api"), name)
-    if name == "plan":  # a package of this name that can be called
-        return import_module("flatout.plan")
+    if name == "Meter":
+        return import_module("flatout.meter").Meter
+    if name in ("hf", "plan"):  # modules; the second can be called
+        return import_module(f"flatout.{name}")
     raise AttributeError(f"module 'flatout' has no attribute {name!r}")

@@ -14,6 +14,7 @@ from flatout.errors import UsageError
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from flatout.engine.accelerate import Accelerated
     from flatout.plan import Plan
     from flatout.record import Outcome
 
@@ -81,6 +82,18 @@ def linear_cross_entropy(
     flat = targets.reshape(-1)
     total = losses.linear_cross_entropy(hidden.reshape(len(flat), -1), weight, flat, chunk=chunk)
     return total if reduction == "sum" else total / (flat != losses.IGNORED).sum().clamp(min=1)
+
+
+def accelerate(model: Any, *, segments: bool = True, loss: bool = True) -> Accelerated:
+    """Runs flatout's fused segments and loss in this instance of a Llama, Mistral, Qwen2 or Qwen3 of transformers.
+
+    Call it when the model is on its device, after adapters were added, and before it is wrapped or compiled. With
+    labels and in training mode the model then returns its loss without logits. The result says what was changed and
+    why the rest was not; its `undo()` restores the model. A model in which nothing can be changed is refused.
+    """
+    from flatout.engine import accelerate as engine
+
+    return engine.accelerate(model, segments=segments, loss=loss)
 
 
 def pack(lengths: Sequence[int], *, capacity: int, seed: int = 0) -> list[list[int]]:

@@ -26,6 +26,33 @@ TRUSTING = "--trust-remote-code"
 _COMMIT, _SHARED = re.compile(r"[0-9a-f]{40}"), re.compile(r"[0-9a-f]{64}")
 
 
+def push(name: str, folder: Path, *, public: bool = False, message: str) -> str:
+    """Uploads a folder to the model `name`, USER/NAME, on the hub, which is made if it is not there; returns its URL.
+
+    The user's own login is used: `hf auth login`, or HF_TOKEN.
+    """
+    check_name(name)
+    if "/" not in name:
+        raise UsageError(f"--push {name!r:.100} must be USER/NAME")
+    try:
+        from huggingface_hub import HfApi
+        from huggingface_hub.errors import HfHubHTTPError, HFValidationError, OfflineModeIsEnabled
+    except ImportError:
+        raise EnvironmentLacks("--push needs huggingface_hub: pip install 'flatout[train]'") from None
+    api = HfApi()
+    try:
+        api.create_repo(name, repo_type="model", private=not public, exist_ok=True)
+        api.upload_folder(repo_id=name, folder_path=str(folder), repo_type="model", commit_message=message)
+    except HFValidationError as error:
+        raise UsageError(f"--push {name!r:.100}: {first_line(error)[:300]}") from None
+    except HfHubHTTPError as error:
+        words = first_line(error)[:300]
+        raise EnvironmentLacks(f"the hub refused {name!r:.100}: {words}. Log in with `hf auth login`") from None
+    except (OSError, OfflineModeIsEnabled) as error:
+        raise EnvironmentLacks(f"the hub cannot be reached: {first_line(error)[:300]}") from None
+    return f"https://huggingface.co/{name}"
+
+
 def folder(name: str, *, weights: bool, revision: str | None = None, trust: str | None = None) -> Path:
     """The folder of `name`, fetched from the hub at `revision` if it is not a local folder.
 

@@ -20,8 +20,10 @@ from rich.table import Table
 from rich.text import Text
 
 from flatout.cost import Rates
-from flatout.hardware import Hardware, Measured
+from flatout.hardware import Hardware, Measured, amd_here
+from flatout.hardware.table import NO_AMD
 from flatout.plan import Decisions
+from flatout.plan.decisions import PINNED
 from flatout.record import WARM_STEPS, Event, StepRecord, events
 from flatout.record.routed import AdapterScore, PhaseScored
 from flatout.verdict import peak_words, speed_of_steps
@@ -38,13 +40,24 @@ def table(title: str, *columns: str) -> Table:
     return made
 
 
-def plan_tables(plan: Mapping[str, Any]) -> list[Table]:
-    """The tables of a plan in JSON form: decisions with reasons, then predictions."""
-    decisions = table("Plan", "decision", "value", "reason")
-    for field in fields(Decisions):
-        value = plan["decisions"][field.name]
+# Decisions that are shown only if the configuration pins them, or with --verbose; the second ones on a CPU.
+IN_THE_BACKGROUND = (
+    "loss_chunk", "fused_optimizer", "prefetch", "pin_memory", "expandable_segments", "memory_fraction", "manual_gc",
+)  # fmt: skip
+FOR_GPUS = ("fused_qkv", "fused_mlp", "fused_loss", "fp8", "tf32", "graphs")
+
+
+def plan_tables(plan: Mapping[str, Any], *, verbose: bool = False) -> list[Table]:
+    """The tables of a plan in JSON form: the decisions that matter, or all of them, with reasons; then predictions."""
+    quiet = (*IN_THE_BACKGROUND, *(FOR_GPUS if plan["job"].get("device") == "cpu" else ()))
+    names = [field.name for field in fields(Decisions)]
+    shown_names = [name for name in names if verbose or name not in quiet or plan["reasons"][name] == PINNED]
+    hidden = len(names) - len(shown_names)
+    decisions = table(f"Plan ({hidden} more with --verbose)" if hidden else "Plan", "decision", "value", "reason")
+    for name in shown_names:
+        value = plan["decisions"][name]
         shown = ("yes" if value else "no") if isinstance(value, bool) else str(value)
-        decisions.add_row(field.name, f"[bold]{escape(shown)}[/]", escape(plan["reasons"][field.name]))
+        decisions.add_row(name, f"[bold]{escape(shown)}[/]", escape(plan["reasons"][name]))
     if plan.get("rows") is not None:
         decisions.add_row(
             "rows", f"[bold]{plan['rows']}[/]", f"concurrent sequences: {escape(plan['reasons']['rows'])}"
@@ -77,7 +90,7 @@ def plan_tables(plan: Mapping[str, Any]) -> list[Table]:
 def hardware_table(hardware: Hardware) -> Table:
     rows = table("Hardware", "what", "value")
     if hardware.gpu is None and hardware.sm is None:
-        rows.add_row("GPU", "none: everything runs on the CPU")
+        rows.add_row("GPU", f"AMD: {NO_AMD}" if amd_here() else "none: everything runs on the CPU")
     else:
         known = hardware.gpu or hardware.name or "unknown"
         rows.add_row("GPU", f"{hardware.num_gpus} x {escape(known)}")
@@ -116,7 +129,7 @@ def selftest_table(checks: list[dict[str, Any]]) -> Table:
     for check in checks:
         usable = "[green]yes[/]" if check["usable"] else "[red]no[/]"
         difference = "n/a" if check["difference"] is None else f"{check['difference']:.1e}"
-        speedup = number(check["speedup"])
+        speedup = number(check["speedup"]) + (", noise" if check.get("noise") else "")
         rows.add_row(check["path"], check["against"], usable, difference, speedup, escape(check["reason"]))
     return rows
 
@@ -124,8 +137,8 @@ def selftest_table(checks: list[dict[str, Any]]) -> Table:
 class View:
     """Shows one run. `every` is the number of steps between plain lines if there is no terminal."""
 
-    def __init__(self, console: Console, *, every: int = 10) -> None:
-        self.console, self.every = console, every
+    def __init__(self, console: Console, *, every: int = 10, verbose: bool = False) -> None:
+        self.console, self.every, self.verbose = console, every, verbose
         self.total = 0
         self.rates: Rates | None = None
         self.hardware: Mapping[str, Any] = {}
@@ -158,7 +171,7 @@ class View:
             case events.Planned():
                 self.rates = Rates.from_json(event.facts["rates"])
                 self.peak = peak_words(self.rates, self.hardware)
-                for drawn in plan_tables(event.facts):
+                for drawn in plan_tables(event.facts, verbose=self.verbose):
                     self.console.print(drawn, "")
             case events.PathsActive():
                 rows = table("Active paths", "path", "on this device")

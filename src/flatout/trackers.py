@@ -1,4 +1,4 @@
-"""Copies of a run's records for TensorBoard and Weights & Biases (`log.tensorboard`, `log.wandb` of `train`).
+"""Copies of a run's records for TensorBoard, Weights & Biases, Trackio and MLflow (`log.tensorboard`, `log.wandb` …).
 
 The run folder is the record; these are additional sinks, imported only if configured. If one raises during a run,
 the `Recorder` switches it off with an event, and training continues.
@@ -7,8 +7,10 @@ the `Recorder` switches it off with an event, and training continues.
 from __future__ import annotations
 
 import importlib.util
+import inspect
+import os
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal
@@ -23,10 +25,10 @@ from flatout.verdict import shares_of_learning
 _EXTRA = ("lr", "grad_norm")
 
 
-def check(*, tensorboard: bool, wandb: bool) -> None:
+def check(**wanted: bool) -> None:
     """Refuses a tracker that is not installed, before the run folder is created."""
-    for package, wanted in (("tensorboard", tensorboard), ("wandb", wandb)):
-        if wanted and importlib.util.find_spec(package) is None:
+    for package, asked in wanted.items():
+        if asked and importlib.util.find_spec(package) is None:
             raise _lacks(package, ImportError("not installed"))
 
 
@@ -124,6 +126,88 @@ def wandb(
             "Run `wandb login` first, or set log.wandb=offline and upload later."
         ) from error
     return _Wandb(run, rates=rates)
+
+
+def trackio(*, project: str, name: str, config: Mapping[str, Any], rates: Rates) -> Sink:
+    """A run of Trackio, in its own folder on this machine; `trackio show` opens it."""
+    try:
+        import trackio as client
+    except ImportError as error:
+        raise _lacks("trackio", error) from error
+    # The machine is monitored already, and versions differ in what they monitor themselves.
+    off = {"embed", "auto_log_gpu", "auto_log_cpu"} & inspect.signature(client.init).parameters.keys()
+    client.init(
+        project=project, name=name, config=redacted(config), resume="allow", **dict.fromkeys(sorted(off), False)
+    )
+    return _Trackio(client, rates=rates)
+
+
+def mlflow(*, project: str, name: str, folder: Path, config: Mapping[str, Any], rates: Rates) -> Sink:
+    """A run of MLflow in the experiment `project`: at MLFLOW_TRACKING_URI, or in files in `folder`."""
+    try:
+        from mlflow import MlflowClient
+        from mlflow.entities import Metric, Param
+    except ImportError as error:
+        raise _lacks("mlflow", error) from error
+    folder.mkdir(parents=True, exist_ok=True)
+    os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
+    client = MlflowClient(tracking_uri=os.environ.get("MLFLOW_TRACKING_URI") or folder.absolute().as_uri())
+    found = client.get_experiment_by_name(project)
+    experiment = found.experiment_id if found is not None else client.create_experiment(project)
+    run = client.create_run(experiment, run_name=name).info.run_id
+    settings = [Param(key, str(value)[:500]) for key, value in _flat(redacted(config)) if value is not None]
+    for at in range(0, len(settings), 100):  # the most that one request may have
+        client.log_batch(run, params=settings[at : at + 100])
+    return _Mlflow(client, run, metric=Metric, rates=rates)
+
+
+def _flat(values: Mapping[str, Any], under: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{under}{key}.")
+        else:
+            yield f"{under}{key}", value
+
+
+class _Trackio:
+    def __init__(self, client: Any, *, rates: Rates) -> None:
+        self._client, self._rates = client, rates
+
+    def step(self, record: StepRecord) -> None:
+        self._log(step_scalars(record, rates=self._rates))
+
+    def event(self, event: Event) -> None:
+        self._log(event_scalars(event))
+
+    def close(self) -> None:
+        self._client.finish()
+
+    def _log(self, scalars: dict[str, float]) -> None:
+        if scalars:
+            self._client.log(scalars, step=int(scalars.pop("training/global_step")))
+
+
+class _Mlflow:
+    def __init__(self, client: Any, run: str, *, metric: Any, rates: Rates) -> None:
+        self._client, self._run, self._metric, self._rates = client, run, metric, rates
+        self._ended = "FINISHED"
+
+    def step(self, record: StepRecord) -> None:
+        self._log(step_scalars(record, rates=self._rates), time_s=record.time)
+
+    def event(self, event: Event) -> None:
+        self._log(event_scalars(event), time_s=event.time)
+        if isinstance(event, Ended) and event.outcome.stopped_by.startswith("SIG"):
+            self._ended = "KILLED"
+
+    def close(self) -> None:
+        self._client.set_terminated(self._run, status=self._ended)
+
+    def _log(self, scalars: dict[str, float], *, time_s: float) -> None:
+        if scalars:
+            step = int(scalars.pop("training/global_step"))
+            made = [self._metric(name, float(value), int(1000 * time_s), step) for name, value in scalars.items()]
+            self._client.log_batch(self._run, metrics=made)
 
 
 class _TensorBoard:

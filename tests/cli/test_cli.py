@@ -283,3 +283,12 @@ def test_runs_of_the_same_second_have_folders_of_their_own(tmp_path: Path, monke
         found.append(shared.new_folder("tiny"))
         found[-1].mkdir(parents=True)
     assert [folder.name for folder in found] == [f"tiny-20260131-094500{end}" for end in ("", "-2", "-3")]
+
+
+def test_completion_knows_keys_and_examples() -> None:
+    from flatout.cli.examples import _names
+    from flatout.cli.shared import _keys
+
+    assert "train.lr=" in _keys("train.l")
+    assert all(key.startswith("data.") for key in _keys("data."))
+    assert "pretrain-124m" in _names("pretrain-1")

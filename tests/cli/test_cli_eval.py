@@ -134,3 +134,28 @@ def test_all_that_ends_a_text_is_known(folder: Path, tmp_path: Path) -> None:
         (tmp_path / file.name).write_bytes(file.read_bytes())
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [5, 7]}))
     assert open_model(str(tmp_path)).stop_ids == {5, 7, 256}
+
+
+def test_a_task_is_asked_as_the_run_measured_it(tmp_path: Path) -> None:
+    from flatout.cli.evaluate import _as_in_the_run, _unfinished
+    from flatout.evaluate import Score
+    from flatout.record import Run
+
+    config = {
+        "rft": {"task": "units:train", "valid": None, "prompt": "a.txt", "student_prompt": "b.txt"},
+        "eval": {"tasks": ["sums?form=short", "jsonl:q.jsonl"]},
+        "rl": {"tasks": ["math:train?level=2"]},
+    }
+    run = Run.create(tmp_path / "run", config_text="", config=config, plan={}, hardware={}, environment={})
+    asked, said = _as_in_the_run(["units", "sums", "math", "jsonl:q.jsonl", "units?prompt=c.txt", "logic"], run)
+    assert asked[:3] == ["units?prompt=b.txt", "sums?form=short", "math?level=2"]
+    assert asked[3:] == ["jsonl:q.jsonl", "units?prompt=c.txt", "logic"]
+    assert len(said) == 3
+    assert "units is asked as units?prompt=b.txt, as in the run; --own-prompt" in said[0]
+    score = Score(
+        task="units", spec="units", metric="accuracy", value=0.5, low=None, high=None, n=10, of=10, samples=2,
+        seconds=1.0, indices=(), rewards=(), details={"cut_short": 3, "too_long": 1},
+    )  # fmt: skip
+    first, second = _unfinished([score], max_tokens=8)
+    assert "3 of 20 answers were cut off after 8 tokens" in first
+    assert "1 of 20 did not fit the model's window and count as wrong" in second

@@ -46,3 +46,11 @@ def test_drawn_tokens_are_those_of_softmax_and_search() -> None:
     (found,), (expected,) = fast(), plain()
     assert torch.allclose(found, expected, atol=1e-4)
     assert len(set(expected.tolist())) > 100, "rows draw by chances of their own"
+
+
+def test_noise_is_not_called_a_speed_up() -> None:
+    assert selftest.faster([2.0, 2.0, 2.0, 2.0], [1.0, 1.0, 1.1, 0.9]) == (2.0, False)
+    found, noise = selftest.faster([1.0, 1.2, 0.8, 1.1], [1.0, 1.0, 1.0, 1.0])
+    assert noise
+    assert found == pytest.approx(1.05)
+    assert selftest.faster([0.5, 0.6, 0.5, 0.5], [1.0, 1.0, 1.0, 1.0])[1] is False, "slower, and sure of it"

@@ -157,3 +157,23 @@ def test_a_mistake_in_the_last_task_costs_nothing() -> None:
     with pytest.raises(UsageError, match="is endless"):
         scores(["units", "units:endless"], Scripted(says))
     assert not asked
+
+
+def test_perplexity_is_compared_by_loss_where_the_tokens_are_the_same(tmp_path: Path) -> None:
+    path = tmp_path / "t.txt"
+    path.write_text("a" * 2500 + "<|endoftext|>" + "b" * 1500)
+
+    class Surer(Scripted):
+        def surprisals(self, sequences: Sequence[Prompt]) -> Iterator[list[float]]:
+            return ([math.log(4.0) - 0.25] * (len(sequence) - 1) for sequence in sequences)
+
+    [first] = scores([f"perplexity:{path}"], Scripted(lambda *_: ""))
+    [second] = scores([f"perplexity:{path}"], Surer(lambda *_: ""))
+    found = compare(first, second)
+    assert found is not None
+    assert (found.value, found.low, found.high) == pytest.approx((-0.25, -0.25, -0.25))
+    assert (found.n, found.p) == (first.n, None)
+    assert "tokens" not in first.brief()
+    path.write_text("other text " * 400)
+    [other] = scores([f"perplexity:{path}"], Surer(lambda *_: ""))
+    assert compare(first, other) is None

@@ -139,3 +139,20 @@ def test_a_cache_that_cannot_be_written_is_no_hindrance(tmp_path: Path) -> None:
     known = with_cpu_facts(found_cpu(), cache=tmp_path / "file")
     assert known.peak_flops["fp32"] > 0
     assert known.peak_flops["bf16"] > 0
+
+
+def test_kinds_take_turns_and_noise_is_called_noise() -> None:
+    from flatout.hardware.measure import _in_turns, _noise
+
+    order: list[str] = []
+    calls = {name: (lambda name=name: order.append(name)) for name in ("fp32", "bf16")}
+
+    def clock(call, num_calls: int) -> float:
+        call()
+        return 1.0
+
+    taken = _in_turns(calls, clock=clock, budget_s=0.0)
+    assert taken == {"fp32": [1.0] * 3, "bf16": [1.0] * 3}
+    assert order[-6:] == ["fp32", "bf16"] * 3
+    assert _noise([1.0, 1.1, 1.2]) == ""
+    assert _noise([1.0, 1.1, 2.0]) == "; noise: repeats differ by a factor of 2.0"

@@ -162,3 +162,9 @@ def test_json_round_trip(hardware: Hardware) -> None:
     assert data == hardware.to_json()
     assert Hardware.from_json(data) == hardware
     assert Hardware.from_json(data | {"from_a_newer_version": 1}) == hardware
+
+
+@pytest.mark.parametrize("name", ["MI300X", "MI250x8", "AMD Instinct", "Radeon VII", "RX-7900"])
+def test_an_amd_card_is_told_about(name: str) -> None:
+    with pytest.raises(UsageError, match=r"for NVIDIA GPUs; on AMD it trains on the CPU only\. It has"):
+        parse(name)

@@ -185,6 +185,21 @@ def test_every_example_can_be_made_short(name: str, tmp_path: Path) -> None:
         Trials(example.path, [], folder=tmp_path / "search")
 
 
+def test_a_trial_of_recipe_router_trains_its_adapters(tmp_path: Path) -> None:
+    config = tmp_path / "router.yaml"
+    config.write_text(
+        "recipe: router\nmodel: {layers: 1, hidden: 32, heads: 2}\n"
+        "data: {tokenizer: byte, sequence_length: 256, sources: [{task: sentiment, size: 60}, {task: qa, size: 60}]}\n"
+        "router: {teach_steps: 40}\ntrain: {batch_tokens: 512, steps: 100, lr: 1.0e-3}\nlora: {rank: 2}\n"
+        "plan: {threads: 1}\n"
+    )
+    trials = Trials(config, [], folder=tmp_path / "search", steps=2)
+    found = trials.run(Trial(settings={}, seed=0), name="as it is")
+    assert found.problem is None
+    assert found.tokens_per_s is not None
+    assert found.loss is not None
+
+
 def test_what_makes_a_trial_short_wins(config: Path, tmp_path: Path) -> None:
     trials = Trials(config, [], folder=tmp_path / "search", base={"plan.compile": "default"})
     given = trials._given(Trial(settings={"train.steps": 50_000, "log.wandb": "online", "train.lr": 1.0}, seed=3))

@@ -13,7 +13,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from tests.insight import hostile
+from tests.insight import hostile, made
 
 from flatout.insight import numbers
 from flatout.insight.report import page, render
@@ -113,7 +113,7 @@ def test_the_verdict_comes_first_and_all_sections_follow(h200: Run):
         "provenance",
     ]
     titles = [figure["id"] for figure in found.named("figure")]
-    assert titles == ["loss", "speed", "mfu", "memory", "phases", "utilisation"]
+    assert titles == ["loss", "lr", "grad_norm", "speed", "mfu", "memory", "phases", "utilisation"]
 
 
 def test_links_lead_somewhere_and_names_are_unique(h200: Run, long_run: Run):
@@ -321,3 +321,36 @@ def test_all_text_stands_out_from_the_page_in_light_and_dark():
         for name in ("ink", "soft", "link", "good", "bad", "open", "c1", "c2", "c3", "c4", "c5", "c6"):
             one, other = sorted((luminance(colours[name]), luminance(colours["paper"])))
             assert (other + 0.05) / (one + 0.05) >= 4.5, name
+
+
+def test_the_learning_rate_and_the_gradient_norm_are_drawn(h200: Run) -> None:
+    page = render([h200])
+    for title in ("Learning rate", "Gradient norm"):
+        assert f">{title}</title>" in page or f">{title}<" in page, title
+
+
+def test_values_are_shown_under_the_pointer(h200: Run) -> None:
+    page = render([h200])
+    strips = re.findall(r'<rect[^>]*class="strip"[^>]*><title>([^<]*)</title>', page)
+    assert len(strips) > 100
+    assert any(re.fullmatch(r"step \S+: training \S+, validation \S+", said) for said in strips)
+
+
+def test_runs_side_by_side_have_names_and_validation(h200: Run, tmp_path: Path) -> None:
+    other = made.make(tmp_path / "second-run", steps=40)
+    same = made.make(tmp_path / "again" / "second-run", steps=40)
+    page = render([h200, other, same])
+    for name in (h200.path.name, "second-run (2)", "second-run (3)"):
+        assert f">{name}</th>" in page, name
+    assert "Validation loss over" in page
+    assert "run 1" not in page
+
+
+def test_a_watched_script_has_no_settings_that_differ(h200: Run, tmp_path: Path) -> None:
+    script = Run.create(
+        tmp_path / "script", config_text="", config={"command": "python train.py"}, plan={"foreign": True}, hardware={},
+        environment={},
+    )  # fmt: skip
+    page = render([h200, script])
+    assert "a watched script has no settings of flatout to compare" in page
+    assert "<code>train.lr</code>" not in page.split("Settings that differ")[-1].split("</section>")[0]

@@ -315,3 +315,44 @@ def test_the_folder_keeps_what_the_run_goes_on_with(flatout: Call, config: Path,
     done = flatout("train", run / "config.yaml", "--run", run, "--resume")
     assert done.returncode == 0, done.stderr
     assert len(trajectory(run)) == 15
+
+
+def test_a_resumed_run_says_what_changed_and_keeps_its_reasons(flatout: Call, config: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    assert flatout("train", config, "--run", run).returncode == 0
+    before = Run.open(run).plan["reasons"]
+    done = flatout("train", config, "train.steps=14", "train.lr=0.002", "--run", run, "--resume")
+    assert done.returncode == 0, done.stderr
+    told = [event["text"] for event in events(run, "notice")]
+    (changed,) = [text for text in told if "other settings than the one before" in text]
+    assert "train.lr " in changed
+    assert "-> 0.002" in changed
+    assert "train.steps 12 -> 14" in changed
+    reasons = events(run, "plan")[-1]["reasons"]
+    assert reasons == before, "no reason becomes a pin that nobody made"
+
+
+@pytest.mark.parametrize("setting", ["train.batch_tokens=1024", "seed=7"])
+def test_settings_that_change_the_batches_do_not_resume(
+    flatout: Call, config: Path, tmp_path: Path, setting: str
+) -> None:
+    run = tmp_path / "run"
+    assert flatout("train", config, "--run", run).returncode == 0
+    done = flatout("train", config, "train.steps=14", setting, "--run", run, "--resume")
+    assert done.returncode == 2
+    assert f"cannot continue with {setting.partition('=')[0]} " in done.stderr
+    assert "plan." not in done.stderr
+
+
+def test_the_checkpoint_of_a_step_is_exported(flatout: Call, config: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    assert flatout("train", config, "save.every=4", "save.keep=3", "--run", run).returncode == 0
+    done = flatout("export", run, "--to", tmp_path / "out", "--step", "8")
+    assert done.returncode == 0, done.stderr
+    assert "wrote step 8" in done.stdout
+    missing = flatout("export", run, "--to", tmp_path / "other", "--step", "7")
+    assert missing.returncode == 2
+    assert "step 7" in missing.stderr
+    assert "8" in missing.stderr.split("kept:")[1]
+    both = flatout("export", run, "--to", tmp_path / "other", "--step", "8", "--best")
+    assert both.returncode == 2

@@ -342,6 +342,38 @@ def test_phase_2_alone_in_every_mode(whole: Path, tmp_path: Path, options: dict[
     assert all(np.isfinite(record.extra.grad_norm) and record.extra.grad_norm > 0 for record in records)
 
 
+def test_a_bpe_of_the_sources(tmp_path: Path) -> None:
+    values = changed(data={"tokenizer": "bpe:300"})
+    done = flatout("train", written(tmp_path, values), "--run", tmp_path / "run", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    saved = [load_tokenizer(str(tmp_path / "run" / part), documents=None, cache=Path()) for part in ("bpe", "base")]
+    assert saved[0].fingerprint == saved[1].fingerprint
+    assert saved[0].vocab_size == 300
+    [ids] = saved[0].encode_batch(["Question: Who has the tea?"])
+    assert len(ids) < 20
+    # A phase alone takes the tokenizer of the run that it continues.
+    router = {"phase": "2", "start": str(tmp_path / "run" / "phase-1"), "teach_steps": None}
+    alone = changed(data={"tokenizer": "bpe:300"}, router=router)
+    done = flatout("train", written(tmp_path, alone), "--run", tmp_path / "alone", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert trajectory(tmp_path / "alone") == trajectory(tmp_path / "run" / "phase-2")
+
+
+def test_a_base_that_learns_the_form_of_answers_only(whole: Path, tmp_path: Path) -> None:
+    values = changed(router={"phase": "1", "teach_answers": "shuffled"})
+    done = flatout("train", written(tmp_path, values), "--run", tmp_path / "run", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    own, other = (
+        [json.loads(line) for line in (run / "samples" / "solutions.jsonl").read_text().splitlines()]
+        for run in (whole, tmp_path / "run")
+    )
+    assert [row["prompt"] for row in own] == [row["prompt"] for row in other]
+    for start in range(0, 180, 60):  # within each source
+        answers = [[row["completion"] for row in rows[start : start + 60]] for rows in (own, other)]
+        assert answers[0] != answers[1]
+        assert sorted(answers[0]) == sorted(answers[1])
+
+
 # -- mistakes ------------------------------------------------------------------------------------------------
 
 SOURCES = VALUES["data"]["sources"]
@@ -363,6 +395,7 @@ SOURCES = VALUES["data"]["sources"]
         ({"router": {"phase": "3", "teach_steps": None}}, "phase 3 alone continues a run of phase 2"),
         ({"router": {"start": "x"}}, "only with phase 2 or 3"),
         ({"router": {"teach_steps": None}}, "random weights"),
+        ({"router": {"teach_steps": None, "teach_answers": "shuffled"}}, "no effect without router.teach_steps"),
         ({"router": {"temperature_end": 3.0}}, "at most router.temperature"),
         ({"lora": {"rank": None}}, "needs adapters"),
         ({"eval": {"tasks": ["qa"]}}, "scores the task of each source"),
@@ -374,7 +407,7 @@ def test_mistakes_in_the_configuration(sections: dict[str, Any], says: str) -> N
 
 
 def test_sources_are_for_this_recipe() -> None:
-    with pytest.raises(UsageError, match="only with recipe router"):
+    with pytest.raises(UsageError, match="only with recipe sft or dpo or router"):
         from_mapping({**VALUES, "recipe": "pretrain", "router": {}, "lora": {}})
 
 

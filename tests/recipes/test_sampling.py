@@ -300,3 +300,19 @@ def test_hostile_completions_are_worth_nothing_and_the_run_goes_on(
     assert chunk.counts.correct == 1
     assert chunk.counts.samples == len(HOSTILE) + 1
     assert not (tmp_path / "pwned").exists()
+
+
+def test_the_time_left_counts_questions_under_way() -> None:
+    from types import SimpleNamespace
+
+    from flatout.recipes.sampling import _Progress
+
+    of = SimpleNamespace(rft=SimpleNamespace(oversample=8))
+    progress = _Progress(of, 100)  # type: ignore[arg-type]
+    assert progress._left_s(60.0) is None
+    progress.samples = 792  # 99 questions' worth, none of which is settled yet
+    left = progress._left_s(60.0)
+    assert left is not None
+    assert left < 1.0
+    progress.settled = 100
+    assert progress._left_s(60.0) == 0.0

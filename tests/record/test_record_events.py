@@ -27,6 +27,8 @@ VALUES: dict[str, Any] = {
     "details": {"answered": 0.5},
     "memory": {"peak_gib": 1.5, "total_gib": 3.0},
     "difference": {"value": 0.1, "low": -0.1, "high": 0.3, "p": None, "n": 40},
+    "names": ["a"],
+    "scores": [{"task": "a", "how": "own", "metric": "accuracy", "value": 0.5}],
     "adaptive": True,
     "error": "full",
 }

@@ -28,6 +28,7 @@ from flatout.cli import (
     launch,
     plan,
     report,
+    runs,
     shared,
     train,
     tune,
@@ -77,6 +78,7 @@ app.command()(tune.tune)
 app.command()(compare.compare)
 app.command()(report.report)
 app.command()(watch.watch)
+app.command()(runs.runs)
 app.add_typer(data.app, name="data")
 app.add_typer(config.app, name="config")
 

@@ -13,10 +13,24 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from flatout.cli.shared import Adapter, BackendName, Dtype, MaxTokens, ModelName, Seed, TopP, Trust, require_torch, warn
+from flatout.cli.shared import (
+    Adapter,
+    BackendName,
+    Dtype,
+    MaxTokens,
+    ModelName,
+    Seed,
+    TopP,
+    Trust,
+    print_plain,
+    require_torch,
+    warn,
+)
+from flatout.errors import UsageError
 
 if TYPE_CHECKING:
     from flatout.data.tokenizer import Tokenizer
+    from flatout.engine.opening import Opened
     from flatout.sample import Sampler, Sampling
     from flatout.tasks import Message
 
@@ -33,9 +47,13 @@ def chat(
     dtype: Dtype = None,
     backend: BackendName = "auto",
     adapter: Adapter = None,
+    serve: Annotated[
+        bool, typer.Option("--serve", help="answer the OpenAI API on 127.0.0.1, for the tools that speak it")
+    ] = False,
+    port: Annotated[int, typer.Option(help="port of --serve (default: any free one)", min=0, max=65535)] = 0,
     trust: Trust = None,
 ) -> None:
-    """Chat with a model in the terminal, or read one question per line from a pipe."""
+    """Chat with a model in the terminal, read one question per line from a pipe, or serve it to other programs."""
     require_torch()
     from flatout.engine.opening import open_model
     from flatout.sample import Sampling, backend_of, sampler_of
@@ -44,6 +62,11 @@ def chat(
     chosen = backend_of(backend)
     opened = open_model(model, dtype=dtype, backend=chosen, trust=trust, adapter=adapter)
     warn(opened.notices)
+    if serve:
+        if system is not None:
+            raise UsageError("--system is for the terminal: programs send their own system message to --serve")
+        _serve(opened, sampler_of(opened, backend=chosen, rows=1), sampling, port=port)
+        return
     conversation = Conversation(
         sampler_of(opened, backend=chosen, rows=1),
         opened.tokenizer,
@@ -51,6 +74,21 @@ def chat(
         system=system,
     )
     run(conversation, Lines.standard())
+
+
+def _serve(opened: Opened, sampler: Sampler, sampling: Sampling, *, port: int) -> None:
+    from flatout.sample.serve import Served, Server
+
+    stopping = replace(sampling, stop_ids=opened.stop_ids)
+    server = Server(Served(opened.name, sampler, opened.tokenizer, stopping), port=port)
+    print_plain(f"base URL  {server.url}\nAPI key   {server.token}")
+    print_plain("Only programs of this machine with this key are answered. Ctrl-C stops the server.")
+    try:
+        server.serve_forever()
+    except KeyboardInterrupt:
+        pass
+    finally:
+        server.server_close()
 
 
 class Conversation:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
     from flatout.engine.opening import Opened
     from flatout.evaluate import Difference, Score
+    from flatout.record import Run
     from flatout.sample import Backend, Sampling
 
 
@@ -57,6 +58,9 @@ def evaluate(
     rows: Annotated[int | None, typer.Option(help="concurrent sequences (default: by the device)", min=1)] = None,
     backend: BackendName = "auto",
     adapter: Adapter = None,
+    own_prompt: Annotated[
+        bool, typer.Option("--own-prompt", help="ask as the task does, not with the prompt that the run measured with")
+    ] = False,
     trust: Trust = None,
     as_json: AsJson = False,
 ) -> None:
@@ -82,10 +86,16 @@ def evaluate(
 
     found: list[list[Score]] = []
     documents = []
+    asked = specs
     for name in [model, *([against] if against else [])]:
         opened = open_model(name, dtype=dtype, backend=request.backend, trust=trust, adapter=adapter)
         warn(opened.notices)
+        if opened.run is not None and not own_prompt:
+            asked, changed = _as_in_the_run(specs, opened.run)
+            warn(changed)
+        request = replace(request, specs=asked)
         scores = _measured(opened, request, quiet=as_json)
+        warn(_unfinished(scores, max_tokens=max_tokens))
         document = _document(opened, scores, request)
         _record(opened, document | {"tasks": [score.brief() for score in scores]})
         found.append(scores)
@@ -111,6 +121,43 @@ class Request:
     limit: int | None
     rows: int | None
     backend: Backend
+
+
+def _as_in_the_run(specs: Sequence[str], run: Run) -> tuple[list[str], list[str]]:
+    """The specs with the prompts and options that the run measured the same tasks with, and what to say of it."""
+    from flatout.config.tasks import held_out
+    from flatout.tasks import with_prompt
+
+    def section(name: str) -> Mapping[str, Any]:
+        found = run.config.get(name)
+        return found if isinstance(found, Mapping) else {}
+
+    rft, asked, said = section("rft"), [], []
+    known = [*section("eval").get("tasks", ()), *(held_out(one) or one for one in section("rl").get("tasks", ()))]
+    if rft.get("task"):
+        prompt = rft.get("student_prompt") or rft.get("prompt")
+        known.append(with_prompt(rft.get("valid") or held_out(rft["task"]) or rft["task"], prompt))
+    for spec in specs:
+        same = {one for one in known if one.partition("?")[0] == spec}
+        chosen = same.pop() if len(same) == 1 else spec
+        asked.append(chosen)
+        if chosen != spec:
+            said.append(f"{spec} is asked as {chosen}, as in the run; --own-prompt asks it as it is")
+    return asked, said
+
+
+def _unfinished(scores: Sequence[Score], *, max_tokens: int) -> list[str]:
+    """A warning for each task in which answers count as wrong because they did not fit."""
+    said = []
+    for score in scores:
+        cut, long = score.details.get("cut_short", 0), score.details.get("too_long", 0)
+        answers = score.n * score.samples
+        if cut:
+            text = f"{cut} of {answers} answers were cut off after {max_tokens} tokens and are graded as they are"
+            said.append(f"{score.task}: {text}; --max-tokens allows longer ones")
+        if long:
+            said.append(f"{score.task}: {long} of {answers} did not fit the model's window and count as wrong")
+    return said
 
 
 def _measured(opened: Opened, request: Request, *, quiet: bool) -> list[Score]:
@@ -142,8 +189,12 @@ def _differences_table(scores: Sequence[Score], differences: Sequence[Difference
     for score, difference in zip(scores, differences, strict=True):
         cells = ["n/a"] * 4
         if difference is not None:
-            span = f"{100 * difference.low:+.1f} to {100 * difference.high:+.1f}"
-            cells = [f"{100 * difference.value:+.1f} points", span, str(difference.n), number(difference.p)]
+            scale, digits, unit = (1, 4, "loss per token") if score.metric == "perplexity" else (100, 1, "points")
+            span = f"{scale * difference.low:+.{digits}f} to {scale * difference.high:+.{digits}f}"
+            value = f"{scale * difference.value:+.{digits}f} {unit}"
+            cells = [value, span, f"{difference.n:,}", number(difference.p)]
+        elif score.metric == "perplexity":
+            cells[0] = "n/a: other tokens; compare bits per byte"
         drawn.add_row(escaped(score.task), *cells)
     return drawn
 

@@ -12,8 +12,14 @@ from flatout.cli.shared import escaped, out, print_plain
 from flatout.errors import UsageError
 
 
+def _names(incomplete: str) -> list[str]:
+    from flatout import gallery
+
+    return [example.name for example in gallery.examples() if example.name.startswith(incomplete)]
+
+
 def examples(
-    name: Annotated[str | None, typer.Argument(help="example to print or copy")] = None,
+    name: Annotated[str | None, typer.Argument(help="example to print or copy", autocompletion=_names)] = None,
     to: Annotated[Path | None, typer.Option(help="file to write it to")] = None,
 ) -> None:
     """List the shipped configurations, print one, or copy it to a file."""

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from flatout import hub
 from flatout.cli.shared import Trust, out, print_plain, require_torch, warn
 from flatout.errors import EnvironmentLacks, UsageError
 
@@ -18,11 +20,16 @@ if TYPE_CHECKING:
 
 def export(
     run: Annotated[Path, typer.Argument(help="run folder")],
-    to: Annotated[Path, typer.Option(help="folder to write")],
+    to: Annotated[Path | None, typer.Option(help="folder to write")] = None,
     dtype: Annotated[str, typer.Option(help="bf16, fp16 or fp32")] = "bf16",
     merge: Annotated[bool, typer.Option("--merge", help="merge adapters into the base weights")] = False,
     force: Annotated[bool, typer.Option("--force", help="overwrite an earlier export in the folder")] = False,
     best: Annotated[bool, typer.Option("--best", help="the best checkpoint (save.best), not the newest")] = False,
+    step: Annotated[int | None, typer.Option(help="the checkpoint of this step, not the newest", min=0)] = None,
+    push: Annotated[
+        str | None, typer.Option(help="upload to this model on the hub, private", metavar="USER/NAME")
+    ] = None,
+    public: Annotated[bool, typer.Option("--public", help="make the model of --push public")] = False,
     trust: Trust = None,
 ) -> None:
     """Write a run's newest weights and tokenizer as a Hugging Face folder; adapters in PEFT format, unless merged."""
@@ -34,13 +41,25 @@ def export(
     from flatout.engine.trained import open_trained
     from flatout.record import Run
 
+    if to is None and push is None:
+        raise UsageError("nothing to do: give --to FOLDER, --push USER/NAME, or both")
+    if public and push is None:
+        raise UsageError("--public is of the model that --push names: give --push USER/NAME")
+    if push is not None:
+        hub.check_name(push)
+    if to is None:
+        with tempfile.TemporaryDirectory(prefix="flatout-export-") as private:
+            export(run, Path(private), dtype, merge, force, best, step, push, public, trust)
+        return
     if dtype not in DTYPES:
         raise UsageError(f"--dtype {dtype!r} must be one of {', '.join(DTYPES)}")
     earlier = any((to / name).is_file() for name in ("config.json", "adapter_config.json"))
     if to.exists() and not (to.is_dir() and (not any(to.iterdir()) or (force and earlier))):
         way = "; --force overwrites the export in it" if earlier else ""
         raise UsageError(f"{to} is not an empty folder, and nothing is overwritten: choose another folder{way}")
-    trained = open_trained(Run.open(run), best=best, trust=trust)
+    if best and step is not None:
+        raise UsageError("--best and --step each name a checkpoint: give one of them")
+    trained = open_trained(Run.open(run), best=best, step=step, trust=trust)
     warn(trained.notices)
     if merge and trained.adapters is None:
         raise UsageError(f"{run} trained all weights, so there is nothing to merge: remove --merge")
@@ -51,6 +70,8 @@ def export(
     except (OSError, SafetensorError) as error:
         why = as_os_error(error, to).strerror or error
         raise EnvironmentLacks(f"{to} cannot be written: {why}. The folder is incomplete: remove it") from None
+    if push is not None:
+        print_plain(f"uploaded to {hub.push(push, to, public=public, message=f'Step {trained.step}')}")
 
 
 def _remove_export(folder: Path) -> None:

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from flatout.cli.shared import AsJson, Config, Overrides, Trust, escaped, load_settings, out, print_json
+from flatout.cli.shared import AsJson, Config, Overrides, Trust, Verbose, escaped, load_settings, out, print_json
 
 
 def plan(
@@ -14,6 +14,7 @@ def plan(
     overrides: Overrides = None,
     on: Annotated[str | None, typer.Option("--on", help="a machine from the table, such as A100-80GBx8")] = None,
     trust: Trust = None,
+    verbose: Verbose = False,
     as_json: AsJson = False,
 ) -> None:
     """Plan how a run uses this machine or a named one, with reasons and predictions. Needs no torch."""
@@ -33,4 +34,4 @@ def plan(
         return
     where = machine.name or machine.gpu or "CPU"
     out.print(f"[bold]{escaped(str(config))}[/] on {num_ranks} x {where}\n", highlight=False)
-    out.print(*plan_tables(redacted(made.to_json())), sep="\n\n")
+    out.print(*plan_tables(redacted(made.to_json()), verbose=verbose), sep="\n\n")

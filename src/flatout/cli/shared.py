@@ -19,8 +19,18 @@ from flatout.errors import EnvironmentLacks
 if TYPE_CHECKING:
     from flatout.config.settings import Settings
 
+
+def _keys(incomplete: str) -> list[str]:
+    """Completion of overrides: the keys of a configuration."""
+    from flatout.config import keys
+
+    return [f"{key}=" for key in keys() if key.startswith(incomplete)]
+
+
 Config = Annotated[Path, typer.Argument(help="YAML file of the run")]
-Overrides = Annotated[list[str] | None, typer.Argument(help="dotted overrides, such as train.lr=3e-4")]
+Overrides = Annotated[
+    list[str] | None, typer.Argument(help="dotted overrides, such as train.lr=3e-4", autocompletion=_keys)
+]
 RunFolder = Annotated[Path | None, typer.Option("--run", help="run folder (default: runs/CONFIG-TIME)")]
 ModelName = Annotated[str, typer.Argument(help="run folder, model folder or hub name", metavar="RUN|MODEL")]
 AsJson = Annotated[bool, typer.Option("--json", help="machine-readable output")]
@@ -28,6 +38,7 @@ Adapter = Annotated[
     str | None,
     typer.Option(help="one adapter of a router run, or base (default: the router chooses for each prompt)"),
 ]
+Verbose = Annotated[bool, typer.Option("--verbose", help="show every decision of the plan")]
 Trust = Annotated[
     str | None,
     typer.Option(

@@ -17,6 +17,7 @@ from flatout.cli.shared import (
     Overrides,
     RunFolder,
     Trust,
+    Verbose,
     err,
     escaped,
     load_settings,
@@ -39,6 +40,7 @@ def train(
     resume: Annotated[bool, typer.Option("--resume", help="continue from the newest checkpoint in --run")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="plan and check the run, then stop")] = False,
     strict: Annotated[bool, typer.Option("--strict", help="exit with 4 if the run misses one of its criteria")] = False,
+    verbose: Verbose = False,
     trust: Trust = None,
 ) -> None:
     """Train from one configuration file into a measured, resumable run."""
@@ -51,9 +53,9 @@ def train(
         from flatout.record import redacted
         from flatout.terminal import plan_tables
 
-        out.print(*plan_tables(redacted(checked_plan(settings).to_json())), sep="\n\n")
+        out.print(*plan_tables(redacted(checked_plan(settings).to_json()), verbose=verbose), sep="\n\n")
         return
-    outcome = _carry_out(recipes.run, settings, folder=folder, resume=resume)
+    outcome = _carry_out(recipes.run, settings, folder=folder, resume=resume, verbose=verbose)
     exit_if_stopped(outcome, folder, trust=trust)
     if strict:
         _require_criteria(settings, outcome)
@@ -111,11 +113,13 @@ def _folder_of_job(stem: str) -> Path | None:
     return next((folder for folder in found if launched.continues(folder)), None) if launched.restarts() else None
 
 
-def _carry_out(recipe: Callable[..., Outcome], settings: Settings, *, folder: Path, resume: bool) -> Outcome:
+def _carry_out(
+    recipe: Callable[..., Outcome], settings: Settings, *, folder: Path, resume: bool, verbose: bool = False
+) -> Outcome:
     from flatout.engine.ranks import from_environment
     from flatout.terminal import View
 
-    sinks = [View(out, every=settings.log.every)] if from_environment().first else []
+    sinks = [View(out, every=settings.log.every, verbose=verbose)] if from_environment().first else []
     try:
         return recipe(settings, folder=folder, resume=resume, sinks=sinks)
     except KeyboardInterrupt:

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from flatout.cli.shared import AsJson, out, print_json
+from flatout.cli.shared import AsJson, out, print_json, print_plain
+from flatout.errors import INTERRUPTED_EXIT
 
 if TYPE_CHECKING:
     from flatout.record import Run
@@ -21,17 +22,38 @@ def watch(
     port: Annotated[int, typer.Option(help="port of the live page (default: any free one)", min=0, max=65535)] = 0,
     as_json: AsJson = False,
 ) -> None:
-    """Watch running or finished runs, or this machine if no run is given."""
+    """Watch running or finished runs; without a name, what runs in ./runs, or else this machine.
+
+    A run folder that is not there yet is waited for.
+    """
     from flatout.insight import watch as verb
+    from flatout.insight.found import running
     from flatout.record import Run
 
-    opened = [Run.open(run) for run in runs or []]
+    if not once and not as_json:
+        _wait_for([run for run in runs or [] if not run.exists()])
+    opened = [Run.open(run) for run in runs or []] if runs else running(Path("runs"))
     if as_json:
         print_json(verb.snapshot(opened))
     elif web:
         _serve(opened, port=port)
     else:
         verb.watch(opened, console=out, once=once, interval_s=interval)
+
+
+def _wait_for(missing: list[Path]) -> None:
+    """Returns when these are run folders."""
+    import time
+
+    from flatout.record import Run
+
+    for path in missing:
+        print_plain(f"waiting for {path}, which does not exist yet; Ctrl-C stops")
+        try:
+            while not Run.is_at(path):
+                time.sleep(0.25)
+        except KeyboardInterrupt:
+            raise typer.Exit(INTERRUPTED_EXIT) from None
 
 
 def _serve(runs: list[Run], *, port: int) -> None:

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 
+from flatout import custom
 from flatout.config import slices
 from flatout.config.recipes import OF_SOME, RECIPES, recipes_that
 from flatout.config.settings import DataSettings, EvalSettings, LoraSettings, ModelSettings, Settings
@@ -39,6 +40,18 @@ def breaches(settings: Settings) -> Iterator[Breach]:
     yield from _sampled(settings)
     yield from _rolled_out(settings)
     yield from _routed(settings)
+    yield from _objective(settings)
+
+
+def _objective(settings: Settings) -> Iterator[Breach]:
+    name, recipe = settings.train.objective, settings.recipe
+    if name is None:
+        return
+    if problem := custom.malformed(name):
+        yield Breach(keys=("train.objective",), text=problem)
+    if recipe not in ("pretrain", "sft"):
+        text = f"{name} works only with recipe pretrain or sft; recipe {recipe} has its own loss"
+        yield Breach(keys=("train.objective", "recipe"), text=text)
 
 
 def _length(settings: Settings) -> Iterator[Breach]:
@@ -416,6 +429,9 @@ def _routed(settings: Settings) -> Iterator[Breach]:
         yield Breach(keys=("router.teach_steps", "router.phase"), text="works only before phase 1; remove it")
     if router.teach_lr is not None and router.teach_steps is None:
         yield Breach(keys=("router.teach_lr", "router.teach_steps"), text="has no effect without router.teach_steps")
+    if router.teach_answers != "own" and router.teach_steps is None:
+        text = "has no effect without router.teach_steps"
+        yield Breach(keys=("router.teach_answers", "router.teach_steps"), text=text)
     if settings.model.name is None and router.teach_steps is None and not alone:
         text = "missing; adapters on random weights are of no use: set model.name, or router.teach_steps"
         yield Breach(keys=("model.name", "router.teach_steps"), text=text)

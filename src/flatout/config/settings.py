@@ -167,6 +167,9 @@ class TrainSettings:
     beta2: float = setting(0.95, "decay rate of AdamW's second moment", ge=0, lt=1)
     eps: float = setting(1e-8, "AdamW's epsilon", gt=0)
     clip: float | None = setting(1.0, "largest gradient norm; null for no clipping", gt=0)
+    objective: str | None = setting(
+        None, "MODULE:FUNCTION of your own that gives the loss (default: cross-entropy of the next token)"
+    )
     hang_s: float | None = setting(
         1800.0, "seconds without progress after which the run ends and names the rank and its phase; null: never", gt=0
     )
@@ -326,6 +329,9 @@ class RouterSettings:
         None, "steps in which all weights first learn from all sources; for random weights", gt=0
     )
     teach_lr: float | None = setting(None, "peak learning rate of these first steps (default: train.lr)", gt=0)
+    teach_answers: Literal["own", "shuffled"] = setting(
+        "own", "in these steps; shuffled: each question with another's answer, which teaches the form of answers only"
+    )
     router_steps: int | None = setting(None, "steps of phase 2 (default: as phase 1)", gt=0)
     router_lr: float = setting(1e-3, "peak learning rate of phase 2", gt=0)
     joint_steps: int | None = setting(None, "steps of phase 3 (default: as phase 1)", gt=0)
@@ -409,6 +415,8 @@ class LogSettings:
     every: int = setting(10, "steps between printed lines if the output is not a terminal", gt=0)
     tensorboard: bool = setting(False, "also write TensorBoard event files into the run folder")
     wandb: Literal["off", "offline", "online"] = setting("off", "also write to Weights & Biases")
+    trackio: bool = setting(False, "also write to Trackio, on this machine")
+    mlflow: bool = setting(False, "also write to MLflow: MLFLOW_TRACKING_URI, or files in the run folder")
     project: str = setting("flatout", "project name for trackers")
     name: str | None = setting(None, "run name for trackers (default: recipe and time)")
 

@@ -28,6 +28,7 @@ TAKES = {
     "tatqa": "a JSON file, or a folder with tatqa_dataset_test_gold.json",
     "scibench": "a JSON file, or a folder of them",
     "perplexity": "a text or JSON-lines file",
+    "python": "MODULE:FUNCTION, a function of your own that returns a task",
 }
 # Built-in tasks whose `train` questions have held-out ones beside them, which the bare name means.
 SPLIT = (

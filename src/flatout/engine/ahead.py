@@ -47,6 +47,6 @@ def _compile(name: str, plan: Plan) -> None:
     os.dup2(quiet, 2)
     device, dtype = torch.device("cuda", torch.cuda.current_device()), DTYPES[plan.decisions.precision]
     eight = plan.decisions.fp8
-    try_kernel(name, plan=plan, dtype=dtype, device=device, eight=eight)
+    try_kernel(name, shape=plan.job.shape, dtype=dtype, device=device, eight=eight)
     if eight and name == "loss":  # its kernels compile fastest
         why_no_fp8(device, dtype)

@@ -168,6 +168,17 @@ class Checkpoints:
             return None, [f"best {error.why}"]
         return self._first([self.folder / name] if name else [])
 
+    def at(self, step: int) -> tuple[Checkpoint | None, list[str]]:
+        """The checkpoint of this step, and a sentence if it is damaged."""
+        named = [
+            folder for folder in self._folders() if (name := _NAME.fullmatch(folder.name)) and int(name[1]) == step
+        ]
+        return self._first(named)
+
+    def steps(self) -> list[int]:
+        """The steps that have a checkpoint, newest first."""
+        return [int(name[1]) for folder in self._folders() if (name := _NAME.fullmatch(folder.name))]
+
     def latest(self, *, upto: int | None = None) -> tuple[Checkpoint | None, list[str]]:
         """The newest intact checkpoint, of at most `upto` steps, and a sentence for each newer one that is damaged."""
         return self._first([path for path in self._folders() if upto is None or int(path.name[5:]) <= upto])

@@ -151,7 +151,7 @@ def _kernels(plan: Plan, dtype: torch.dtype, device: torch.device) -> tuple[dict
     kernels_requested = {"qkv": requested.fused_qkv, "mlp": requested.fused_mlp, "loss": requested.fused_loss}
     available = dict.fromkeys(kernels_requested, False)
     words: dict[str, str] = {}
-    general = _no_triton(device) if any(kernels_requested.values()) else None
+    general = no_triton(device) if any(kernels_requested.values()) else None
     adapters = plan.job.adapters
     if adapters is not None and (adapters.dropout or adapters.base_bits == 4):
         general = "they do not support adapter dropout or 4-bit weights"
@@ -164,7 +164,7 @@ def _kernels(plan: Plan, dtype: torch.dtype, device: torch.device) -> tuple[dict
     for name, wanted in kernels_requested.items():
         problem = general
         if wanted and not general:
-            problem = try_kernel(name, plan=plan, dtype=dtype, device=device, eight=eight)
+            problem = try_kernel(name, shape=plan.job.shape, dtype=dtype, device=device, eight=eight)
         available[name] = wanted and problem is None
         words[f"{name} kernel"] = "fused" if available[name] else f"plain: {problem}" if wanted else "plain"
     fp8 = requested.fp8 and any(available.values()) and no_fp8 is None
@@ -173,7 +173,7 @@ def _kernels(plan: Plan, dtype: torch.dtype, device: torch.device) -> tuple[dict
     return {f"fused_{name}": on for name, on in available.items()} | {"fp8": fp8}, words
 
 
-def _no_triton(device: torch.device) -> str | None:
+def no_triton(device: torch.device) -> str | None:
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed"
     from flatout.kernels.launch import interpreted
@@ -207,14 +207,15 @@ def why_no_fp8(device: torch.device, dtype: torch.dtype) -> str | None:
     return None
 
 
-def try_kernel(name: str, *, plan: Plan, dtype: torch.dtype, device: torch.device, eight: bool) -> str | None:
+def try_kernel(
+    name: str, *, shape: ModelShape, dtype: torch.dtype, device: torch.device, eight: bool = False
+) -> str | None:
     """Why a fused segment cannot be used for training here; None if a forward and backward pass succeeded.
 
     With `eight` it is tried in 8 bits, as the run uses it, so that no unused kernel is compiled.
     """
     from flatout.kernels import fp8, rows, segments
 
-    shape = plan.job.shape
     if name == "qkv" and shape.qk_norm and shape.head_dim & (shape.head_dim - 1):
         return f"query and key norms need a head width that is a power of two, not {shape.head_dim}"
     tokens = 16
@@ -314,7 +315,7 @@ def _try_short(plan: Plan, dtype: torch.dtype, device: torch.device) -> str | No
     refused = no_short(
         plan.job, precision=requested.precision, compile=requested.compile, recompute=requested.recompute
     )
-    if problem := refused or _no_triton(device):
+    if problem := refused or no_triton(device):
         return problem
     ends = _ends(longest, device)
     library = Varlen(cu_seqlens=ends, longest=longest, repeat_kv=True)

@@ -47,6 +47,7 @@ class Check:
     usable: bool
     difference: float | None = None
     speedup: float | None = None
+    noise: bool = False  # whether the repeats disagree on which of the two is faster
     reason: str = ""
 
 
@@ -66,7 +67,7 @@ def selftest(device: torch.device) -> list[Check]:
         try:
             found, expected = trial.fast(), trial.plain()
             difference = max(_difference(a, b) for a, b in zip(found, expected, strict=True))
-            speedup = _seconds(trial.plain, device) / _seconds(trial.fast, device)
+            speedup, noise = faster(*_in_turns(trial.plain, trial.fast, device))
         except Exception as error:  # any error of a path on this device is the answer
             reason = f"{type(error).__name__}: {first_line(error)}"
             checks.append(Check(path=trial.path, against=trial.against, usable=False, reason=reason[:160]))
@@ -80,6 +81,7 @@ def selftest(device: torch.device) -> list[Check]:
                 usable=usable,
                 difference=difference,
                 speedup=speedup,
+                noise=noise,
                 reason=reason,
             )
         )
@@ -463,13 +465,30 @@ def _difference(found: Tensor, expected: Tensor) -> float:
     return share if share == share else float("inf")
 
 
+def faster(plain_s: Sequence[float], fast_s: Sequence[float]) -> tuple[float, bool]:
+    """How many times as fast the second is, by the median of pairs; and whether that is noise.
+
+    It is noise where a quarter of the pairs or more say the contrary of the others.
+    """
+    ratios = sorted(plain / fast for plain, fast in zip(plain_s, fast_s, strict=True))
+    found = statistics.median(ratios)
+    contrary = sum((ratio > 1) != (found > 1) for ratio in ratios)
+    return found, 4 * contrary >= len(ratios) and len(ratios) > 1
+
+
+def _in_turns(plain: Work, fast: Work, device: torch.device) -> tuple[list[float], list[float]]:
+    """Times of both, in pairs whose order alternates, so that what else the machine does meets both alike."""
+    taken: dict[int, list[float]] = {0: [], 1: []}
+    for repeat in range(REPEATS):
+        for which in (0, 1) if repeat % 2 == 0 else (1, 0):
+            taken[which].append(_seconds((plain, fast)[which], device))
+    return taken[0], taken[1]
+
+
 def _seconds(work: Work, device: torch.device) -> float:
-    """The median time of a few runs; waits for the device."""
-    taken = []
-    for _ in range(REPEATS):
-        start = time.perf_counter()
-        work()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        taken.append(time.perf_counter() - start)
-    return statistics.median(taken)
+    """Waits for the device."""
+    start = time.perf_counter()
+    work()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter() - start

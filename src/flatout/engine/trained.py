@@ -40,6 +40,7 @@ def open_trained(
     run: Run,
     *,
     best: bool = False,
+    step: int | None = None,
     device: torch.device = CPU,
     dtype: torch.dtype = torch.float32,
     as_trained: bool = False,
@@ -49,7 +50,7 @@ def open_trained(
 
     `trust` is the user's pin for code of the model that the run started from; the run itself cannot supply it.
     """
-    checkpoint, notices = chosen_checkpoint(run, best=best)
+    checkpoint, notices = chosen_checkpoint(run, best=best, step=step)
     check_tokenizer(run.tokenizer_dir, checkpoint)
     shape, spec, base = _job(run)
     fingerprint = None
@@ -104,9 +105,16 @@ def router_of(settings: RouterSettings, names: Sequence[str], *, width: int) -> 
     )
 
 
-def chosen_checkpoint(run: Run, *, best: bool = False) -> tuple[Checkpoint, tuple[str, ...]]:
-    """The newest intact checkpoint, with a sentence for each newer damaged one; or only the best one."""
+def chosen_checkpoint(run: Run, *, best: bool = False, step: int | None = None) -> tuple[Checkpoint, tuple[str, ...]]:
+    """The newest intact checkpoint, with a sentence for each newer damaged one; or only the best, or that of a step."""
     checkpoints = Checkpoints(run.checkpoints_dir, identity=None, keep=2, run=run.id)
+    if step is not None:
+        found, damaged = checkpoints.at(step)
+        if found is None:
+            there = ", ".join(map(str, checkpoints.steps())) or "none"
+            why = f"is damaged: {damaged[0]}" if damaged else f"is not there; the steps that are kept: {there}"
+            raise UsageError(f"the checkpoint of step {step} of {run.path} {why}")
+        return found, ()
     checkpoint, problems = checkpoints.best() if best else checkpoints.latest()
     why = "; ".join(problems)
     if checkpoint is None and best and problems:

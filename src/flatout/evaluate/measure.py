@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
 import random
 import time
@@ -42,7 +44,8 @@ class Score:
     samples: int
     seconds: float
     indices: tuple[int, ...]
-    rewards: tuple[float, ...]  # the mean over its samples, for each question
+    rewards: tuple[float, ...]  # the mean over its samples, for each question; for perplexity, each window's loss
+    tokens: tuple[int, ...] = ()  # for perplexity, those of each window
     details: dict[str, Any] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
@@ -50,7 +53,7 @@ class Score:
 
     def brief(self) -> dict[str, Any]:
         """The score for a run's record, without the rewards of single questions."""
-        return {key: value for key, value in asdict(self).items() if key not in ("indices", "rewards")}
+        return {key: value for key, value in asdict(self).items() if key not in ("indices", "rewards", "tokens")}
 
 
 def evaluate(
@@ -102,10 +105,21 @@ def chosen(size: int | None, *, limit: int | None, name: str = "this task") -> l
 
 
 def compare(first: Score, second: Score) -> Difference | None:
-    """The difference of two models on the same questions; None for perplexity, whose tokens may differ."""
-    if first.metric == "perplexity" or first.indices != second.indices:
+    """The difference of two models on the same questions; of perplexity, in loss per token.
+
+    None if they were asked other questions, or cut the text into other tokens.
+    """
+    if first.indices != second.indices:
         return None
-    return paired(first.rewards, second.rewards)
+    if first.metric != "perplexity":
+        return paired(first.rewards, second.rewards)
+    if first.details.get("text") != second.details.get("text"):
+        return None
+    apart = [b - a for a, b in zip(first.rewards, second.rewards, strict=True)]
+    interval = ratio_interval(apart, first.tokens)
+    if interval is None:
+        return None
+    return Difference(value=sum(apart) / sum(first.tokens), low=interval.low, high=interval.high, n=first.n, p=None)
 
 
 def _written(
@@ -222,7 +236,8 @@ def _texts(
         windows += [ids[at : at + size + 1] for at in range(0, len(ids) - 1, size)]
     if not windows:
         raise UsageError(f"{spec}: nothing to predict, the texts have at most one token")
-    kept = [windows[i] for i in chosen(len(windows), limit=limit)]
+    indices = chosen(len(windows), limit=limit)
+    kept = [windows[i] for i in indices]
     losses, tokens = [], []
     for at, found in enumerate(sampler.surprisals(kept)):
         losses.append(sum(found))
@@ -242,10 +257,12 @@ def _texts(
         of=sum(len(window) - 1 for window in windows),
         samples=1,
         seconds=0.0,
-        indices=(),
-        rewards=(),
+        indices=tuple(indices),
+        rewards=tuple(losses),
+        tokens=tuple(map(int, tokens)),
         details={
             "loss": loss,
+            "text": hashlib.sha256(json.dumps(kept).encode()).hexdigest()[:16],
             "bits_per_byte": sum(losses) / math.log(2) / num_bytes if num_bytes else None,
             "windows": len(kept),
             "window_tokens": size,

@@ -179,6 +179,11 @@ def _ask(question: Callable[..., _T], *about: Any) -> _T | None:
 # Which torch runs here
 
 
+def amd_here() -> bool:
+    """Whether this machine has an AMD GPU with its driver, which NVML does not show."""
+    return Path("/dev/kfd").exists()
+
+
 def unsupported_build(*, sm: tuple[int, int] | None, arch_list: list[str], torch_version: str) -> str | None:
     """None if a torch built for `arch_list` has kernels for this GPU, else the error message.
 

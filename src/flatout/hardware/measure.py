@@ -32,6 +32,7 @@ _SMALLEST, _LARGEST = 64, 8192  # matrix sides
 _LONGEST_CALL_S = 0.1  # a product is not made larger than this; bf16 on a CPU without units for it is 100 times slower
 _SHORTEST_BURST_S = 0.01  # calls timed together last at least this, so that starting the clock does not count
 _FEWEST_BURSTS = 3
+_NOISE = 1.5  # repeats that differ by more than this factor are called noise
 _CPU_SIDE = 512  # large enough for a core's best rate, and milliseconds even at a tenth of it
 _COPY_BYTES = 2**29  # far beyond any cache
 
@@ -65,13 +66,16 @@ def measure(hardware: Hardware, *, seconds: float = 1.0) -> Measured:
     flops: dict[str, float] = {}
     notes: list[str] = []
     try:
+        sides: dict[str, int] = {}
+        calls: dict[str, Call] = {}
         for dtype in _dtypes(hardware):
             with _fp32_precision("tf32" if dtype == "tf32" else "ieee"):
-                product_of = partial(_product, dtype, device=device)
-                side = _side(product_of, clock=clock)
-                product_s = _burst_s(product_of(side), clock=clock, budget_s=seconds)
-            flops[dtype] = 2 * side**3 / product_s
-            notes.append(f"{dtype}: product of {side} x {side} matrices, median over {seconds:g} s")
+                sides[dtype] = _side(partial(_product, dtype, device=device), clock=clock)
+                calls[dtype] = _product(dtype, sides[dtype], device=device)
+        for dtype, bursts in _in_turns(calls, clock=clock, budget_s=seconds).items():
+            flops[dtype] = 2 * sides[dtype] ** 3 / statistics.median(bursts)
+            size = f"{sides[dtype]} x {sides[dtype]}"
+            notes.append(f"{dtype}: product of {size} matrices, median over {seconds:g} s{_noise(bursts)}")
         copy_s = _burst_s(_copy(device), clock=clock, budget_s=seconds)
     except torch.OutOfMemoryError as error:
         raise EnvironmentLacks(
@@ -232,6 +236,29 @@ def _side(product_of: Callable[[int], Call], *, clock: Clock) -> int:
             break
         side *= 2
     return side
+
+
+def _in_turns(calls: Mapping[str, Call], *, clock: Clock, budget_s: float) -> dict[str, list[float]]:
+    """Seconds of one call of each kind, several times; the kinds take turns, so that all meet the same other load."""
+    sizes = {}
+    for dtype, call in calls.items():
+        with _fp32_precision("tf32" if dtype == "tf32" else "ieee"):
+            call()
+            sizes[dtype] = max(1, round(_SHORTEST_BURST_S / max(clock(call, 1), 1e-6)))
+    taken: dict[str, list[float]] = {dtype: [] for dtype in calls}
+    deadline = time.perf_counter() + budget_s * len(calls)
+    while min(map(len, taken.values())) < _FEWEST_BURSTS or time.perf_counter() < deadline:
+        for dtype, call in calls.items():
+            with _fp32_precision("tf32" if dtype == "tf32" else "ieee"):
+                taken[dtype].append(clock(call, sizes[dtype]) / sizes[dtype])
+    return taken
+
+
+def _noise(bursts: list[float]) -> str:
+    """Said of a figure whose repeats differ so much that something else uses the device."""
+    ordered = sorted(bursts)
+    low, high = ordered[len(ordered) // 10], ordered[-1 - len(ordered) // 10]
+    return f"; noise: repeats differ by a factor of {high / low:.1f}" if high > _NOISE * low else ""
 
 
 def _burst_s(call: Call, *, clock: Clock, budget_s: float) -> float:

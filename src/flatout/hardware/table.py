@@ -176,9 +176,18 @@ def _squash(name: str) -> str:
     return re.sub(r"[^a-z0-9]", "", name.casefold())
 
 
+# Cards of other makers, by the beginning of their names.
+_OTHERS = {"amd": "AMD", "mi1": "AMD", "mi2": "AMD", "mi3": "AMD", "radeon": "AMD", "rx": "AMD", "gaudi": "Intel"}
+NO_AMD = "flatout's kernels, its monitor and its table of peaks are for NVIDIA GPUs; on AMD it trains on the CPU only"
+
+
 def _unknown(name: str) -> str:
     known = names()
     asked = _squash(name)
+    for begin, maker in _OTHERS.items():
+        if asked.startswith(begin):
+            why = NO_AMD if maker == "AMD" else f"GPUs of {maker} are not supported"
+            return f"{name!r} is not in the table of machines: {why}. It has {', '.join(known)}"
     several = [row for row in known if asked and _squash(row).startswith(asked)]
     if len(several) > 1:
         return f"{name!r} matches several cards: choose one of {', '.join(several)}"

@@ -281,6 +281,18 @@ def differences(configs: Sequence[Mapping[str, Any]]) -> list[tuple[str, list[An
     return [(key, values) for key, values in rows if any(value != values[0] for value in values)]
 
 
+def settings_that_differ(stories: Sequence[Story]) -> list[tuple[str, list[Any]]] | None:
+    """The settings that differ between runs, None where they cannot: a watched script has no settings of flatout."""
+    own = [at for at, story in enumerate(stories) if not story.plan.get("foreign")]
+    if len(own) < 2:
+        return None
+    found = []
+    for key, values in differences([stories[at].config for at in own]):
+        of = dict(zip(own, values, strict=True))
+        found.append((key, [of.get(at) for at in range(len(stories))]))
+    return found
+
+
 def flatten(facts: Mapping[str, Any], *, under: str = "") -> Iterable[tuple[str, Any]]:
     """Nested facts as dotted names."""
     for key, value in facts.items():

@@ -220,13 +220,20 @@ class Story:
     def judged(self) -> str:
         """The state of the criteria, in one sentence."""
         if not self.criteria:
-            return "No criteria were set."
+            wanted = sum(value is not None for value in self.config.get("criteria", {}).values())
+            return f"{wanted} criteria set, none measured yet." if wanted else "No criteria were set."
         met = [verdict.met for verdict in self.criteria]
         so_far = "" if self.state.over else " so far"
         words = [f"{met.count(True)} of {len(met)} criteria met{so_far}"]
         words += [f"{met.count(False)} not met"] if False in met else []
         words += [f"{met.count(None)} not measured"] if None in met else []
         return f"{', '.join(words)}."
+
+
+def names_of(stories: Sequence[Story]) -> list[str]:
+    """The names of several runs; those of the same name are numbered."""
+    names = [story.name for story in stories]
+    return [f"{name} ({at})" if names.count(name) > 1 else name for at, name in enumerate(names, 1)]
 
 
 def tell(run: Run, *, num_parts: int = NUM_PARTS, now: float | None = None, doctor: bool = True) -> Story:

@@ -28,7 +28,7 @@ from typing import Any
 from flatout import __version__, parity
 from flatout.config import load, to_mapping
 from flatout.config.recipes import RECIPES
-from flatout.config.settings import Settings
+from flatout.config.settings import RouterSettings, Settings
 from flatout.errors import UsageError
 from flatout.files import read_json, typed, write_atomic
 from flatout.hardware import detect
@@ -289,7 +289,20 @@ def short(settings: Settings, *, steps: int = STEPS) -> dict[str, Any]:
         "log.tensorboard": False,
         "log.wandb": "off",
     }
-    return found | ({"rl.teach": 0, "rl.teach_lr": None} if settings.recipe == "rl" else {})
+    if RECIPES[settings.recipe].rolls_out:
+        return found | {"rl.teach": 0, "rl.teach_lr": None}
+    if RECIPES[settings.recipe].routes:
+        return found | _one_phase(settings.router)
+    return found
+
+
+def _one_phase(router: RouterSettings) -> dict[str, Any]:
+    """A trial of recipe router trains one phase, the configured one or the adapters, and scores one question a task."""
+    found: dict[str, Any] = {"router.questions": 1, "router.answer_tokens": 1}
+    found |= {"router.router_steps": None, "router.joint_steps": None}
+    if router.teach_steps is not None:
+        found["router.teach_steps"] = 1
+    return found | ({"router.phase": "1"} if router.phase == "all" else {})
 
 
 def _of(trial: Trial, seconds: float) -> Measured:

@@ -220,17 +220,18 @@ class _NormMlp(torch.autograd.Function):
 class _Norm(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, residual: Tensor, delta: Tensor, norm: Tensor, eps: float, dtype: torch.dtype | None
+        ctx: Any, residual: Tensor, delta: Tensor | None, norm: Tensor, eps: float, dtype: torch.dtype | None
     ) -> Tensor:
         summed, x, rstd = add_norm(residual, delta, norm, eps, dtype=dtype)
         ctx.save_for_backward(summed, rstd, norm)
+        ctx.has_delta = delta is not None
         return x
 
     @staticmethod
     def backward(ctx: Any, dx: Tensor) -> tuple[Any, ...]:
         summed, rstd, norm = ctx.saved_tensors
         d_input, d_norm = add_norm_backward(dx.contiguous(), None, summed, rstd, norm, learns=ctx.needs_input_grad[2])
-        return d_input, d_input, d_norm, None, None
+        return d_input, (d_input if ctx.has_delta else None), d_norm, None, None
 
 
 def norm_qkv_rope(
@@ -257,7 +258,7 @@ def norm_qkv_rope(
     """(residual + delta, q_NHD, k_NGD, v_NGD); views of the projection, or copies if q and k are normed.
 
     `a`, `b`, `stacked` and `mix_NE` are the projection's adapter or bank, see `lowrank`; a frozen weight gets no
-    gradient. `dtype` is that of the matmuls if the residual has another, which works only without gradients.
+    gradient. `dtype` is that of the matmuls if the residual has another.
     """
     n = residual_NC.shape[0]
     summed, q, k, v = _NormQkvRope.apply(
@@ -294,8 +295,8 @@ def norm_mlp(
 
 
 def norm(
-    residual_NC: Tensor, delta_NC: Tensor, norm_C: Tensor, *, eps: float, dtype: torch.dtype | None = None
+    residual_NC: Tensor, delta_NC: Tensor | None, norm_C: Tensor, *, eps: float, dtype: torch.dtype | None = None
 ) -> Tensor:
-    """RMSNorm of residual + delta, at the end of a model."""
+    """RMSNorm of residual + delta, as at the end of a model."""
     x: Tensor = _Norm.apply(residual_NC, delta_NC, norm_C, eps, dtype)
     return x

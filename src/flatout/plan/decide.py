@@ -64,6 +64,7 @@ class Plan:
                 "steps": self.job.steps,
                 "packing": self.job.packing,
                 "hardware": self.job.hardware.name,
+                "device": self.job.device,
                 "preset": self.job.pins.preset,
                 "adapters": None if self.job.adapters is None else asdict(self.job.adapters),
                 "base": self.job.base,

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from flatout.data.feed import Feed
+from flatout.data.packed import Packed
 from flatout.data.stream import Batch, Steps
 from flatout.engine.faults import OutOfMemory, largest, smaller
 from flatout.engine.ranks import Ranks
@@ -26,6 +27,15 @@ class Streamed:
     @property
     def steps_per_epoch(self) -> float | None:
         return self.stream.steps_per_epoch
+
+    @property
+    def packing(self) -> dict[str, float]:
+        """How whole examples fill their sequences; empty for running text, which fills them all."""
+        stream = getattr(self.stream, "first", self.stream)
+        if not isinstance(stream, Packed):
+            return {}
+        facts = {"sequences": stream.num_sequences, "sequence_length": stream.sequence_length}
+        return {**facts, "fill": stream.fill}
 
     def trial_batch(self, ranks: Ranks, *, micro_batch: int) -> Batch:
         return self.stream.micro_batches(0, rank=ranks.rank, world=ranks.world, micro_batch=micro_batch)[0]

@@ -7,6 +7,7 @@ is scored on held-out questions: by the base, by its own adapter, by the adapter
 from __future__ import annotations
 
 import json
+import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -19,6 +20,7 @@ from safetensors import SafetensorError
 from flatout import files
 from flatout.config.settings import (
     CriteriaSettings,
+    DataSettings,
     LoraSettings,
     ModelSettings,
     ProfileSettings,
@@ -44,7 +46,8 @@ from flatout.recipes.setup import base_of, plan_for
 from flatout.recipes.stages import single_rank
 from flatout.record import Outcome, Run, Sink, events
 from flatout.record.routed import AdapterScore, PhaseScored
-from flatout.sample import RoutedSampler, Sampler, Sampling, sampler_of
+from flatout.sample import RoutedSampler, Sampler, Sampling, plain_prompt, sampler_of
+from flatout.tasks import Messages
 
 PHASES = ("1", "2", "3")
 
@@ -63,13 +66,22 @@ def prepared(settings: Settings) -> Settings:
         known = run.plan.get("job", {}).get("adapters") or {}
         _require(names, list(known.get("names") or ()), start=start)
         base = run.plan["job"].get("base")
-        return replace(settings, model=ModelSettings(name=base, trust=settings.model.trust)) if base else settings
+        if base is None:
+            return settings
+        return _on_base(settings, ModelSettings(name=base, trust=settings.model.trust))
     if settings.router.phase == "3":
         raise UsageError(f"router.start: {start} is not a run; phase 3 continues a run of phase 2, which has a router")
     if not Path(start).is_dir():
         raise UsageError(f"router.start: there is no run and no folder {start}")
     _require(names, [path.parent.name for path in Path(start).glob(f"*/{peft.CONFIG}")], start=start)
     return settings
+
+
+def _on_base(settings: Settings, base: ModelSettings) -> Settings:
+    """The settings with this model and, if the run made it, the tokenizer that is saved with it."""
+    if base.name == settings.model.name:
+        return replace(settings, model=base)
+    return replace(settings, model=base, data=replace(settings.data, tokenizer=DataSettings().tokenizer))
 
 
 def _trained_run(start: str, *, phase: str) -> Run:
@@ -247,22 +259,22 @@ class Phases:
         if self.settings.router.phase == "all" and phase != "1":
             start = str(self.folder_of("1" if phase == "2" else "2"))
         return replace(
-            settings,
-            model=replace(base, trust=settings.model.trust),
+            _on_base(settings, replace(base, trust=settings.model.trust)),
             train=train,
-            router=replace(router, phase=phase, start=start, teach_steps=None, teach_lr=None),  # type: ignore[arg-type]
+            router=replace(router, phase=phase, start=start, teach_steps=None, teach_lr=None, teach_answers="own"),  # type: ignore[arg-type]
         )
 
     def _teach(self, steps: int, to: Path) -> None:
         """Fine-tunes all weights on the solutions of all sources, and writes them as the base."""
         settings, folder = self.settings, self.session.run.stage_dir("taught")
         path = self.session.run.samples_dir / "solutions.jsonl"
-        tokenizer = load_tokenizer(sft.tokenizer_of(settings), documents=None, cache=Path())
-        rows = [
-            row_of(tokenizer, prompt, answer)
-            for source in sources_of(settings)
-            for prompt, answer in source.solutions(source.train, most=source.size)
-        ]
+        each = [source.solutions(source.train, most=source.size) for source in sources_of(settings)]
+        if settings.router.teach_answers == "shuffled":
+            each = [_shuffled(pairs, seed=settings.seed) for pairs in each]
+        solutions = [pair for pairs in each for pair in pairs]
+        spec = self._tokenizer(solutions)
+        tokenizer = load_tokenizer(spec, documents=None, cache=Path())
+        rows = [row_of(tokenizer, prompt, answer) for prompt, answer in solutions]
         self._seals.write_rows(path, "".join(json.dumps(row) + "\n" for row in rows))
         train = replace(
             settings.train,
@@ -273,7 +285,7 @@ class Phases:
             warmup_steps=min(settings.train.warmup_steps, steps // 2),
         )
         data = replace(settings.data, source="jsonl", path=str(path), sources=(), on_bad_row="skip", max_bad_share=1.0)
-        alike = replace(settings, recipe="sft", data=data, train=train, lora=LoraSettings())
+        alike = replace(settings, recipe="sft", data=replace(data, tokenizer=spec), train=train, lora=LoraSettings())
         outcome = sft.run(_quiet(alike), folder=folder, resume=self._begun(folder))
         self._told(outcome, folder)
         if outcome.stopped_by.startswith("SIG"):
@@ -285,6 +297,25 @@ class Phases:
                 export_model(trained.model, partial, dtype=torch.float32, eos_token_id=trained.tokenizer.eos_id)
         except (OSError, SafetensorError) as error:
             raise unwritable(to, as_os_error(error, to)) from None
+
+    def _tokenizer(self, solutions: Sequence[tuple[Messages, str]]) -> str:
+        """The tokenizer of a base of random weights; `bpe:SIZE` is trained on the solutions of all sources."""
+        spec, folder = sft.tokenizer_of(self.settings), self.session.run.stage_dir("bpe").absolute()
+        if not spec.startswith("bpe:"):
+            return spec
+        if folder.exists():
+            self._seals.check_folder(folder)
+            return str(folder)
+
+        def texts() -> Iterator[str]:
+            return (f"{plain_prompt(prompt)} {answer}" for prompt, answer in solutions)
+
+        try:
+            with self._seals.writing_folder(folder) as partial:
+                load_tokenizer(spec, documents=texts, cache=partial)
+        except OSError as error:
+            raise unwritable(folder, error) from None
+        return str(folder)
 
     def _begun(self, folder: Path) -> bool:
         """Whether the stage has begun. What is left of one that was killed before is removed."""
@@ -370,6 +401,13 @@ class Measured:
             limit=router.questions,
         )
         return score
+
+
+def _shuffled(pairs: Sequence[tuple[Messages, str]], *, seed: int) -> list[tuple[Messages, str]]:
+    """Each question with the answer of a random question of its source."""
+    answers = [answer for _, answer in pairs]
+    random.Random(seed).shuffle(answers)
+    return [(prompt, answer) for (prompt, _), answer in zip(pairs, answers, strict=True)]
 
 
 def _quiet(settings: Settings) -> Settings:

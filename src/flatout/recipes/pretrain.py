@@ -13,6 +13,7 @@ from flatout.engine.ranks import Ranks
 from flatout.recipes.batches import Streamed
 from flatout.recipes.loop import train
 from flatout.recipes.material import Material
+from flatout.recipes.own_objective import objective_of
 from flatout.recipes.validation import validation_batches
 from flatout.record import Outcome, Sink
 
@@ -29,7 +30,12 @@ def running_text(settings: Settings) -> Iterator[Material]:
         def validation(ranks: Ranks, micro_batch: int) -> list[Batch]:
             return validation_batches(settings, corpus, ranks, micro_batch=micro_batch)
 
-        yield Material(facts=corpus, source=Streamed(training_stream(settings, corpus)), held_out=validation)
+        yield Material(
+            facts=corpus,
+            source=Streamed(training_stream(settings, corpus)),
+            held_out=validation,
+            objective=objective_of(settings),
+        )
 
 
 def training_stream(settings: Settings, corpus: Corpus) -> Stream:

@@ -393,7 +393,7 @@ class _Progress:
         self.of, self.questions = of, questions
         self.total = Counts()  # of the finished chunks
         self.chunk = Counts()  # of the current chunk, at the last check
-        self.settled = self.fresh = self.samples = self.tokens = 0
+        self.settled = self.fresh = self.fresh_samples = self.samples = self.tokens = 0
         self.began = self.told = time.monotonic()
 
     def sample(self, done: Completion) -> None:
@@ -411,12 +411,20 @@ class _Progress:
         self.total += chunk.counts
         if self.samples:  # not read from file
             self.fresh += len(chunk.questions)
+            self.fresh_samples += self.samples
         self.chunk, self.settled, self.samples = Counts(), 0, 0
         self.tell()
 
+    def _left_s(self, took: float) -> float | None:
+        """Counts questions whose samples are still coming by their share: all of a chunk are under way at once."""
+        each = self.fresh_samples / self.fresh if self.fresh else self.of.rft.oversample
+        under_way = max(self.settled, self.samples / each)
+        here, open_questions = self.fresh + under_way, self.questions - self.total.questions
+        return took / here * max(0.0, open_questions - under_way) if here else None
+
     def tell(self) -> None:
         self.told = time.monotonic()
-        took, done, here = self.told - self.began, self.total.questions + self.settled, self.fresh + self.settled
+        took, done = self.told - self.began, self.total.questions + self.settled
         sofar = self.total + self.chunk
         self.of.tell(
             SamplingProgress(
@@ -426,7 +434,7 @@ class _Progress:
                 kept=sofar.kept,
                 success_rate=sofar.success_rate,
                 tokens_per_s=self.tokens / took if took and self.tokens else None,
-                left_s=took / here * (self.questions - done) if here else None,
+                left_s=self._left_s(took),
                 rows=self.of.fitting.rows,
                 memory=dict(self.of.memory()),
             )

@@ -25,7 +25,7 @@ from flatout.engine.step import StepFacts
 from flatout.files import inside
 from flatout.plan import Plan, compile_break_even
 from flatout.probe import Monitor, describe, launched
-from flatout.record import WARM_STEPS, Outcome, Recorder, Run, Sink, StepExtra, StepRecord
+from flatout.record import WARM_STEPS, Outcome, Recorder, Run, Sink, StepExtra, StepRecord, redacted
 from flatout.record.events import Compiled, Notice, UpdateSkipped
 from flatout.verdict import LossTrend, Speedometer, reward_ends
 
@@ -64,11 +64,15 @@ def open_session(
     with ExitStack() as stack:
         with ranks.first_leads():
             if ranks.first:
-                restarted = not resume and Run.is_half_made(folder)
-                trackers.check(tensorboard=settings.log.tensorboard, wandb=settings.log.wandb != "off")
+                restarted, changed = not resume and Run.is_half_made(folder), {}
+                log = settings.log
+                trackers.check(
+                    tensorboard=log.tensorboard, wandb=log.wandb != "off", trackio=log.trackio, mlflow=log.mlflow
+                )
                 if resume:
                     run = Run.open(folder)
                     stack.enter_context(run.lock())
+                    changed = changed_settings(run.config, redacted(config))
                     run.reconfigure(config_text=config_text, config=config)
                 else:
                     run = stack.enter_context(
@@ -82,6 +86,9 @@ def open_session(
                         )
                     )
                 recorder = stack.enter_context(run.recorder(sinks=[*sinks, *_trackers(settings, run, plan, config)]))
+                if changed:
+                    words = "; ".join(f"{key} {before} -> {now}" for key, (before, now) in changed.items())
+                    recorder.event(Notice(text=f"this attempt has other settings than the one before: {words}"))
                 if restarted:
                     text = f"{folder} was not complete when the run was stopped: the run starts from the beginning"
                     recorder.event(Notice(text=text))
@@ -98,6 +105,22 @@ def open_session(
         yield Session(run=run, recorder=recorder, monitor=monitor, stop=stop)
 
 
+def changed_settings(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """The settings that differ between two attempts, with both values, by their dotted names."""
+    found: dict[str, tuple[Any, Any]] = {}
+    for key in dict.fromkeys([*before, *now]):
+        old, new = before.get(key), now.get(key)
+        if isinstance(old, Mapping) and isinstance(new, Mapping):
+            found |= {f"{key}.{name}": values for name, values in changed_settings(old, new).items()}
+        elif key in now and key != "run" and _as_json(old) != _as_json(new):  # a key of later versions says nothing
+            found[key] = (old, new)
+    return found
+
+
+def _as_json(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value
+
+
 def _trackers(settings: Settings, run: Run, plan: Plan, config: Mapping[str, Any]) -> Iterator[Sink]:
     log = settings.log
     name = log.name or trackers.run_name(settings.recipe)
@@ -107,6 +130,11 @@ def _trackers(settings: Settings, run: Run, plan: Plan, config: Mapping[str, Any
         yield trackers.wandb(
             log.wandb, project=log.project, name=name, folder=run.trackers_dir, config=config, rates=plan.rates
         )
+    shared: dict[str, Any] = {"project": log.project, "name": name, "config": config, "rates": plan.rates}
+    if log.trackio:
+        yield trackers.trackio(**shared)
+    if log.mlflow:
+        yield trackers.mlflow(folder=inside(run.trackers_dir / "mlflow", run.path), **shared)
 
 
 class Ledger:

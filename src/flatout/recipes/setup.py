@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from flatout import files, hub
+from flatout.config import to_mapping
 from flatout.config.settings import PlanSettings, Settings
 from flatout.cost import checkpoint_bytes
 from flatout.data.prepare import cache_folder
@@ -31,14 +32,15 @@ from flatout.hardware import Hardware, detect, with_cpu_facts
 from flatout.model import Critic, Decoder, Model, load_adapted, load_model, peft
 from flatout.optim import adamw, schedule
 from flatout.plan import Decisions, Job, Plan, decide, job_of
+from flatout.plan.decisions import PINNED
 from flatout.probe import Phases
 from flatout.recipes.material import Batches, Facts, Material, OpenMaterial
 from flatout.recipes.profiling import Profile
 from flatout.recipes.questions import Questions, check_tasks
 from flatout.recipes.saving import Saving
-from flatout.recipes.session import Ledger, Session, begun, open_session
+from flatout.recipes.session import Ledger, Session, begun, changed_settings, open_session
 from flatout.recipes.validation import Validation
-from flatout.record import Run, Sink, events
+from flatout.record import Run, Sink, events, redacted
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,6 +83,8 @@ def set_up(
         ranks = stack.enter_context(joined(from_environment(), num_gpus=hardware.num_gpus))
         folder = Path(ranks.agree(str(folder)))
         resume = begun(folder, ranks, resume=resume)
+        if resume:
+            require_same_batches(settings, Run.open(folder))
 
         # The data, and how long to train on it.
         material = stack.enter_context(open_material(settings))
@@ -120,7 +124,9 @@ def set_up(
         )
         plan = with_found_micro_batch(plan, engine, material, session, ranks, cache=cache_folder(settings.data))
         ledger = Ledger(session, plan=plan, active=active)
-        left_out = announce(session, plan, active, hardware=hardware, ranks=ranks, facts=facts, total_steps=total_steps)
+        left_out = announce(
+            session, plan, active, hardware=hardware, ranks=ranks, material=material, total_steps=total_steps
+        )
 
         # The state to start from.
         saving = Saving(
@@ -208,7 +214,29 @@ def plan_for(
         longest=None if material is None else material.longest,
         trained_share=None if material is None else material.trained_share,
     )
-    return decide(job if begun is None else replace(job, pins=kept_pins(job, Run.open(begun).plan)))
+    if begun is None:
+        return decide(job)
+    earlier = Run.open(begun).plan
+    plan = decide(replace(job, pins=kept_pins(job, earlier)))
+    # What an earlier attempt decided keeps its reason; only the user pins.
+    told = {
+        name: earlier["reasons"].get(name, reason)
+        for name, reason in plan.reasons.items()
+        if reason.startswith(PINNED) and getattr(job.pins, name, None) is None
+    }
+    return replace(plan, reasons={**plan.reasons, **told})
+
+
+def require_same_batches(settings: Settings, run: Run) -> None:
+    """Refuses settings that would give a resumed run other batches than those it has learnt from."""
+    names = {"seed", "data.sequence_length", "data.packing", "data.shuffle", "train.batch_tokens"}
+    changed = changed_settings(run.config, redacted(to_mapping(settings)))
+    if found := {name: values for name, values in changed.items() if name in names}:
+        words = "; ".join(f"{name} {before} -> {now}" for name, (before, now) in found.items())
+        raise UsageError(
+            f"{run.path} cannot continue with {words}: its batches would be others. Leave it as it was, or start a new "
+            "run from these weights with model.name and --run FOLDER"
+        )
 
 
 def plan_to_compile(settings: Settings, *, hardware: Hardware) -> Plan | None:
@@ -389,7 +417,7 @@ def announce(
     *,
     hardware: Hardware,
     ranks: Ranks,
-    facts: Facts,
+    material: Material,
     total_steps: int,
 ) -> str:
     """Records the plan and the active paths once, at the start. Returns the description of the rows left out."""
@@ -400,8 +428,11 @@ def announce(
             text = f"this run started with plan.{name} {begun[name]} and continues with {value}: not bit-equal"
             record.event(events.Notice(text=text))
     record.event(events.HardwareFound(facts=hardware.to_json()))
-    described = facts.describe()
+    described = material.facts.describe() | getattr(material.source, "packing", {})
     record.event(events.DataOpened(**described))
+    if described.get("valid_examples") == 1:
+        text = "one example is held out: its loss says little of others; hold out more, such as data.valid_share=0.05"
+        record.event(events.Notice(text=text))
     if left_out := str(described["left_out"]):
         record.event(events.Notice(text=f"left out: {left_out}"))
     record.event(events.Planned(facts=plan.to_json()))

@@ -19,6 +19,7 @@ from flatout.engine.ranks import Ranks
 from flatout.recipes.batches import Streamed
 from flatout.recipes.loop import train
 from flatout.recipes.material import Material
+from flatout.recipes.own_objective import objective_of
 from flatout.recipes.session import Session
 from flatout.recipes.validation import held_out
 from flatout.record import Outcome, Sink
@@ -59,6 +60,7 @@ def conversations(settings: Settings) -> Iterator[Material]:
             facts=examples,
             source=Streamed(stream),
             held_out=validation,
+            objective=objective_of(settings),
             mean_context=stream.mean_context,
             longest=stream.longest,
             trained_share=stream.trained_share,

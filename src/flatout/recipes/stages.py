@@ -150,8 +150,7 @@ class Stages:
         score = self._fitting(model).run(measure)
         identity = identity_of(how=how, weights=model.checksum or weights_of(name))
         self.seals.write(path, score.to_json() | {"identity": identity})
-        brief = {key: value for key, value in score.to_json().items() if key not in ("indices", "rewards")}
-        self.session.recorder.event(events.StudentScored(round=number, **brief))
+        self.session.recorder.event(events.StudentScored(round=number, **score.brief()))
         self._stop_if_requested()
         return score
 

@@ -14,7 +14,7 @@ from typing import Any, ClassVar, TypedDict
 from flatout.files import Count, Finite, typed
 from flatout.record.outcome import Outcome, Verdict
 from flatout.record.schemas import HardwareView, PlanView, Process, Scalar
-from flatout.words import duration, interval_text, loss_text, number, percent, score_text
+from flatout.words import counted, duration, interval_text, loss_text, number, percent, score_text
 
 EVENTS: dict[str, type[Event]] = {}
 # The fields of every event; the recorder fills in the first two.
@@ -149,11 +149,23 @@ class DataOpened(Event, kind="data"):
     valid_examples: Count | None = None
     trained_tokens: Count | None = None
     too_long: Mapping[str, Any] | None = None
+    sequences: Count | None = None  # that an epoch's examples are packed into
+    sequence_length: Count | None = None
+    fill: Finite | None = None  # share of their positions that hold a token
 
     def sentence(self) -> str:
+        examples = ""
+        if self.train_examples is not None:
+            held = f", {counted(self.valid_examples, 'example')} held out" if self.valid_examples is not None else ""
+            examples = f"{counted(self.train_examples, 'example')} to train on{held}, "
+        packed = ""
+        if self.sequences is not None and self.fill is not None:
+            packed = (
+                f"; {counted(self.sequences, 'sequence')} of {self.sequence_length} tokens, {percent(self.fill)} full"
+            )
         return (
-            f"{self.source}: {self.train_tokens:,} tokens to train on, {self.valid_tokens:,} held out, "
-            f"tokenizer {self.tokenizer} ({self.vocab:,} ids)"
+            f"{self.source}: {examples}{self.train_tokens:,} tokens to train on, {self.valid_tokens:,} held out, "
+            f"tokenizer {self.tokenizer} ({self.vocab:,} ids){packed}"
         )
 
 
@@ -218,9 +230,8 @@ class Ended(Event, kind="end"):
 
     def sentence(self) -> str:
         met = [verdict.met for verdict in self.verdicts]
-        return f"ended by {self.outcome.stopped_by}" + (
-            f", {met.count(True)} of {len(met)} criteria met" if met else ""
-        )
+        end = "ended" if self.outcome.stopped_by == "end" else f"ended by {self.outcome.stopped_by}"
+        return end + (f", {met.count(True)} of {len(met)} criteria met" if met else "")
 
 
 # -- measurements and checkpoints

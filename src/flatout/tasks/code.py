@@ -369,7 +369,7 @@ class _Made:
     calls: Sequence[Call]
 
 
-@lru_cache(1024)
+@lru_cache(4096)
 def _make(split: str, level: int, i: int) -> _Made:
     """Steps that belong to this split by their checksum, so that no function is in both."""
     chance = random.Random(f"{SEED}/{split}/{level}/{i}")

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from flatout import files
+from flatout import custom, files
 from flatout.errors import UsageError
 from flatout.tasks import grade
 from flatout.tasks import judge as judging
 from flatout.tasks.base import Messages, assistant, user
 from flatout.tasks.judge import Judge
+from flatout.tasks.own import checked
 
 LETTERS = "ABCDEFGHIJ"
 # The largest published sets of questions have a few hundred megabytes.
@@ -252,7 +253,8 @@ class JsonLines:
     """Questions with answers in any file: `question` and `answer`, or the fields named in the spec.
 
     Graded exactly, as a number within `tolerance` (relative), or as mathematics; auto grades an answer as a number if
-    it is one, and as text otherwise. With a judge, a language model decides.
+    it is one, and as text otherwise. With a judge, a language model decides; with `reward=MODULE:FUNCTION`, a function
+    that is called with question, answer and completion.
     """
 
     rows: Sequence[Row]
@@ -261,6 +263,7 @@ class JsonLines:
     grader: str
     tolerance: float
     judge: Judge | None = None
+    own: Callable[..., Any] | None = None  # a reward of the user's
     name: str = "jsonl"
 
     @classmethod
@@ -275,7 +278,10 @@ class JsonLines:
         judge: str | None = None,
         model: str | None = None,
         key: str | None = None,
+        reward: str | None = None,
     ) -> JsonLines:
+        takes = ("question", "answer", "completion")
+        own = None if reward is None else custom.function(reward, what=f"reward={reward}", keywords=takes)
         asked = Judge.of(judge, model, key)
         if grader not in GRADERS:
             raise UsageError(f"grader={grader}: must be one of {', '.join(GRADERS)}")
@@ -287,7 +293,7 @@ class JsonLines:
             row.text(question), row.text(answer)
             if grader == "number" and grade.number(row.text(answer)) is None:
                 raise UsageError(f"{row.where}: the answer {row.text(answer)!r} is not a number; use another grader")
-        return cls(rows=rows, question=question, key=answer, grader=grader, tolerance=within, judge=asked)
+        return cls(rows=rows, question=question, key=answer, grader=grader, tolerance=within, judge=asked, own=own)
 
     @property
     def size(self) -> int:
@@ -321,6 +327,9 @@ class JsonLines:
 
     def reward(self, i: int, completion: str) -> float:
         """Without a marked answer, the last line counts, but a judge sees only marked answers."""
+        if self.own is not None:
+            given = {"question": self.rows[i].text(self.question), "answer": self.gold(i), "completion": completion}
+            return checked(self.own(**given), f"reward of {self.name}")
         if self.judge is not None:
             return self.judge.reward(self.rows[i].text(self.question), self.gold(i), self.answer(completion))
         got = grade.find(completion, (*grade.EXPLICIT, grade.last_line))

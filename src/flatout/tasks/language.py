@@ -271,8 +271,14 @@ READERS: dict[str, Callable[[Path], Iterator[Item]]] = {
 
 # -- generated texts ----------------------------------------------------------------------------------------
 
-GOOD = ("fine", "great", "lovely", "superb", "sweet", "neat", "bright", "solid")
-BAD = ("poor", "awful", "dull", "broken", "bitter", "weak", "ugly", "stale")
+GOOD = (
+    "fine", "great", "lovely", "superb", "sweet", "neat", "bright", "solid", "clean", "fresh", "warm", "crisp",
+    "smart", "sharp", "grand", "calm", "brave", "pure", "rich", "smooth", "kind", "swift", "proud", "tidy",
+)  # fmt: skip
+BAD = (
+    "poor", "awful", "dull", "broken", "bitter", "weak", "ugly", "stale", "dirty", "rotten", "cold", "soggy",
+    "stupid", "blunt", "grim", "noisy", "cheap", "nasty", "bland", "rough", "mean", "slow", "vile", "messy",
+)  # fmt: skip
 THINGS = ("soup", "film", "phone", "room", "song", "book", "chair", "lamp", "cake", "game", "shoe", "tea")
 PEOPLE = ("Ann", "Bob", "Eve", "Tom", "Kim", "Lea", "Max", "Zoe")
 COLOURS = ("red", "blue", "green", "black", "white", "pink", "gold", "grey")
@@ -304,10 +310,10 @@ def generated(name: str, split: str) -> tuple[Item, ...]:
 
 
 def _make_sentiment(chance: random.Random) -> tuple[str, str]:
+    """One of many words decides, so that each must be learnt."""
     good = chance.random() < 0.5
-    words = chance.sample(GOOD if good else BAD, 2)
     first, second = chance.sample(THINGS, 2)
-    text = f"the {first} is {words[0]} and the {second} is {words[1]}."
+    text = f"the {first} and the {second} are {chance.choice(GOOD if good else BAD)}."
     return SHORT["sentiment"].format(text=text), "good" if good else "bad"
 
 

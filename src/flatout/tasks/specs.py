@@ -21,6 +21,7 @@ from flatout.tasks.files import Gsm8k, JsonLines, MultipleChoice, PlainText
 from flatout.tasks.grader import Grader
 from flatout.tasks.guru import Guru
 from flatout.tasks.language import READERS, Language
+from flatout.tasks.own import open_own
 from flatout.tasks.prompts import Prompted, Template
 from flatout.tasks.published import FORMATS, Published
 from flatout.tasks.sums import Sums
@@ -42,6 +43,10 @@ def open_task(spec: str) -> Task | Texts:
         return _built(Language.open, spec, query, path, name)
     if name in DOMAINS:
         return _built(Generated.open, spec, query, name, path or "valid")
+    if name == "python" and path:
+        options = dict(parse_qsl(query, keep_blank_values=True))
+        prompt = options.pop("prompt", None)
+        return _prompted(open_own(path, options), spec, prompt)
     if not path:
         raise UsageError(f"task {name} needs {TAKES[name]}: {name}:PATH")
     try:
@@ -78,6 +83,10 @@ def _built(build: Callable[..., Task | Texts], spec: str, query: str, *arguments
     task = build(*arguments, **options)
     if "judge" in options and not workers.SERVING:
         _probe(spec)
+    return _prompted(task, spec, prompt)
+
+
+def _prompted(task: Task | Texts, spec: str, prompt: str | None) -> Task | Texts:
     if prompt is None:
         return task
     if isinstance(task, Texts):

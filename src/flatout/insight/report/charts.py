@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 
 from flatout.insight.report.html import Child, Html, join, tag
 
@@ -18,6 +19,7 @@ LABEL_GAP = 34
 # Beyond this many times the usual range a value leaves the axis and is marked at its edge.
 OUTLIER = 3.0
 LARGEST = 1e100
+STRIPS = 60  # places at which the pointer shows values
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,6 +128,7 @@ def draw(chart: Chart) -> Html:
         [_line(frame, line) for line in lines],
         [_beyond(frame, line) for line in lines],
         [_broken(frame, x) for x in chart.broken],
+        _pointed_at(chart, frame, lines),
         _labels([(frame.y(line.points[-1].y), f"t{line.colour}", line.name, _last(chart, line)) for line in lines]),
     )
 
@@ -249,6 +252,20 @@ def _line(frame: _Frame, line: Line) -> Html:
         for point in line.points
     ]
     return join(drawn, dots)
+
+
+def _pointed_at(chart: Chart, frame: _Frame, lines: Sequence[Line]) -> Html:
+    """Invisible strips that say the values under the pointer, without script."""
+    xs = sorted({point.x for line in lines for point in line.points})
+    xs = xs if len(xs) <= STRIPS else [xs[round(at * (len(xs) - 1) / (STRIPS - 1))] for at in range(STRIPS)]
+    edges = [LEFT, *((frame.x(a) + frame.x(b)) / 2 for a, b in pairwise(xs)), WIDTH - RIGHT]
+    strips = []
+    for x, left, right in zip(xs, edges, edges[1:], strict=False):
+        nearest = [(line.name, min(line.points, key=lambda point: abs(point.x - x)).y) for line in lines]
+        said = f"{chart.x_name} {short(x)}: " + ", ".join(f"{name} {chart.show(y)}" for name, y in nearest)
+        size = {"x": _round(left), "width": _round(max(0.0, right - left)), "y": TOP, "height": HEIGHT - TOP - BOTTOM}
+        strips.append(tag("rect", tag("title", said), **size, class_="strip"))
+    return join(strips)
 
 
 def _beyond(frame: _Frame, line: Line) -> Html | None:

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from flatout.insight.report.charts import Band, Bands, Chart, Level, Line, Point, share, short
-from flatout.insight.story import Story
+from flatout.insight.story import Story, names_of
 from flatout.record import Rollup
 from flatout.record.events import MicroBatchSearched
 
@@ -30,6 +30,7 @@ PHASES = {
     "other": "p0",
     "unattributed": "p0",
 }
+LONGEST_LABEL = 14  # characters that fit beside a chart
 # Of the monitor's numbers, those that are shares of one; `busy` is NVML's utilisation.
 ACTIVITY = {"busy": "GPU busy", "sm_active": "SM", "tensor_active": "tensor", "dram_active": "DRAM"}
 
@@ -46,6 +47,7 @@ def charts(story: Story, *, id: str) -> list[Chart | Bands]:
         *rewards,
         loss_chart([story], id=f"{id}loss"),
         *parts,
+        *_steering(story, id=id),
         *scores,
         speed_chart([story], id=f"{id}speed"),
         _mfu(story, id=f"{id}mfu"),
@@ -75,6 +77,31 @@ def loss_chart(stories: Sequence[Story], *, id: str) -> Chart:
         broken=broken,
         from_zero=False,
     )
+
+
+def validation_chart(stories: Sequence[Story], *, id: str) -> Chart:
+    lines = [
+        Line(
+            name=_label(stories, n, "validation"),
+            colour=_colour(stories, n, 2),
+            points=[Point(x=found.step, y=found.val_loss) for found in story.evaluations],
+            dots=True,
+        )
+        for n, story in enumerate(stories)
+    ]
+    about = _about(stories, "Validation loss", lines, number=short)
+    missing = "no run was evaluated"
+    return Chart(id=id, title="Validation loss", about=about, show=short, lines=lines, from_zero=False, missing=missing)
+
+
+def _steering(story: Story, *, id: str) -> list[Chart]:
+    """The learning rate and the norm of the gradient, where they were recorded."""
+    found = []
+    for key, title in (("lr", "Learning rate"), ("grad_norm", "Gradient norm")):
+        if lines := _metric_lines(story, {key: title.lower()}):
+            about = _about([story], title, lines, number=short)
+            found.append(Chart(id=f"{id}{key}", title=title, about=about, show=short, lines=lines))
+    return found
 
 
 def _rewards(story: Story, *, id: str) -> Chart:
@@ -288,8 +315,11 @@ def _level(name: str, y: float | None) -> Sequence[Level]:
 
 
 def _label(stories: Sequence[Story], at: int, alone: str) -> str:
-    """What stands at the end of a line; runs are told apart by their number in the table."""
-    return alone if len(stories) == 1 else f"run {at + 1}"
+    """What stands at the end of a line: the run's name, or its end, by which names of one kind differ."""
+    if len(stories) == 1:
+        return alone
+    name = names_of(stories)[at]
+    return name if len(name) <= LONGEST_LABEL else f"…{name[1 - LONGEST_LABEL :]}"
 
 
 def _colour(stories: Sequence[Story], at: int, alone: int) -> int:

@@ -6,14 +6,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 from flatout.insight import numbers
-from flatout.insight.compare import Comparison, differences, flatten
+from flatout.insight.compare import Comparison, flatten, settings_that_differ
 from flatout.insight.diagnose.runs import findings_of
 from flatout.insight.machine import Machine
 from flatout.insight.report import routing
 from flatout.insight.report.charts import Bands, Chart, draw, draw_bands
-from flatout.insight.report.figures import charts, loss_chart, phase_colour, speed_chart
+from flatout.insight.report.figures import charts, loss_chart, phase_colour, speed_chart, validation_chart
 from flatout.insight.report.html import Child, Html, join, tag, text
-from flatout.insight.story import Choice, Forecast, Gpu, Story
+from flatout.insight.story import Choice, Forecast, Gpu, Story, names_of
 from flatout.record import Finding
 from flatout.words import duration, interval_text, number, percent, score_text
 
@@ -79,7 +79,7 @@ def contents(story: Story, *, id: str = "") -> Html:
 def runs_contents(stories: Sequence[Story]) -> Html:
     """Links to the parts of a page of several runs."""
     parts = {"runs": "Side by side", "same-axes": "On the same axes", "differences": "Settings that differ"}
-    runs = {f"r{at}-verdict": f"Run {at}" for at, _ in enumerate(stories, 1)}
+    runs = {f"r{at}-verdict": name for at, name in enumerate(names_of(stories), 1)}
     return _nav(parts | runs, label="Parts")
 
 
@@ -479,7 +479,7 @@ def provenance(story: Story, *, id: str, level: int) -> Html:
 
 def side_by_side(stories: Sequence[Story], compared: Comparison | None) -> list[Html]:
     """Several runs in one table and on the same axes, what the differences show, and which settings differ."""
-    names = [f"run {at}" for at, _ in enumerate(stories, 1)]
+    names = names_of(stories)
     rows: list[list[Child]] = [["state", *(story.state.sentence for story in stories)]]
     rows += [["criteria", *(story.judged for story in stories)]]
     rows += [
@@ -489,18 +489,16 @@ def side_by_side(stories: Sequence[Story], compared: Comparison | None) -> list[
     listed = [
         tag(
             "li",
-            tag("a", f"run {at}", href=f"#r{at}-verdict", class_=f"t{(at - 1) % 6 + 1}"),
-            " ",
-            tag("strong", story.name),
+            tag("a", names[at - 1], href=f"#r{at}-verdict", class_=f"t{(at - 1) % 6 + 1}"),
             " ",
             tag("span", story.path, class_="path"),
         )
         for at, story in enumerate(stories, 1)
     ]
-    differing = [
-        [tag("code", key), *(_value(value) for value in values)]
-        for key, values in differences([story.config for story in stories])
-    ]
+    found = settings_that_differ(stories)
+    differing = [[tag("code", key), *(_value(value) for value in values)] for key, values in found or []]
+    none = "none differ" if found is not None else "a watched script has no settings of flatout to compare"
+    shared = (loss_chart, validation_chart, speed_chart)
     return [
         _section(
             f"{len(stories)} runs side by side",
@@ -514,7 +512,7 @@ def side_by_side(stories: Sequence[Story], compared: Comparison | None) -> list[
             "On the same axes",
             tag(
                 "div",
-                [figure(chart(stories, id=f"all-{n}"), level=3) for n, chart in enumerate((loss_chart, speed_chart))],
+                [figure(chart(stories, id=f"all-{n}"), level=3) for n, chart in enumerate(shared)],
                 class_="charts",
             ),
             id="same-axes",
@@ -522,7 +520,7 @@ def side_by_side(stories: Sequence[Story], compared: Comparison | None) -> list[
         ),
         _section(
             "Settings that differ",
-            table(["setting", *names], differing, caption="From config.json") if differing else _none("none differ"),
+            table(["setting", *names], differing, caption="From config.json") if differing else _none(none),
             id="differences",
             level=2,
         ),

@@ -10,10 +10,10 @@ from typing import Any
 
 from flatout.insight import numbers
 from flatout.insight.clean import clean
-from flatout.insight.compare import Comparison, differences
+from flatout.insight.compare import Comparison, settings_that_differ
 from flatout.insight.diagnose.runs import findings_of
 from flatout.insight.report.fragments import GRADES, nothing_found
-from flatout.insight.story import Story
+from flatout.insight.story import Story, names_of
 from flatout.words import duration, interval_text, number, percent, score_text
 
 _MEANS_SOMETHING = re.compile(r"([\\`*_{}\[\]<>|#!~&])")
@@ -67,7 +67,7 @@ def _raw(story: Story) -> dict[str, Any]:
 def markdown(stories: Sequence[Story], *, compared: Comparison | None = None) -> str:
     if len(stories) == 1:
         return "\n".join(_run(stories[0], level=1)) + "\n"
-    names = [f"run {at}" for at, _ in enumerate(stories, 1)]
+    names = names_of(stories)
     lines = [f"# {len(stories)} runs side by side", ""]
     lines += [f"{at}. **{_text(story.name)}** {_text(story.path)}" for at, story in enumerate(stories, 1)]
     every = zip(*(numbers.figures(story) for story in stories), strict=True)
@@ -78,7 +78,7 @@ def markdown(stories: Sequence[Story], *, compared: Comparison | None = None) ->
         for one in compared.against:
             heading = _text(f"{one.name} against {compared.sides[0].name}")
             lines += ["", f"**{heading}.** {' '.join(compared.sentences(one))}"]
-    differing = differences([story.config for story in stories])
+    differing = settings_that_differ(stories)
     if differing:
         lines += ["", "## Settings that differ", "", *_table(["setting", *names], [[k, *v] for k, v in differing])]
     for story in stories:

@@ -1,0 +1,131 @@
+"""Finds run folders and lists them: `flatout runs [FOLDER]`, and what `flatout watch` shows if no run is named."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+from rich.text import Text
+
+from flatout.errors import FlatoutError, UsageError, first_line
+from flatout.insight.clean import clean
+from flatout.insight.story import Story, tell
+from flatout.record import Run
+from flatout.terminal import table
+from flatout.words import duration, loss_text, number, percent
+
+# How deep a folder is searched: runs/NAME, and the groups that people make of them.
+DEPTH = 3
+NUM_PARTS = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class Listed:
+    """A run folder, and what it holds; a damaged one has the reason instead."""
+
+    run: Run
+    changed: float  # unix seconds
+    story: Story | None
+    problem: str | None = None
+
+
+def find(folder: Path) -> list[Run]:
+    """The runs in a folder, the newest first. Stages inside a run belong to it and are not listed."""
+    if not folder.is_dir():
+        raise UsageError(f"{folder} is not a folder: give the folder that holds run folders, such as runs")
+    return sorted((Run(path) for path in _inside(folder, DEPTH)), key=_changed, reverse=True)
+
+
+def listed(folder: Path) -> list[Listed]:
+    return [_listed(run) for run in find(folder)]
+
+
+def running(folder: Path) -> list[Run]:
+    """The runs in a folder that are going on; none if there is no such folder."""
+    if not folder.is_dir():
+        return []
+    return [one.run for one in listed(folder) if one.story is not None and one.story.state.kind == "running"]
+
+
+def runs_table(found: list[Listed], *, now: float | None = None) -> Table:
+    now = time.time() if now is None else now
+    rows = table("", "run", "recipe", "state", "step", "loss", "validation", "tokens/s", "MFU", "changed")
+    for one in found:
+        ago = f"{duration(max(0.0, now - one.changed))} ago"
+        story = one.story
+        if story is None:
+            rows.add_row(Text(clean(str(one.run.path))), "", Text(clean(one.problem), style="yellow"), *[""] * 5, ago)
+            continue
+        total = "" if story.total_steps is None else f"/{story.total_steps:,}"
+        loss = None if story.last is None else story.last.loss
+        val = story.evaluations[-1].val_loss if story.evaluations else None
+        rows.add_row(
+            Text(clean(str(one.run.path))),
+            Text(clean(story.recipe) or "script"),
+            Text(clean(story.state.sentence)),
+            f"{story.num_steps:,}{total}",
+            loss_text(loss),
+            loss_text(val),
+            number(story.speed.tokens_per_s),
+            percent(story.speed.mfu),
+            ago,
+        )
+    return rows
+
+
+def to_json(found: list[Listed]) -> list[dict[str, Any]]:
+    return [_row(one) for one in found]
+
+
+def _row(one: Listed) -> dict[str, Any]:
+    story = one.story
+    if story is None:
+        return {"run": str(one.run.path), "problem": one.problem, "changed": one.changed}
+    return {
+        "run": str(one.run.path),
+        "recipe": story.recipe,
+        "state": story.state.kind,
+        "steps": story.num_steps,
+        "total_steps": story.total_steps,
+        "loss": None if story.last is None else story.last.loss,
+        "val_loss": story.evaluations[-1].val_loss if story.evaluations else None,
+        "tokens_per_s": story.speed.tokens_per_s,
+        "mfu": story.speed.mfu,
+        "changed": one.changed,
+    }
+
+
+def _inside(folder: Path, depth: int) -> Iterator[Path]:
+    if Run.is_at(folder):
+        yield folder
+        return
+    if depth == 0:
+        return
+    try:
+        inner = sorted(entry.path for entry in os.scandir(folder) if entry.is_dir(follow_symlinks=False))
+    except OSError:  # a folder of somebody else
+        return
+    for path in inner:
+        yield from _inside(Path(path), depth - 1)
+
+
+def _changed(run: Run) -> float:
+    times = []
+    for what in ("steps", "events"):
+        try:
+            times.append(run.file(what, 0).stat().st_mtime)
+        except (OSError, FlatoutError):
+            continue
+    return max(times, default=0.0)
+
+
+def _listed(run: Run) -> Listed:
+    try:
+        return Listed(run=run, changed=_changed(run), story=tell(run, num_parts=NUM_PARTS))
+    except (FlatoutError, OSError) as error:
+        return Listed(run=run, changed=_changed(run), story=None, problem=first_line(error))
