@@ -24,7 +24,7 @@ from pathlib import Path
 from benchmarks.results import FOLDER, Call, git_commit, table, write
 from flatout import gallery
 from flatout.record import Run
-from flatout.record.events import RolloutsGraded
+from flatout.record.rollouts import RolloutsGraded
 
 # PPO trains its critic first. The critic is on the policy's trunk: a larger value loss overwrites what was taught.
 ALGORITHMS = {"grpo": [], "ppo": ["rl.critic_warmup=8", "rl.value_weight=0.1", "rl.gae_lambda=1.0"]}

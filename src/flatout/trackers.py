@@ -18,7 +18,8 @@ from typing import Any, Literal
 from flatout.cost import Rates
 from flatout.errors import EnvironmentLacks
 from flatout.record import Event, Sink, StepRecord, redacted
-from flatout.record.events import Ended, Evaluated, RolloutsGraded, TasksScored
+from flatout.record.events import Ended, Evaluated, TasksScored
+from flatout.record.rollouts import RolloutsGraded
 from flatout.verdict import shares_of_learning
 
 # The numbers of a step's `extra` that are usually charted.

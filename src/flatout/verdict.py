@@ -16,7 +16,7 @@ from typing import Any
 from flatout.config.settings import CriteriaSettings
 from flatout.cost import Rates, Shares
 from flatout.record import LARGEST_LOSS, WARM_STEPS, Outcome, Rollup, Run, Speed, StepRecord, Verdict
-from flatout.record.events import RolloutsGraded
+from flatout.record.rollouts import RolloutsGraded
 
 # The phases in which a policy generates and its completions are graded.
 ROLLOUT_PHASES = ("generate", "grade")

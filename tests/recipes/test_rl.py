@@ -27,7 +27,8 @@ from flatout.recipes.experience import Experience
 from flatout.recipes.levels import Levels
 from flatout.recipes.rollouts import RolloutBatches
 from flatout.record import Run
-from flatout.record.events import MemoryRanOut, Notice, RolloutsGraded, RowsHalved, TaskRollouts
+from flatout.record.events import MemoryRanOut, Notice, RowsHalved
+from flatout.record.rollouts import RolloutsGraded, TaskRollouts
 from flatout.sample import sampler_of
 from flatout.tasks import Graded, open_task
 

@@ -13,7 +13,7 @@ from tests.waiting import wait_until
 from tests.warm import Started, flatout
 
 from flatout.record import Run
-from flatout.record.events import RolloutsGraded
+from flatout.record.rollouts import RolloutsGraded
 
 ALGORITHMS: dict[str, dict[str, Any]] = {
     "grpo": {"rl": {"updates": 2}},

@@ -38,12 +38,12 @@ from flatout.record.events import (
     PathsActive,
     Planned,
     Resumed,
-    RolloutsGraded,
     Saved,
     Started,
     TaskResult,
     TasksScored,
 )
+from flatout.record.rollouts import RolloutsGraded
 from flatout.record.routed import PhaseScored
 from flatout.verdict import judge, loss_ends, peak_words, speed_of, speed_of_steps, warm_up
 

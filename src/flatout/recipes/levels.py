@@ -8,7 +8,7 @@ from flatout.config.settings import RlSettings
 from flatout.errors import UsageError
 from flatout.recipes.questions import questions_of
 from flatout.record import Event
-from flatout.record.events import RolloutsGraded
+from flatout.record.rollouts import RolloutsGraded
 from flatout.tasks import Task
 
 # A task gets harder above the first accuracy and easier below the second.

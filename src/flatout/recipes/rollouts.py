@@ -33,7 +33,8 @@ from flatout.recipes.levels import Levels
 from flatout.recipes.questions import Live
 from flatout.recipes.sampling import Fitting, Graders
 from flatout.recipes.session import Session
-from flatout.record.events import Notice, RolloutSample, RolloutsGraded, TaskRollouts
+from flatout.record.events import Notice
+from flatout.record.rollouts import RolloutSample, RolloutsGraded, TaskRollouts
 from flatout.sample import (
     Completion,
     Sampler,

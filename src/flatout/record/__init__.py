@@ -10,7 +10,8 @@
 Standard library only, so a run opens on any machine. Only this package knows the file names in the folder.
 """
 
-from flatout.record import routed as routed  # its events are registered by importing them
+from flatout.record import rollouts as rollouts  # their events are registered by importing them
+from flatout.record import routed as routed
 from flatout.record.events import Event, event_from_json, event_of
 from flatout.record.outcome import Outcome, Speed, Verdict
 from flatout.record.records import WARM_STEPS, Diagnosis, Finding, Sink, Span, StepExtra, StepRecord
