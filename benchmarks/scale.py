@@ -178,6 +178,7 @@ def fsdp(options: argparse.Namespace) -> list[Result]:
             for name in names if i % 2 else reversed(names):
                 seconds = block(engines[name], batches, steps=options.steps) / options.steps
                 taken.setdefault(name, []).append(seconds)
+                print(f"block {i + 1}, {name}: {seconds * 1000:.1f} ms a step", flush=True)
     finally:
         dist.destroy_process_group()
     for name, seconds in taken.items():
@@ -247,7 +248,7 @@ def main() -> None:
     parser.add_argument("what", choices=["fsdp", "saves"])
     parser.add_argument("--shape", choices=["124m", "8b"], default="124m")
     parser.add_argument("--blocks", type=int, default=10)
-    parser.add_argument("--steps", type=int, default=8, help="of a block of fsdp")
+    parser.add_argument("--steps", type=int, default=3, help="of a block of fsdp")
     parser.add_argument("--pairs", type=int, default=5, help="of blocks of saves")
     parser.add_argument("--folder", type=Path, default=None, help="saves: on the disk to measure")
     parser.add_argument("--tiny", action="store_true", help="try the script on a CPU")
