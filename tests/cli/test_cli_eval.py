@@ -142,16 +142,23 @@ def test_a_task_is_asked_as_the_run_measured_it(tmp_path: Path) -> None:
     from flatout.record import Run
 
     config = {
-        "rft": {"task": "units:train", "valid": None, "prompt": "a.txt", "student_prompt": "b.txt"},
+        "rft": {"task": "units:train", "valid": None, "prompt": "a.txt", "student_prompt": "bare"},
         "eval": {"tasks": ["sums?form=short", "jsonl:q.jsonl"]},
         "rl": {"tasks": ["math:train?level=2"]},
     }
     run = Run.create(tmp_path / "run", config_text="", config=config, plan={}, hardware={}, environment={})
     asked, said = _as_in_the_run(["units", "sums", "math", "jsonl:q.jsonl", "units?prompt=c.txt", "logic"], run)
-    assert asked[:3] == ["units?prompt=b.txt", "sums?form=short", "math?level=2"]
+    assert asked[:3] == ["units?prompt=bare", "sums?form=short", "math?level=2"]
     assert asked[3:] == ["jsonl:q.jsonl", "units?prompt=c.txt", "logic"]
     assert len(said) == 3
-    assert "units is asked as units?prompt=b.txt, as in the run; --own-prompt" in said[0]
+    assert "units is asked as units?prompt=bare, as in the run; --own-prompt" in said[0]
+    for option in ("reward=evil:grade", "judge=http://elsewhere", "prompt=/etc/passwd", "level=2&reward=evil:grade"):
+        run.reconfigure(
+            config_text="", config={"eval": {"tasks": [f"jsonl:q.jsonl?{option}", 5]}, "rl": 3, "rft": None}
+        )
+        asked, said = _as_in_the_run(["jsonl:q.jsonl"], run)
+        assert asked == ["jsonl:q.jsonl"]  # what a run folder says is no reason to run or read anything
+        assert "if you trust them, name that task" in said[0]
     score = Score(
         task="units", spec="units", metric="accuracy", value=0.5, low=None, high=None, n=10, of=10, samples=2,
         seconds=1.0, indices=(), rewards=(), details={"cut_short": 3, "too_long": 1},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any
@@ -123,6 +124,10 @@ class Request:
     backend: Backend
 
 
+# Options that a run may bring with it: numbers, names of forms, and the prompt without examples.
+_HARMLESS = re.compile(r"\?((level|shots|size|seed|samples)=\d+|prompt=bare|(form|split|thinking)=\w+|&)*")
+
+
 def _as_in_the_run(specs: Sequence[str], run: Run) -> tuple[list[str], list[str]]:
     """The specs with the prompts and options that the run measured the same tasks with, and what to say of it."""
     from flatout.config.tasks import held_out
@@ -132,14 +137,25 @@ def _as_in_the_run(specs: Sequence[str], run: Run) -> tuple[list[str], list[str]
         found = run.config.get(name)
         return found if isinstance(found, Mapping) else {}
 
+    def texts(value: Any) -> list[str]:
+        return [one for one in value if isinstance(one, str)] if isinstance(value, list) else []
+
     rft, asked, said = section("rft"), [], []
-    known = [*section("eval").get("tasks", ()), *(held_out(one) or one for one in section("rl").get("tasks", ()))]
-    if rft.get("task"):
-        prompt = rft.get("student_prompt") or rft.get("prompt")
-        known.append(with_prompt(rft.get("valid") or held_out(rft["task"]) or rft["task"], prompt))
+    known = [*texts(section("eval").get("tasks")), *(held_out(one) or one for one in texts(section("rl").get("tasks")))]
+    task, valid, student, prompt = (
+        "".join(texts([rft.get(name)])) or None for name in ("task", "valid", "student_prompt", "prompt")
+    )
+    if task is not None:
+        known.append(with_prompt(valid or held_out(task) or task, student or prompt))
     for spec in specs:
         same = {one for one in known if one.partition("?")[0] == spec}
         chosen = same.pop() if len(same) == 1 else spec
+        if chosen != spec and not _HARMLESS.fullmatch(chosen[len(spec) :]):
+            said.append(
+                f"{spec} is asked as it is: the run measured {chosen}, whose options may name files, addresses or "
+                "functions; if you trust them, name that task"
+            )
+            chosen = spec
         asked.append(chosen)
         if chosen != spec:
             said.append(f"{spec} is asked as {chosen}, as in the run; --own-prompt asks it as it is")
