@@ -26,8 +26,8 @@ from flatout import gallery
 from flatout.record import Run
 from flatout.record.rollouts import RolloutsGraded
 
-# PPO trains its critic first, and takes smaller and more steps. The critic is on the policy's trunk: a larger value loss
-# or learning rate overwrites what was taught.
+# PPO trains its critic first, and takes smaller and more steps. The critic is on the policy's trunk: a larger value
+# loss or learning rate overwrites what was taught.
 ALGORITHMS = {
     "grpo": [],
     "ppo": ["rl.critic_warmup=10", "rl.value_weight=0.1", "rl.gae_lambda=1.0", "train.lr=4e-4", "train.steps=210"],
