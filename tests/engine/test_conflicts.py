@@ -103,9 +103,13 @@ def test_a_step_applies_the_combined_gradient_and_tells_the_cosines() -> None:
 
     class Seen(conflicts.Combined):
         def __call__(
-            self, gradients: Mapping[str, Sequence[torch.Tensor]], *, step: int
+            self,
+            gradients: Mapping[str, Sequence[torch.Tensor]],
+            *,
+            step: int,
+            products: conflicts.Products | None = None,
         ) -> tuple[list[torch.Tensor], torch.Tensor]:
-            merged, measured = super().__call__(gradients, step=step)
+            merged, measured = super().__call__(gradients, step=step, products=products)
             flat = [torch.cat([part.flatten() for part in gradients[task]]).double() for task in TASKS]
             order = [[1], [0]]  # of two tasks there is only one
             expected = projected(flat, order)

@@ -54,7 +54,9 @@ class Apart:
     def __init__(self) -> None:
         self.seen: list[dict[str, list[Tensor]]] = []
 
-    def __call__(self, gradients: Mapping[str, Sequence[Tensor]], *, step: int) -> tuple[list[Tensor], None]:
+    def __call__(
+        self, gradients: Mapping[str, Sequence[Tensor]], *, step: int, products: object = None
+    ) -> tuple[list[Tensor], None]:
         self.seen.append({task: [g.clone() for g in of_task] for task, of_task in gradients.items()})
         return [even + odd for even, odd in zip(gradients["even"], gradients["odd"], strict=True)], None
 

@@ -212,7 +212,7 @@ def test_a_last_save_that_fails_is_told_as_what_it_is(
     def failing(*_args: object, **_how: object) -> Path:
         raise OSError(code, os.strerror(code), "weights")
 
-    monkeypatch.setattr(Checkpoints, "save", failing)
+    monkeypatch.setattr(Checkpoints, "write", failing)
     with pytest.raises(RunFailed, match=f"could not be saved: {os.strerror(code)}; nothing is saved"):
         start(whole / "tiny.yaml", tmp_path / "run", *QUICK)
     assert os.strerror(code) in str(events(tmp_path / "run", "save-failed")[-1]["error"])

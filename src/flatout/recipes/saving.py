@@ -347,6 +347,13 @@ class Saving:
             self._keep_best(pending.step, pending.best)
         return True
 
+    def close(self) -> None:
+        """Waits for a save in flight when the run fails, so that it is recorded; ranks that share one do not wait."""
+        pending, self._pending = self._pending, None
+        if pending is not None and pending.future is not None and self._group is None:
+            self._report(pending)
+        self._thread.shutdown(wait=self._group is None)
+
     def _report(self, pending: _Pending) -> None:
         """Records how a save ended, once."""
         assert pending.future is not None

@@ -139,6 +139,7 @@ def set_up(
             valid=facts.valid.fingerprint,
             base=base_of(settings),
         )
+        stack.callback(saving.close)
         start = saving.begin(facts.tokenizer, resume=resume)
         source = material.source.batches(engine, plan, session, ranks, start=start, stop=total_steps)
         batches = stack.enter_context(source)

@@ -30,7 +30,7 @@ PHASES = {
     "other": "p0",
     "unattributed": "p0",
 }
-LONGEST_LABEL = 14  # characters that fit beside a chart
+LONGEST_LABEL = 10  # characters that fit beside a chart
 # Of the monitor's numbers, those that are shares of one; `busy` is NVML's utilisation.
 ACTIVITY = {"busy": "GPU busy", "sm_active": "SM", "tensor_active": "tensor", "dram_active": "DRAM"}
 
@@ -97,8 +97,8 @@ def validation_chart(stories: Sequence[Story], *, id: str) -> Chart:
 def _steering(story: Story, *, id: str) -> list[Chart]:
     """The learning rate and the norm of the gradient, where they were recorded."""
     found = []
-    for key, title in (("lr", "Learning rate"), ("grad_norm", "Gradient norm")):
-        if lines := _metric_lines(story, {key: title.lower()}):
+    for key, title, name in (("lr", "Learning rate", "rate"), ("grad_norm", "Gradient norm", "norm")):
+        if lines := _metric_lines(story, {key: name}):
             about = _about([story], title, lines, number=short)
             found.append(Chart(id=f"{id}{key}", title=title, about=about, show=short, lines=lines))
     return found
