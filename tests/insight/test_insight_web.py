@@ -20,7 +20,8 @@ from tests.waiting import HANG_S
 
 from flatout.errors import EnvironmentLacks
 from flatout.insight.machine import sampling_machine
-from flatout.insight.web import ADDRESS, Server, Site
+from flatout.insight.web import Server, Site
+from flatout.loopback import ADDRESS
 from flatout.record import Run
 
 

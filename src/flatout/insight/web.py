@@ -6,24 +6,22 @@ run one script, allowed by its hash, which fetches the fragments again; there is
 
 from __future__ import annotations
 
-import hmac
-import secrets
 import threading
 import time
 from collections.abc import Sequence
 from http import HTTPStatus
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from importlib import resources
 from urllib.parse import parse_qs, urlsplit
 
-from flatout.errors import EnvironmentLacks, FlatoutError
+from flatout.errors import FlatoutError
 from flatout.insight.machine import MachineSampler
 from flatout.insight.report import fragments, page
 from flatout.insight.report.html import Html, tag
 from flatout.insight.story import tell
+from flatout.loopback import ADDRESS, Loopback
 from flatout.record import Run, redact
 
-ADDRESS = "127.0.0.1"
 # Requests that come faster than this get the same answer, so many open pages cost no more than one.
 FRESH_S = 1.0
 
@@ -64,30 +62,16 @@ class Site:
         return page.document(without, self.body(), title=f"{title}: flatout watch", script=self.script)
 
 
-class Server(ThreadingHTTPServer):
+class Server(Loopback):
     """Serves one site under its own token."""
 
-    daemon_threads = True
-
     def __init__(self, site: Site, *, port: int = 0) -> None:
-        self.site, self.token = site, secrets.token_urlsafe(24)
-        try:
-            super().__init__((ADDRESS, port), Handler)
-        except OSError as error:
-            raise EnvironmentLacks(
-                f"cannot listen on {ADDRESS}:{port}: {error.strerror}. Choose another one with --port, or remove it."
-            ) from error
-
-    @property
-    def port(self) -> int:
-        return int(self.server_address[1])
+        self.site = site
+        super().__init__(Handler, port=port)
 
     @property
     def url(self) -> str:
         return f"http://{ADDRESS}:{self.port}/?token={self.token}"
-
-    def handle_error(self, request: object, client_address: object) -> None:
-        """Ignores the error: a page that is closed in the middle of an answer is not a problem."""
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -122,14 +106,10 @@ class Handler(BaseHTTPRequestHandler):
 
     def _refusal(self) -> HTTPStatus | None:
         """Why this request is refused: a wrong host name (DNS rebinding), another site's page, or no token."""
-        names = {f"{name}:{self.server.port}" for name in (ADDRESS, "localhost")}
-        if self.headers.get_all("Host") not in [[name] for name in names]:
-            return HTTPStatus.FORBIDDEN
-        origin = self.headers.get("Origin")
-        if origin is not None and origin not in {f"http://{name}" for name in names}:
+        if not self.server.is_addressed(self.headers):
             return HTTPStatus.FORBIDDEN
         given = parse_qs(urlsplit(self.path).query).get("token", [""])[0]
-        if not hmac.compare_digest(given.encode(), self.server.token.encode()):
+        if not self.server.knows(given):
             return HTTPStatus.UNAUTHORIZED
         return None
 

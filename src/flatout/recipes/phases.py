@@ -325,15 +325,7 @@ class Phases:
         return Run.is_at(folder)
 
     def _told(self, outcome: Outcome, folder: Path) -> None:
-        self.session.recorder.event(
-            events.StageTrained(
-                folder=str(folder),
-                steps=outcome.steps,
-                seconds=outcome.hours * 3600,
-                loss=outcome.loss_last_tenth,
-                val_loss=outcome.val_losses[-1] if outcome.val_losses else None,
-            )
-        )
+        self.session.recorder.event(events.StageTrained.of(outcome, folder))
 
 
 class Measured:

@@ -295,15 +295,7 @@ class Stages:
         )
         self._remove_unstarted(folder)
         outcome = sft.run(quiet, folder=folder, resume=Run.is_at(folder))
-        self.session.recorder.event(
-            events.StageTrained(
-                folder=str(folder),
-                steps=outcome.steps,
-                seconds=outcome.hours * 3600,
-                loss=outcome.loss_last_tenth,
-                val_loss=outcome.val_losses[-1] if outcome.val_losses else None,
-            )
-        )
+        self.session.recorder.event(events.StageTrained.of(outcome, folder))
         free_memory()
         return outcome
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
+from pathlib import Path
 from typing import Any, ClassVar, TypedDict
 
 from flatout.files import Count, Finite, typed
@@ -479,6 +480,16 @@ class StageTrained(Event, kind="stage"):
     seconds: Finite
     loss: float | None
     val_loss: float | None
+
+    @classmethod
+    def of(cls, outcome: Outcome, folder: Path) -> StageTrained:
+        return cls(
+            folder=str(folder),
+            steps=outcome.steps,
+            seconds=outcome.hours * 3600,
+            loss=outcome.loss_last_tenth,
+            val_loss=outcome.val_losses[-1] if outcome.val_losses else None,
+        )
 
     def sentence(self) -> str:
         losses = f"loss {number(self.loss)}, validation loss {number(self.val_loss)}"

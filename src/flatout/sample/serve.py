@@ -6,7 +6,6 @@ is generated. Paths: `/v1/models`, `/v1/chat/completions` and `/v1/completions`,
 
 from __future__ import annotations
 
-import hmac
 import json
 import secrets
 import threading
@@ -14,16 +13,16 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from http import HTTPStatus
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from typing import Any
 from urllib.parse import urlsplit
 
 from flatout.data.tokenizer import Tokenizer
-from flatout.errors import EnvironmentLacks, UsageError
+from flatout.errors import UsageError
+from flatout.loopback import ADDRESS, Loopback
 from flatout.sample.request import Sampler, Sampling
 from flatout.sample.text import pieces, prompt_ids, stop_texts
 
-ADDRESS = "127.0.0.1"
 MOST_BYTES = 1 << 22  # of a request
 ROLES = ("system", "user", "assistant", "developer")
 
@@ -81,28 +80,14 @@ class Answer:
         return {"prompt_tokens": asked, "completion_tokens": self.tokens, "total_tokens": asked + self.tokens}
 
 
-class Server(ThreadingHTTPServer):
-    daemon_threads = True
-
+class Server(Loopback):
     def __init__(self, served: Served, *, port: int = 0, token: str | None = None) -> None:
-        self.served, self.token = served, token or secrets.token_urlsafe(24)
-        try:
-            super().__init__((ADDRESS, port), _Handler)
-        except OSError as error:
-            raise EnvironmentLacks(
-                f"cannot listen on {ADDRESS}:{port}: {error.strerror}. Choose another one with --port, or remove it."
-            ) from error
-
-    @property
-    def port(self) -> int:
-        return int(self.server_address[1])
+        self.served = served
+        super().__init__(_Handler, port=port, token=token)
 
     @property
     def url(self) -> str:
         return f"http://{ADDRESS}:{self.port}/v1"
-
-    def handle_error(self, request: object, client_address: object) -> None:
-        """Ignores the error: a client that goes away in the middle of an answer is not a problem."""
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -180,15 +165,12 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _refused(self) -> bool:
         """Answers requests with a wrong host name (DNS rebinding), from another site's page, or without the token."""
-        names = {f"{name}:{self.server.port}" for name in (ADDRESS, "localhost")}
-        origin = self.headers.get("Origin")
-        foreign = origin is not None and origin not in {f"http://{name}" for name in names}
-        if self.headers.get_all("Host") not in [[name] for name in names] or foreign:
+        if not self.server.is_addressed(self.headers):
             self.close_connection = True
             self._fail(HTTPStatus.FORBIDDEN, "this server answers to programs of this machine only")
             return True
         scheme, _, given = (self.headers.get("Authorization") or "").partition(" ")
-        if scheme.lower() != "bearer" or not hmac.compare_digest(given.strip().encode(), self.server.token.encode()):
+        if scheme.lower() != "bearer" or not self.server.knows(given.strip()):
             self.close_connection = True
             self._fail(HTTPStatus.UNAUTHORIZED, "the API key is missing or wrong: use the one that flatout printed")
             return True
