@@ -83,7 +83,7 @@ reveal_type(flatout.train("c.yaml").steps)
 """
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_names_are_typed_from_outside(tmp_path: Path) -> None:
     (tmp_path / "outside.py").write_text(OUTSIDE)
     done = subprocess.run(

@@ -172,7 +172,7 @@ def test_the_memory_of_one_of_eight_ranks_is_as_planned(changes: dict[str, Any])
     assert predicted == pytest.approx(held, rel=0.1)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_acceleration_is_measured_on_a_tiny_shape(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     root, to = Path(__file__).parents[1], tmp_path / "found.jsonl"

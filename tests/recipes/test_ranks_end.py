@@ -168,6 +168,7 @@ def test_a_dead_launcher_leaves_no_orphan(
     assert [int(p.name[5:]) for p in (run / "checkpoints").glob("step-*")] == [stopped], "it saved, as when preempted"
 
 
+@pytest.mark.faults
 def test_torchrun_restarts_and_the_run_goes_on(config: Path, tmp_path: Path, left: list[int]) -> None:
     """Without --run: the restarted ranks find the folder of the first attempt."""
     launcher = torchrun(
