@@ -195,7 +195,7 @@ def fsdp(options: argparse.Namespace) -> list[Result]:
     return rows
 
 
-# -- saves behind the training
+# -- asynchronous saves
 
 
 def saves(options: argparse.Namespace) -> list[Result]:
@@ -237,9 +237,9 @@ def saves(options: argparse.Namespace) -> list[Result]:
         print("a save that is written for longer than its block also slows the block it is compared with")
     call = Call(benchmark="scale", commit=options.commit or git_commit())
     return [
-        *cost_results(call, "save-behind-0.5b", costs),
-        call.result(variant="save-behind-0.5b", metric="blocked", unit="s", values=blocked),
-        call.result(variant="save-behind-0.5b", metric="written", unit="s", values=wrote),
+        *cost_results(call, "asynchronous-save-0.5b", costs),
+        call.result(variant="asynchronous-save-0.5b", metric="blocked", unit="s", values=blocked),
+        call.result(variant="asynchronous-save-0.5b", metric="written", unit="s", values=wrote),
     ]
 
 

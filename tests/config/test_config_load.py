@@ -99,7 +99,7 @@ def test_mistakes_come_together_with_their_places(write: Any) -> None:
         "line 9: train.lr: -1 must be greater than 0 (peak learning rate)",
         "line 10: train.batch_tokens: 1000 is not a multiple of data.sequence_length (128); use 896 or 1024",
         "line 11: plan.precision: bf61 must be one of fp32, bf16, fp16, or null; did you mean bf16?",
-        "line 12: save: 5 was given for a whole section; set its keys: every, keep, behind, best, weights_only",
+        "line 12: save: 5 was given for a whole section; set its keys: every, keep, asynchronous, best, weights_only",
         "environment FLATOUT__TRAIN__LRR: train.lrr: unknown key; did you mean train.lr?",
         "environment FLATOUT__TRAIN__BETA1: train.beta1: 1.5 must be less than 1 (decay rate of AdamW's first moment)",
         "command line: trian.eps: unknown key; did you mean train.eps?",
@@ -223,7 +223,7 @@ def test_overrides_and_environment_read_alike(write: Any, override: str, key: st
         ("zzzzzz: 3", "zzzzzz: unknown key; known keys: model, data, train"),
         (
             "save: {qqqqqq: 3}",
-            "save.qqqqqq: unknown key; known keys: save.every, save.keep, save.behind, save.best, save.weights_only",
+            "save.qqqqqq: unknown key; known keys: save.every, save.keep, save.asynchronous, save.best, save.weights_only",
         ),
         ("? [a, b]\n: 1", "a key must be one word"),
         ("log: {name: !!python/name:os.system ''}", "log.name: the tag !!python/name:os.system is not allowed"),

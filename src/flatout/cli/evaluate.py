@@ -124,8 +124,9 @@ class Request:
     backend: Backend
 
 
-# Options that a run may bring with it: numbers, names of forms, and the prompt without examples.
-_HARMLESS = re.compile(r"\?((level|shots|size|seed|samples)=\d+|prompt=bare|(form|split|thinking)=\w+|&)*")
+# Options that a run may bring with it: those of generated questions, and the prompt without examples.
+_OPTION = r"(?:(?:level|shots|size|form)=\w+|prompt=bare)"
+_HARMLESS = re.compile(rf"\?{_OPTION}(?:&{_OPTION})*")
 
 
 def _as_in_the_run(specs: Sequence[str], run: Run) -> tuple[list[str], list[str]]:

@@ -405,7 +405,7 @@ class EvalSettings:
 class SaveSettings:
     every: int | None = setting(None, "steps between checkpoints (default: only at the end)", gt=0)
     keep: int = setting(2, "checkpoints kept; never fewer than two verified ones", ge=2)
-    behind: bool = setting(True, "write a copy of the state while training goes on; false: training waits")
+    asynchronous: bool = setting(True, "write a copy of the state in the background; false: training waits")
     best: bool = setting(False, "also keep the best checkpoint, by eval.criterion")
     weights_only: bool = setting(False, "save without the optimizer state: smaller, but the run cannot be resumed")
 

@@ -70,13 +70,13 @@ class Watch:
         self.silent_s = silent_s
         self.beats: dict[int, Beat] = {}
         self._changed = dict.fromkeys(range(world), now)
-        self._looked = now
+        self.looked = now
 
     def see(self, beats: Mapping[int, Beat], *, now: float) -> int | None:
         """Takes the newest reports; returns a rank that is silent."""
-        if now - self._looked > 5 * BEAT_S:
+        if now - self.looked > 5 * BEAT_S:
             self._changed = dict.fromkeys(self._changed, now)
-        self._looked = now
+        self.looked = now
         for rank, beat in beats.items():
             known = self.beats.get(rank)
             if known is None or known.count != beat.count:
@@ -123,7 +123,7 @@ class Watchdog:
         while not self._end.wait(BEAT_S):
             now, count = time.monotonic(), count + 1
             mine = self._beat(count)
-            if mine.moves != moved[0] or self.phases is None or now - watch._looked > 5 * BEAT_S:
+            if mine.moves != moved[0] or self.phases is None or now - watch.looked > 5 * BEAT_S:
                 moved = (mine.moves, now)
             found = self._exchange(mine)
             if isinstance(found, Verdict):

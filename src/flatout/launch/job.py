@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -47,6 +48,12 @@ class Job:
     def environment(self, *, restart: int) -> dict[str, str]:
         """By it a rank knows its job, ends with its launcher, and resumes after a restart."""
         return {JOB: f"{self.name}-{self.folder.absolute()}", RESTARTS: str(restart), "WORLD_SIZE": str(self.world)}
+
+
+def ended(rank: int, code: int) -> str:
+    """How the rank that failed first ended."""
+    how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"failed with exit code {code}"
+    return f"rank {rank} {how} first\n"
 
 
 def exit_code_of(codes: Sequence[int]) -> int:

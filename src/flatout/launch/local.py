@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import FrameType
 
-from flatout.launch.job import FINAL, Job, exit_code_of
+from flatout.launch.job import FINAL, Job, ended, exit_code_of
 
 POLL_S = 0.05
 # Once a rank has failed, the others have this long to notice and to say what they know.
@@ -119,9 +119,7 @@ def explained(failed: Sequence[Rank]) -> str:
     """Which rank failed first and how, its last lines at the end."""
     by_itself = [rank for rank in failed if not any(FOLLOWED in line for line in rank.lines)]
     first = (by_itself or list(failed))[0]
-    code = first.process.returncode
-    how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"failed with exit code {code}"
-    return f"rank {first.number} {how} first\n" + "".join(first.lines)
+    return ended(first.number, first.process.returncode) + "".join(first.lines)
 
 
 class _Stop:

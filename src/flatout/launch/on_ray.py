@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from flatout.errors import PREEMPTED_EXIT, EnvironmentLacks, RunFailed
-from flatout.launch.job import FINAL, Job, exit_code_of
+from flatout.launch.job import FINAL, Job, ended, exit_code_of
 from flatout.launch.local import FOLLOWED, GRACE_S, TAIL
 from flatout.tasks.workers import GRADERS, RAY
 
@@ -221,5 +221,4 @@ def _explained(ray: Any, actors: list[Any], codes: list[int | None]) -> str:
     # One that ended because another did says so; one that was told to stop has saved.
     by_itself = [each for each in failed if FOLLOWED not in each[2] and each[1] != PREEMPTED_EXIT]
     rank, code, said = (by_itself or failed)[0]
-    how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"failed with exit code {code}"
-    return f"{said}rank {rank} {how} first\n" if code < 0 else f"rank {rank} {how} first\n{said}"
+    return said + ended(rank, code) if code < 0 else ended(rank, code) + said

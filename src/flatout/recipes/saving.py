@@ -1,4 +1,4 @@
-"""The state of a run: copied in the step, written behind it and committed atomically; restored by `--resume`."""
+"""The state of a run: copied in the step, written in the background and committed atomically; restored by `--resume`."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ class Saving:
         self.step: int | None = None  # of the newest saved checkpoint
         self.asked: int | None = None  # step of the last save, which may still be in flight
         self.failed = ""  # why the last save failed
-        self.behind = settings.save.behind
+        self.asynchronous = settings.save.asynchronous
         self._pending: _Pending | None = None
         self._staging = Staging()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="save")
@@ -229,7 +229,7 @@ class Saving:
             )
 
     def save(self, step: int, *, wait: bool = False) -> bool:
-        """Copies the state after `step` steps, and writes it behind the training unless it is told to `wait`.
+        """Copies the state after `step` steps, and writes it in the background unless it is told to `wait`.
 
         One save is in flight at most. A failure, as on a full disk, is reported and not fatal. Returns whether the
         state is saved, as far as it was waited for.
@@ -254,20 +254,20 @@ class Saving:
         write = self._writing(step, groups, copied, asdict(state))
         future = self._thread.submit(write) if writes else None
         self._pending = _Pending(step=step, future=future, began=began, blocked_s=time.perf_counter() - began)
-        return self.settle() if wait or not self.behind else True
+        return self.settle() if wait or not self.asynchronous else True
 
     def _copies(self) -> tuple[dict[str, dict[str, Piece]], Any]:
         """Copies of this rank's tensors, and the event after which they are complete."""
         engine = self.engine
         optimizer = None if self.weights_only else engine.optimizer
         groups = pieces(engine.model, optimizer, ranks=self.ranks)
-        if self.behind:
+        if self.asynchronous:
             try:
                 copies, copied = self._staging.take(groups)
                 engine.copied = copied
                 return copies, copied
             except (torch.OutOfMemoryError, RuntimeError) as error:
-                self.behind, self._staging = False, Staging()
+                self.asynchronous, self._staging = False, Staging()
                 text = f"checkpoints are written while training waits: the host has no memory for a copy ({error})"
                 self.session.recorder.event(events.Notice(text=text))
         return on_host(groups), None

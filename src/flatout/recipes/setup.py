@@ -291,8 +291,8 @@ def build_engine(
 
     sharded = plan.decisions.sharding == "full"
     # Built on the host, so that the device never holds more than its shards and one block.
-    home = replace(active, device=torch.device("cpu")) if sharded else active
-    model = build_model(settings, plan, home, note=note)
+    first = replace(active, device=torch.device("cpu")) if sharded else active
+    model = build_model(settings, plan, first, note=note)
     material.equip(model)
     chunk, recompute = plan.decisions.loss_chunk, plan.decisions.recompute
     head_loss, eight = prepare(model, active=active, recompute=recompute, loss_chunk=chunk)
@@ -300,7 +300,7 @@ def build_engine(
         why = f"the head of this model caps its logits at {model.cap:g}"
         raise UsageError(f"recipe {settings.recipe} needs plain logits, but {why}; use sft")
     if material.critic is not None:
-        trunk = build_model(settings, plan, home, note=note) if material.critic == "own" else None
+        trunk = build_model(settings, plan, first, note=note) if material.critic == "own" else None
         if trunk is not None:
             prepare(trunk, active=replace(active, fp8=False), recompute=recompute, loss_chunk=chunk)
         model.critic = critic_of(model, trunk)

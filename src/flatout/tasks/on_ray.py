@@ -47,7 +47,7 @@ def main() -> None:
         os.dup2(nothing, standard)
     ray.init(address=os.environ["RAY_ADDRESS"], log_to_driver=False, configure_logging=False)
     kind: Any = ray.remote(Served)
-    # A grader works for moments and waits else, so that it takes no CPU from a rank's share.
+    # A grader is idle most of the time, so it reserves no CPU.
     given = {name: os.environ[name] for name in sys.argv[1:] if name in os.environ}
     actor = kind.options(num_cpus=0, max_restarts=0, scheduling_strategy="SPREAD").remote(given)
     for request in requests:
