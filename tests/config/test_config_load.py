@@ -223,7 +223,8 @@ def test_overrides_and_environment_read_alike(write: Any, override: str, key: st
         ("zzzzzz: 3", "zzzzzz: unknown key; known keys: model, data, train"),
         (
             "save: {qqqqqq: 3}",
-            "save.qqqqqq: unknown key; known keys: save.every, save.keep, save.asynchronous, save.best, save.weights_only",
+            "save.qqqqqq: unknown key; known keys: save.every, save.keep, save.asynchronous, save.best, "
+            "save.weights_only",
         ),
         ("? [a, b]\n: 1", "a key must be one word"),
         ("log: {name: !!python/name:os.system ''}", "log.name: the tag !!python/name:os.system is not allowed"),

@@ -122,7 +122,7 @@ def _moments(model: nn.Module, optimizer: Optimizer) -> Iterator[tuple[str, Tens
 
 @dataclass
 class Staging:
-    """Copies on the host. Those of a device are page-locked and used again; the device fills them while it goes on working."""
+    """Copies on the host. Those of a device are page-locked and used again, and filled while the device works on."""
 
     _kept: dict[tuple[str, str], Tensor] = field(default_factory=dict)
     _stream: Any = None

@@ -1,4 +1,4 @@
-"""The state of a run: copied in the step, written in the background and committed atomically; restored by `--resume`."""
+"""The state of a run: copied in the step, written in the background, committed atomically, restored by `--resume`."""
 
 from __future__ import annotations
 
