@@ -149,7 +149,8 @@ def test_dropout_is_off_and_recomputation_changes_nothing(kind: str, tmp_path: P
             nonlocal calls
             calls += 1
 
-        ours.blocks[0].register_forward_pre_hook(count)
+        inside = next(part for part in ours.blocks[0].modules() if isinstance(part, torch.nn.LayerNorm))
+        inside.register_forward_pre_hook(count)  # a hook on the block itself may stand outside the checkpoint
         assert len(ours.blocks) == 2
         logits(ours, TOKENS).square().mean().backward()
         assert calls == (1 if mode == "none" else 2), "a block runs twice where it is recomputed"

@@ -100,7 +100,9 @@ class Foreign(nn.Module):
             return
         if not self.inner.supports_gradient_checkpointing:
             raise UsageError(f"plan.recompute {mode}: {type(self.inner).__name__} cannot recompute: use none")
-        self.inner.gradient_checkpointing_enable({"use_reentrant": False})
+        # transformers 5.23 renamed it; both names take the arguments of torch.utils.checkpoint.
+        enable = getattr(self.inner, "activation_checkpointing_enable", self.inner.gradient_checkpointing_enable)
+        enable({"use_reentrant": False})
 
     def export(self, folder: Path, *, dtype: torch.dtype, **extra: Any) -> None:
         """Writes a folder that `from_pretrained` loads, with the original names and configuration."""
