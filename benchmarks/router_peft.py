@@ -1,9 +1,10 @@
-"""One adapter on one task with PEFT and Hugging Face's Trainer, as the peer of benchmarks/router.py.
+"""One adapter on one task with PEFT and Hugging Face's Trainer, as the peer of benchmarks/router.py and foreign_lora.py.
 
     python benchmarks/router_peft.py MODEL ROWS RANK STEPS BATCH PRECISION LENGTH
 
 Rows are padded to the longest of their batch, and only answers are trained on. The first steps warm up and are not
-measured. Prints one JSON line: the real tokens and the seconds of the measured steps.
+measured. Prints one JSON line: the real tokens and the seconds of the measured steps, and
+the peak of the device's memory.
 """
 
 from __future__ import annotations
@@ -66,7 +67,9 @@ def main() -> None:
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     seconds = time.perf_counter() - seen["began"]
-    print(json.dumps({"tokens": seen["tokens"], "seconds": seconds, "tokens_s": seen["tokens"] / seconds}))
+    peak = torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else 0.0
+    figures = {"tokens": seen["tokens"], "seconds": seconds, "tokens_s": seen["tokens"] / seconds, "peak_gib": peak}
+    print(json.dumps(figures))
 
 
 def _encoded(tokenizer: Any, row: dict[str, Any], length: int) -> tuple[list[int], list[int]] | None:

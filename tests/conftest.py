@@ -25,16 +25,24 @@ if not Path("/dev/nvidiactl").exists():
     os.environ["TRITON_INTERPRET"] = "1"
 
 
-SHARED_RUNS = ("tests/recipes/test_rft.py", "tests/test_demo.py", "tests/test_hostile_artefacts.py")
+SHARED_RUNS = (
+    "tests/recipes/test_rft.py",
+    "tests/recipes/test_router.py",
+    "tests/test_demo.py",
+    "tests/test_hostile_artefacts.py",
+)
 
 
 def pytest_configure() -> None:
-    """A worker has cores of its own: what its tests start takes one thread each, and none waits for another's."""
+    """A worker keeps to its cores, so that what its tests start takes one thread each.
+
+    With more workers than cores several share one: a core works while one of its tests waits.
+    """
     worker = os.environ.get("PYTEST_XDIST_WORKER", "").removeprefix("gw")
     if worker and hasattr(os, "sched_setaffinity"):
-        own = sorted(os.sched_getaffinity(0))[int(worker) :: int(os.environ["PYTEST_XDIST_WORKER_COUNT"])]
-        if own:
-            os.sched_setaffinity(0, own)
+        cores = sorted(os.sched_getaffinity(0))
+        own = cores[int(worker) :: int(os.environ["PYTEST_XDIST_WORKER_COUNT"])]
+        os.sched_setaffinity(0, own or [cores[int(worker) % len(cores)]])
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -40,7 +40,7 @@ VALUES: dict[str, Any] = {
     "train": {"batch_tokens": 1024, "steps": 4, "lr": 3e-3},
     "lora": {"rank": 2},
     "plan": {"precision": "fp32", "threads": 1},
-    "eval": {"every": 2},
+    "eval": {"every": 2, "tokens": 2048},
     "save": {"every": 2},
 }
 
