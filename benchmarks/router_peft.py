@@ -1,4 +1,4 @@
-"""One adapter on one task with PEFT and Hugging Face's Trainer, as the peer of benchmarks/router.py and foreign_lora.py.
+"""One adapter on one task with PEFT and Hugging Face's Trainer, as the peer of benchmarks/router.py and the like.
 
     python benchmarks/router_peft.py MODEL ROWS RANK STEPS BATCH PRECISION LENGTH
 

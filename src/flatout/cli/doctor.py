@@ -34,8 +34,11 @@ def doctor(
     then: Annotated[str, typer.Option(help="afterwards: stop the script, or let it continue")] = "stop",
     run: Annotated[Path | None, typer.Option(help="run folder to write (default: runs/doctor-TIME)")] = None,
     json_to: Annotated[str | None, typer.Option("--json", help="file for the diagnosis, or - for stdout")] = None,
-    proving: Annotated[bool, typer.Option("--prove", help="measure each fix that is a switch on the script")] = False,
+    proving: Annotated[bool, typer.Option("--prove", help="measure each fix that is a switch or a setting")] = False,
     repeats: Annotated[int, typer.Option(help="with --prove: how often each is measured", min=1)] = 3,
+    config: Annotated[
+        Path | None, typer.Option(help="with RUN --prove: the configuration to train again for a few steps")
+    ] = None,
     log: Annotated[Path | None, typer.Option(help="diagnose the training log of another tool")] = None,
     on: Annotated[str | None, typer.Option("--on", help="with --log: the machine it ran on, such as H100x8")] = None,
     params: Annotated[str | None, typer.Option(help="with --log: size of the model, such as 124M")] = None,
@@ -53,6 +56,7 @@ def doctor(
             json_to=json_to,
             proving=proving,
             repeats=repeats,
+            config=config,
             log=log,
             on=on,
             params=params,

@@ -59,6 +59,7 @@ def main(
     json_to: str | None,
     proving: bool,
     repeats: int,
+    config: Path | None,
     log: Path | None,
     on: str | None,
     params: str | None,
@@ -67,10 +68,17 @@ def main(
     """Diagnoses a script, a run folder or a log, and returns the exit code."""
     out, err = consoles
     of_run = log is None and bool(what) and Path(what[0]).is_dir()
-    if (proving or "--prove" in what) and (log is not None or of_run):
+    if (proving or "--prove" in what) and log is not None:
         raise UsageError(
-            f"--prove runs a script again with its fixes, and {what[0] if of_run else '--log FILE'} is not a script: "
-            "remove --prove, or give the command as -- python train.py ..."
+            "--prove runs the training again with its fixes, and --log FILE is not a script: remove --prove, or give "
+            "the command as -- python train.py ..."
+        )
+    if config is not None and not (of_run and proving):
+        raise UsageError("--config FILE names the configuration for RUN --prove: give both, or remove it")
+    if of_run and proving and config is None:
+        raise UsageError(
+            f"{what[0]} --prove needs --config FILE, the configuration to train again for a few steps with each fix: "
+            f"{what[0]}/config.yaml is a copy, if you trust that folder"
         )
     if of_run and len(what) > 1:
         raise UsageError(f"{what[0]} is a folder, but {what[1]} follows it: give one run folder at a time")
@@ -90,7 +98,18 @@ def main(
 
         run = Run.open(what[0])
         diagnosis = runs.diagnose(run)
-        say(diagnosis, console=out, json_to=json_to)
+        proofs: list[Proof] = []
+        if config is not None:
+            from flatout.insight.prove_run import prove_run
+
+            proofs = prove_run(
+                run, diagnosis, config=config, folder=folder, repeats=repeats, say=lambda text: note(err, text)
+            )
+            if not proofs:
+                note(err, "nothing to prove: no fix of these findings is a setting that short runs can measure")
+            diagnosis = measured(diagnosis, proofs)
+        extra = {"proofs": [asdict(proof) for proof in proofs]} if proofs else None
+        say(diagnosis, console=out, json_to=json_to, extra=extra, proofs=proofs)
         try:
             run.write_diagnosis(diagnosis)
         except EnvironmentLacks as error:  # a read-only folder can still be diagnosed

@@ -149,23 +149,38 @@ def measured(diagnosis: Diagnosis, proofs: Sequence[Proof]) -> Diagnosis:
 
 
 def _proof(cause: str, rounds: Sequence[tuple[Sequence[Watched], Watched]]) -> Proof:
-    gains, differences, noise = [], [], []
+    pairs, differences = [], []
     for plain, changed in rounds:
         known = [log for run in plain if (log := log_time(run, cause=cause)) is not None]
         now = log_time(changed, cause=cause)
-        if len(known) == 2:
-            noise.append(abs(known[1] - known[0]))
+        pairs.append((known, now))
         if known and now is not None:
-            gains.append(1 - math.exp(now - fmean(known)))
             differences.extend(_loss_differences(plain[0], changed))
     problem = next((run.crash for _, run in rounds if run.crash), None)
+    return proof_of(cause, pairs, differences=differences, problem=problem.splitlines()[-1] if problem else None)
+
+
+def proof_of(
+    cause: str,
+    rounds: Sequence[tuple[Sequence[float], float | None]],
+    *,
+    differences: Sequence[float],
+    problem: str | None,
+) -> Proof:
+    """The proof from the logarithms of a round's times: those of the unchanged runs, and that of the changed one."""
+    noise = [abs(known[1] - known[0]) for known, _ in rounds if len(known) == 2]
     return Proof(
         cause=cause,
-        gains=tuple(gains),
+        gains=tuple(1 - math.exp(now - fmean(known)) for known, now in rounds if known and now is not None),
         loss_difference=max(differences) if differences else None,
-        problem=redact(problem.splitlines()[-1]) if problem else None,
+        problem=redact(problem) if problem else None,
         noise=math.expm1(median(noise)) if noise else None,
     )
+
+
+def of_some_steps(cause: str) -> bool:
+    """Whether the cause costs time in some steps only, so that all steps together are measured."""
+    return cause in _IN_SOME_STEPS
 
 
 def log_time(run: Watched, *, cause: str) -> float | None:
@@ -180,7 +195,7 @@ def log_time(run: Watched, *, cause: str) -> float | None:
     if not all(work):
         work = [1.0] * len(steps)
     seconds = [seconds_of(step) for step in steps]
-    if cause in _IN_SOME_STEPS:
+    if of_some_steps(cause):
         return math.log(sum(seconds) / sum(work))
     return typical([taken / done for taken, done in zip(seconds, work, strict=True)])
 
