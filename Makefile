@@ -4,17 +4,18 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 
 COMPAT ?= .venv-compat
+FRAMEWORKS ?= .venv-frameworks
 
 # The tests start hundreds of processes; each would compile the package again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-long test-doctor test-speed test-faults test-busy record-doctor test-compat bench-gpu check format clean
+.PHONY: demo test test-long test-doctor test-speed test-frameworks test-faults test-busy record-doctor test-compat bench-gpu check format clean
 
 demo: $(VENV)/.train
 	$(BIN)/flatout demo
 
 test: $(VENV)/.dev
-	$(BIN)/python -m pytest -n 2 $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n 4 $(PYTEST_ARGS)
 
 # Tests that take long and repeat in part what others show.
 test-long: $(VENV)/.dev
@@ -26,6 +27,18 @@ test-doctor: $(VENV)/.dev
 
 test-speed: $(VENV)/.dev
 	$(BIN)/python -m pytest -m speed $(PYTEST_ARGS)
+
+# The doctor on the loops of many frameworks. Their environment sees the packages of ours; litgpt pins some of them.
+test-frameworks: $(FRAMEWORKS)/.made
+	$(FRAMEWORKS)/bin/python -m pytest -m "frameworks or not frameworks" tests/frameworks $(PYTEST_ARGS)
+
+$(FRAMEWORKS)/.made: $(VENV)/.dev
+	$(PYTHON) -m venv $(FRAMEWORKS)
+	echo "import site; site.addsitedir('$$(echo $(abspath $(VENV))/lib/python3*/site-packages)')" \
+	  > $$(echo $(FRAMEWORKS)/lib/python3*/site-packages)/ours.pth
+	$(FRAMEWORKS)/bin/python -m pip install --quiet papermill ipykernel uv jsonargparse docstring-parser typeshed-client
+	$(FRAMEWORKS)/bin/python -m pip install --quiet --no-deps litgpt
+	touch $@
 
 # Every kill and every kind of damage; about an hour on two cores.
 test-faults: $(VENV)/.dev
@@ -83,4 +96,4 @@ $(COMPAT)/.made:
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(COMPAT) dist build .mypy_cache .ruff_cache .pytest_cache .import_linter_cache
+	rm -rf $(VENV) $(COMPAT) $(FRAMEWORKS) dist build .mypy_cache .ruff_cache .pytest_cache .import_linter_cache

@@ -147,6 +147,7 @@ def script(
         "command": shlex.join(redact_command(command)),
         "exit_code": watched.returncode,
         "stopped": watched.stopped,
+        **({} if seen is None else {"framework": seen.framework, "version": seen.framework_version}),
     }
     extra = {"run": str(folder), "script": about, "estimates": estimates, "proofs": [asdict(proof) for proof in proofs]}
     say(diagnosis, console=console, json_to=json_to, extra=extra, proofs=proofs)

@@ -168,7 +168,14 @@ class Observed:
 
     @property
     def framework(self) -> str:
+        """Whose loop trains: trl, trainer, lightning, accelerate, litgpt, or torch for one of the user's."""
         return str(self.facts["framework"])
+
+    @property
+    def framework_version(self) -> str | None:
+        name = {"trainer": "transformers"}.get(self.framework, self.framework)
+        found = self.facts["torch"] if name == "torch" else self.facts["versions"].get(name)
+        return None if found is None else str(found)
 
     @property
     def model(self) -> Mapping[str, Any]:

@@ -103,7 +103,8 @@ class Forwards:
 
     def _callable(self, module: Any) -> Iterator[Any]:
         """The module, or the parts of one that cannot be called, such as a ModuleList."""
-        if type(module).forward is not self.agent.torch.nn.Module.forward:
+        own = "forward" in vars(module)  # a compiled module has its forward in the object, not in the class
+        if own or type(module).forward is not self.agent.torch.nn.Module.forward:
             yield module
             return
         for child in module.children():

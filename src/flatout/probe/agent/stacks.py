@@ -38,6 +38,7 @@ KINDS = tuple(
 )
 LOG_LINE = re.compile(r"\bprint\(|\.write\(|flush|fsync|json\.dump|logger?\.|\.log\(|savefig")
 FRAMEWORKS = (
+    ("litgpt", "/litgpt/"),
     ("trl", "/trl/trainer/"),
     ("trainer", "/transformers/trainer.py"),
     ("lightning", "/lightning/"),

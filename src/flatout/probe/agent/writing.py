@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from .agent import Agent
 
 
+PACKAGES = ("transformers", "accelerate", "lightning", "trl", "datasets", "litgpt")
 # The facts are written this often, so that whatever ends the script, few of them are lost.
 FACTS_EVERY_S, PHASE_EVERY_S = 2.0, 2.0
 
@@ -91,9 +92,7 @@ class Writer:
             "argv": sys.argv,
             "python": sys.version.split()[0],
             "torch": str(torch.__version__),
-            "versions": {
-                name: version_of(name) for name in ("transformers", "accelerate", "lightning", "trl", "datasets")
-            },
+            "versions": {name: version_of(name) for name in PACKAGES},
             "variables": {name: os.environ[name] for name in VARIABLES if name in os.environ},
             "cores": num_cores(),
             "threads": torch.get_num_threads(),
