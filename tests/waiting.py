@@ -19,6 +19,12 @@ def wait_until(happened: Callable[[], object], *, process: Process | None = None
         ended = process is not None and process.poll() is not None
         if happened():
             return
-        assert not ended, "the process ended before it happened"
+        assert not ended, f"the process ended before it happened: {process and process.poll()}\n{_said(process)}"
         assert time.monotonic() < end, f"it did not happen in {HANG_S:.0f} s"
         time.sleep(0.005)
+
+
+def _said(process: Process | None) -> str:
+    """What the process wrote, where that is kept."""
+    communicate = getattr(process, "communicate", None)
+    return "" if communicate is None else "\n".join(str(text) for text in communicate())
