@@ -22,10 +22,10 @@ from flatout.record import Run
 
 DELAY_S, SHARE = 2.0, 10
 CONFIG = """recipe: rl
-model: {layers: 4, hidden: 256, heads: 4}
+model: {layers: 3, hidden: 192, heads: 4}
 data: {tokenizer: byte, sequence_length: 512}
 rl: {tasks: ["sums:train"], prompts: 16, samples: 4, graders: 8}
-sample: {max_tokens: 160}
+sample: {max_tokens: 96}
 train: {steps: STEPS, lr: 1.0e-5}
 save: {weights_only: true}
 """
@@ -59,8 +59,8 @@ def step_s(name: str, *, folder: Path, steps: int) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=13)
+    parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--commit", default=None, help="where there is no git")
     parser.add_argument("--to", type=Path, default=FOLDER / "slow-graders.jsonl")
     options = parser.parse_args()
