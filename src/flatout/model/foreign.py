@@ -101,7 +101,8 @@ class Foreign(nn.Module):
         if not self.inner.supports_gradient_checkpointing:
             raise UsageError(f"plan.recompute {mode}: {type(self.inner).__name__} cannot recompute: use none")
         # transformers 5.23 renamed it; both names take the arguments of torch.utils.checkpoint.
-        enable = getattr(self.inner, "activation_checkpointing_enable", self.inner.gradient_checkpointing_enable)
+        new, old = "activation_checkpointing_enable", "gradient_checkpointing_enable"
+        enable = getattr(self.inner, new if hasattr(self.inner, new) else old)
         enable({"use_reentrant": False})
 
     def export(self, folder: Path, *, dtype: torch.dtype, **extra: Any) -> None:
