@@ -81,6 +81,11 @@ def test_a_healthy_run_has_nothing_to_prove(flatout: Flatout, tmp_path: Path, co
     code, _, err = flatout("doctor", "run", "--prove", "--config", config)
     assert code == 0
     assert "nothing to prove" in err
+    for text, why in ((None, "job.yaml"), (CONFIG.replace("steps", "stepz"), "did you mean")):
+        config.unlink() if text is None else config.write_text(text)
+        code, _, err = flatout("doctor", "run", "--prove", "--config", config)
+        assert code == 2, "a mistake in the configuration is named even then"
+        assert why in err
 
 
 def test_a_watched_script_is_proved_by_its_command(flatout: Flatout, tmp_path: Path, config: Path) -> None:

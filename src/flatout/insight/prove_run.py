@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from flatout.config import to_mapping
+from flatout.config import load, to_mapping
 from flatout.errors import UsageError
 from flatout.insight.compare import differences
 from flatout.insight.prove import ALL_TOGETHER, Proof, of_some_steps, proof_of
@@ -39,18 +39,18 @@ def prove_run(
     say: Callable[[str], None] = lambda _: None,
 ) -> list[Proof]:
     """Measures every fix that is a decision of the plan, and all of them together."""
+    if different := differences([run.config, to_mapping(load(config).settings)]):
+        names = ", ".join(key for key, _ in different[:5])
+        raise UsageError(
+            f"--config {config} differs from what {run.path} was trained with ({names}): give the configuration of "
+            f"that run; {run.path}/config.yaml is a copy, if you trust that folder"
+        )
     fixes = changes(diagnosis)
     if not fixes:
         return []
     if len(fixes) > 1:
         fixes[ALL_TOGETHER] = {key: value for settings in fixes.values() for key, value in settings.items()}
     trials = Trials(config, [], folder=folder, say=say)
-    if different := differences([run.config, to_mapping(trials.settings)]):
-        names = ", ".join(key for key, _ in different[:5])
-        raise UsageError(
-            f"--config {config} differs from what {run.path} was trained with ({names}): give the configuration of "
-            f"that run; {run.path}/config.yaml is a copy, if you trust that folder"
-        )
     rounds: list[tuple[list[Measured], dict[str, Measured]]] = []
     for repeat in range(repeats):
         # A trial is known by its settings and seed, so the second unchanged one has a seed of its own.
