@@ -242,9 +242,9 @@ def test_a_bomb_ends_and_nothing_stays(name: str, box: Sandbox) -> None:
 
 
 def test_threads_are_allowed_up_to_a_number(box: Sandbox) -> None:
-    """Their stacks are small, so that it is not the memory that limits them."""
+    """Their stacks are the smallest that every machine allows, so that it is not the memory that limits them."""
     program = (
-        "import _thread\n_thread.stack_size(1 << 16)\nlock = _thread.allocate_lock()\nlock.acquire()\n"
+        "import _thread\n_thread.stack_size(1 << 18)\nlock = _thread.allocate_lock()\nlock.acquire()\n"
         "def f():\n    for n in range(1000):\n"
         "        try: _thread.start_new_thread(lock.acquire, ())\n        except RuntimeError: return n\n"
     )
