@@ -4,6 +4,8 @@ import json
 import random
 import shutil
 import signal
+import subprocess
+import sys
 from glob import glob
 from pathlib import Path
 
@@ -123,6 +125,12 @@ def test_a_byte_that_changes_on_its_way_to_the_disk_is_found(tmp_path: Path, mon
     with pytest.raises(OSError, match="read back differently"):
         save(tmp_path, 2)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["latest", "step-00000001"]
+
+
+def test_threads_that_save_import_nothing() -> None:
+    """Two threads that asked numpy for `ctypeslib` at the same time failed: RecursionError, about once in 500 runs."""
+    code = "import sys, flatout.engine.pieces; assert 'numpy.ctypeslib' in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_another_runs_checkpoint_is_refused(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy.ctypeslib  # noqa: F401  safetensors needs it; numpy's own import of it on demand fails when two threads ask
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
