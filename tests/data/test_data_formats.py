@@ -295,7 +295,7 @@ def test_broken_tables_are_told_with_their_place(tmp_path: Path) -> None:
 
 
 def test_a_large_array_is_read_a_piece_at_a_time(tmp_path: Path) -> None:
-    rows = [{"text": "é" * (3 << 20)}, *({"text": str(i), "n": i} for i in range(50_000))]
+    rows = [{"text": "é" * (3 << 20)}, *({"text": str(i), "n": i} for i in range(5_000))]
     assert rows_of(json.dumps(rows, ensure_ascii=False), tmp_path / "a.json")[0] == rows
 
 

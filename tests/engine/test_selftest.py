@@ -29,6 +29,11 @@ def test_a_wrong_path_and_a_broken_one_are_said(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(selftest, "linear_cross_entropy", wrong)
     monkeypatch.setattr(selftest, "adamw", broken)
+    trials = selftest._trials
+    wanted = ("loss: ", "optimizer: ")
+    monkeypatch.setattr(
+        selftest, "_trials", lambda device: (one for one in trials(device) if one.path.startswith(wanted))
+    )
     checks = {check.path: check for check in selftest.selftest(torch.device("cpu"))}
     loss = checks["loss: chunked linear cross-entropy"]
     assert not loss.usable

@@ -185,6 +185,7 @@ def test_every_example_can_be_made_short(name: str, tmp_path: Path) -> None:
         Trials(example.path, [], folder=tmp_path / "search")
 
 
+@pytest.mark.long
 def test_a_trial_of_recipe_router_trains_its_adapters(tmp_path: Path) -> None:
     config = tmp_path / "router.yaml"
     config.write_text(

@@ -127,7 +127,13 @@ def test_dropout_only_while_training_and_the_same_when_recomputed() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("spec", [LORA, Adapters(rank=4, alpha=8.0, targets=("q",), base_bits=4)], ids=["16", "4"])
+@pytest.mark.parametrize(
+    "spec",
+    [
+        pytest.param(LORA, id="16"),
+        pytest.param(Adapters(rank=4, alpha=8.0, targets=("q",), base_bits=4), id="4", marks=pytest.mark.long),
+    ],
+)
 def test_compiled_blocks_give_the_same_gradients(spec: Adapters) -> None:
     expected, model = gradients(adapted(spec)), adapted(spec)
     torch.compiler.reset()  # graphs of one class's blocks are counted together, whichever test made them

@@ -103,6 +103,10 @@ def _found(folder: Path) -> dict[str, Any]:
 @pytest.mark.parametrize("name", CASES)
 def test_a_run_repeats_what_was_recorded(name: str, flatout: Call, base: Path, tmp_path: Path) -> None:
     values, overrides, ranks = CASES[name]
+    recording, record = bool(os.environ.get("FLATOUT_RECORD")), json.loads(RECORD.read_text())
+    same = record["machine"] == _machine()
+    if not recording and not same and ("bf16" in name or name == "rft"):
+        pytest.skip("on another processor bf16 rounds otherwise, and with another token sampled everything differs")
     job, run = _config(base, tmp_path, values), tmp_path / "run"
     if ranks == 2:
         two_ranks("train", job, *overrides, "--run", run, cwd=tmp_path)
@@ -110,17 +114,13 @@ def test_a_run_repeats_what_was_recorded(name: str, flatout: Call, base: Path, t
         done = flatout("train", job, *overrides, "--run", run)
         assert done.returncode == 0, done.stderr
     found = _found(run)
-    if os.environ.get("FLATOUT_RECORD"):
-        known = json.loads(RECORD.read_text()) if RECORD.is_file() else {}
-        runs = known.get("runs", {}) | {name: found}
+    if recording:
+        runs = record["runs"] | {name: found}
         RECORD.write_text(json.dumps({"machine": _machine(), "runs": runs}, indent=1) + "\n")
         return
-    record = json.loads(RECORD.read_text())
     expected = record["runs"][name]
-    if record["machine"] == _machine():
+    if same:
         assert found == expected
     else:
-        assert len(found["steps"]) == len(expected["steps"])
-        if "bf16" not in name and name != "rft":  # what is sampled may differ by a token, and then everything does
-            for (loss, _), (known_loss, _) in zip(found["steps"], expected["steps"], strict=True):
-                assert loss == pytest.approx(known_loss, rel=1e-3)
+        for (loss, _), (known_loss, _) in zip(found["steps"], expected["steps"], strict=True):
+            assert loss == pytest.approx(known_loss, rel=1e-3)
