@@ -151,7 +151,7 @@ def test_what_sharding_and_saving_cost_runs_on_a_cpu(what: list[str], tmp_path: 
 @pytest.mark.parametrize(
     "changes",
     [
-        {"sharding": "full"},
+        pytest.param({"sharding": "full"}, marks=pytest.mark.long),
         pytest.param({"sharding": "full", "accumulation": 2}, marks=pytest.mark.long),
         pytest.param({"sharding": "full", "rank": 32, "accumulation": 2}, marks=pytest.mark.long),
         pytest.param({"sharding": "none", "rank": 32, "recompute": "none"}, marks=pytest.mark.long),

@@ -110,6 +110,7 @@ def test_the_story_from_the_slow_script_to_the_report(
     assert "step 0 loss" not in text, "what the script prints is not part of the story"
 
 
+@pytest.mark.long
 def test_without_the_doctor_the_job_is_still_trained(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, console: Console, heard: io.StringIO
 ) -> None:

@@ -164,6 +164,7 @@ def test_a_mistake_is_told_before_anything_starts(flatout: Command, config: Path
     assert flatout("launch", str(config), "--on", "torchrun", "--nodes", "2", "--dry-run").code == 2
 
 
+@pytest.mark.long
 def test_a_stand_in_cluster_preempts_and_requeues(config: Path, tmp_path: Path) -> None:
     """`sbatch`, `srun` and `scontrol` of a few lines: the job is told to save, exits with 75, and resumes."""
     bin_ = tmp_path / "bin"

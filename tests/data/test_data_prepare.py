@@ -447,6 +447,7 @@ def test_the_writer_needs_neither_pydantic_nor_torch() -> None:
     assert done.stdout.strip() == "[]"
 
 
+@pytest.mark.long
 def test_a_real_dataset_route(tmp_path: Path, cached: Any) -> None:
     pytest.importorskip("datasets")
     folder = tmp_path / "dataset"

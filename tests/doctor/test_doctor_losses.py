@@ -53,7 +53,12 @@ def both(tmp_path: Path, text: str) -> tuple[list[float], list[Any]]:
 
 
 @pytest.mark.parametrize(
-    "backward", ["loss / 4", pytest.param("loss", marks=pytest.mark.long), "scaler.scale(0.25 * loss)"]
+    "backward",
+    [
+        pytest.param("loss / 4", marks=pytest.mark.long),
+        pytest.param("loss", marks=pytest.mark.long),
+        "scaler.scale(0.25 * loss)",
+    ],
 )
 def test_a_plain_loop_that_accumulates(tmp_path: Path, backward: str) -> None:
     own, seen = both(tmp_path, PLAIN.replace("BACKWARD", backward))

@@ -43,6 +43,7 @@ def test_a_wrong_path_and_a_broken_one_are_said(monkeypatch: pytest.MonkeyPatch)
     assert optimizer.reason == "RuntimeError: no such kernel"
 
 
+@pytest.mark.long
 def test_drawn_tokens_are_those_of_softmax_and_search() -> None:
     pytest.importorskip("triton", reason="no Triton for this platform")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

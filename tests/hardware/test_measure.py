@@ -134,6 +134,7 @@ def test_nothing_is_measured_where_there_is_a_gpu_or_no_torch(tmp_path: Path, mo
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.long
 def test_a_cache_that_cannot_be_written_is_no_hindrance(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     known = with_cpu_facts(found_cpu(), cache=tmp_path / "file")

@@ -83,7 +83,14 @@ def pages(tmp_path_factory: pytest.TempPathFactory, h200: Run, long_run: Run) ->
     return found
 
 
-@pytest.mark.parametrize(("width", "dark"), [(DESKTOP, False), (768, True), (PHONE, False)])
+@pytest.mark.parametrize(
+    ("width", "dark"),
+    [
+        pytest.param(DESKTOP, False, marks=pytest.mark.long),
+        pytest.param(768, True, marks=pytest.mark.long),
+        (PHONE, False),
+    ],
+)
 @pytest.mark.parametrize("name", ["one", "long", "bad", "two", "empty"])
 def test_nothing_lies_over_anything(browser: Browser, pages: dict[str, str], name: str, width: int, dark: bool):
     browser.look(width=width, dark=dark)

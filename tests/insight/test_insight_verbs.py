@@ -68,6 +68,7 @@ def test_a_gpu_of_this_machine_on_the_live_page():
     assert "n/a" in fragments.now(Machine(sample={"gpus": [{"index": 0}]}))
 
 
+@pytest.mark.long
 def test_a_run_that_was_really_trained_and_resumed(flatout: Flatout, tmp_path: Path):
     pytest.importorskip("torch")
     demo = gallery.find("pretrain-demo").path

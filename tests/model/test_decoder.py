@@ -117,6 +117,7 @@ def test_the_kernels_for_packed_documents_equal_the_mask(kernel: type[Varlen | S
     assert (gradients[0] - gradients[1]).norm() / gradients[0].norm() < 2e-2
 
 
+@pytest.mark.long
 def test_a_compiled_block_has_the_gradients_of_a_plain_one() -> None:
     tokens, positions, _ = packed()
     gradients = []

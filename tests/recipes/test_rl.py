@@ -174,7 +174,7 @@ def test_mixed_and_equal_batches_ask_the_same_questions(tmp_path: Path, monkeypa
     assert all(-1 <= found[f"cosine/{TRAIN}/{SHOWN}"] <= 1 for found in metrics)
 
 
-@pytest.mark.parametrize("algorithm", ["grpo", "ppo"])
+@pytest.mark.parametrize("algorithm", ["grpo", pytest.param("ppo", marks=pytest.mark.long)])
 def test_the_reward_rises_where_it_can(algorithm: str, tmp_path: Path) -> None:
     longer = settings(
         rl={"prompts": 8, "samples": 8, "updates": 1, "algorithm": algorithm},

@@ -57,7 +57,12 @@ def both(model: Decoder, prompts: list[list[int]], *, rows: int, samples: int, *
 
 
 @pytest.mark.parametrize(
-    ("changes", "begin"), [({}, 0), ({"kv_heads": 1, "qk_norm": True, "tied": True}, 20), ({"kv_heads": 4}, 20)]
+    ("changes", "begin"),
+    [
+        pytest.param({}, 0, marks=pytest.mark.long),
+        ({"kv_heads": 1, "qk_norm": True, "tied": True}, 20),
+        pytest.param({"kv_heads": 4}, 20, marks=pytest.mark.long),
+    ],
 )
 def test_rows_that_share_prompts_and_beginnings_write_what_they_would_alone(
     changes: dict[str, object], begin: int

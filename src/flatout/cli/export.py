@@ -89,36 +89,25 @@ def _remove_export(folder: Path) -> None:
 
 
 def _write(trained: Trained, run: Path, to: Path, *, dtype: torch.dtype, merge: bool) -> None:
-    from flatout.model import Decoder, foreign_lora, lora, peft
-    from flatout.model.loading import export_model
+    from flatout.engine.trained import export_whole
+    from flatout.model import Decoder, foreign_lora, peft
 
-    if merge and not isinstance(trained.model, Decoder):
-        foreign_lora.require_mergeable(trained.model)
-    trained.tokenizer.save(to)
-    if trained.adapters is not None:
+    if trained.adapters is not None and not merge:
+        trained.tokenizer.save(to)
         if trained.adapters.names and isinstance(trained.model, Decoder):
-            if merge:
-                raise UsageError(
-                    f"{run} has {trained.adapters.count} adapters, which cannot all be merged into one model"
-                )
             for which, name in enumerate(trained.adapters.names):
                 at = {"base": trained.base, "fingerprint": trained.fingerprint, "which": which}
                 peft.save(trained.model, to / name, trained.adapters, **at)  # type: ignore[arg-type]
             names = ", ".join(trained.adapters.names)
             print_plain(f"wrote the adapters {names} of step {trained.step} of {run} to {to}, each in its own folder")
             return
-        if not merge:
-            if isinstance(trained.model, Decoder):
-                peft.save(trained.model, to, trained.adapters, base=trained.base, fingerprint=trained.fingerprint)
-            else:
-                foreign_lora.save(trained.model, to, base=trained.base)
-            print_plain(f"wrote the adapter of step {trained.step} of {run} to {to}; its base model is {trained.base}")
-            return
-        if trained.adapters.base_bits == 4:
-            out.print("the adapters were trained on 4-bit weights and are merged into the full ones: close, not equal")
         if isinstance(trained.model, Decoder):
-            lora.merge(trained.model)
+            peft.save(trained.model, to, trained.adapters, base=trained.base, fingerprint=trained.fingerprint)
         else:
-            foreign_lora.merge(trained.model)
-    export_model(trained.model, to, dtype=dtype, eos_token_id=trained.tokenizer.eos_id)
+            foreign_lora.save(trained.model, to, base=trained.base)
+        print_plain(f"wrote the adapter of step {trained.step} of {run} to {to}; its base model is {trained.base}")
+        return
+    if trained.adapters is not None and trained.adapters.base_bits == 4:
+        out.print("the adapters were trained on 4-bit weights and are merged into the full ones: close, not equal")
+    export_whole(trained, to, dtype=dtype)
     print_plain(f"wrote step {trained.step} of {run} to {to}")

@@ -15,8 +15,8 @@ from flatout.cost import Adapters, ModelShape
 from flatout.data.tokenizer import FILES, Tokenizer, load_tokenizer
 from flatout.engine.checkpoint import Checkpoint, Checkpoints, restore
 from flatout.errors import UsageError
-from flatout.model import Decoder, Model, Router, load_adapted, peft
-from flatout.model.loading import empty_model
+from flatout.model import Decoder, Model, Router, foreign_lora, load_adapted, lora, peft
+from flatout.model.loading import empty_model, export_model
 from flatout.model.lora import names_of
 from flatout.plan import model_settings
 from flatout.record import Run
@@ -79,6 +79,20 @@ def open_trained(
         base=base,
         fingerprint=fingerprint,
     )
+
+
+def export_whole(trained: Trained, folder: Path, *, dtype: torch.dtype) -> None:
+    """Writes weights and tokenizer as a Hugging Face folder, with the adapters merged into their base."""
+    if trained.adapters is not None:
+        if trained.adapters.names:
+            raise UsageError(f"{trained.adapters.count} adapters cannot all be merged into one model")
+        if isinstance(trained.model, Decoder):
+            lora.merge(trained.model)
+        else:
+            foreign_lora.require_mergeable(trained.model)
+            foreign_lora.merge(trained.model)
+    trained.tokenizer.save(folder)
+    export_model(trained.model, folder, dtype=dtype, eos_token_id=trained.tokenizer.eos_id)
 
 
 def equip(model: Decoder, run: Run) -> None:

@@ -124,9 +124,9 @@ def job_of(
     train = settings.train
     if total_steps is None:
         total_steps = train.steps or (math.ceil(train.tokens / train.batch_tokens) if train.tokens else None)
+    settings = _of_runs(settings)
     generator, recipe = None, RECIPES[settings.recipe]
     if recipe.samples:
-        settings = _of_runs(settings)
         name = settings.rft.generator
         asked = ModelSettings(name=name, trust=settings.model.trust)
         generator = shape_of(settings) if name is None else named_shape(asked)
@@ -229,7 +229,7 @@ def adapters_of(lora: LoraSettings, *, bank: Sequence[str] = ()) -> Adapters | N
 
 
 def _of_runs(settings: Settings) -> Settings:
-    """Gives a student that is a run folder that run's shape; such a generator is assumed to have the same shape."""
+    """Gives a model that is a run folder that run's shape; such a generator is assumed to have the student's shape."""
     if settings.rft.generator is not None and Run.is_named_by(settings.rft.generator):
         settings = replace(settings, rft=replace(settings.rft, generator=None))
     if settings.model.name is None or not Run.is_named_by(settings.model.name):

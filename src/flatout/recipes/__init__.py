@@ -14,7 +14,10 @@ if TYPE_CHECKING:
 
 def run(settings: Settings, *, folder: Path, resume: bool = False, sinks: Sequence[Sink] = ()) -> Outcome:
     """Runs the recipe that the settings name in a run folder. The command, launchers and tools call this."""
+    from flatout.recipes.started import from_run
+
     recipe = import_module(f"flatout.recipes.{settings.recipe}")
+    settings = from_run(settings)
     outcome: Outcome = recipe.run(settings, folder=folder, resume=resume, sinks=sinks)
     return outcome
 

@@ -28,11 +28,9 @@ from flatout.data.tokenizer import Tokenizer, load_tokenizer
 from flatout.engine.checkpoint import as_os_error
 from flatout.engine.opening import Opened, open_model
 from flatout.engine.ranks import Ranks, from_environment
-from flatout.engine.trained import chosen_checkpoint, open_trained
+from flatout.engine.trained import chosen_checkpoint, export_whole, open_trained
 from flatout.errors import RunFailed, UsageError
 from flatout.evaluate import Score, chosen, compare, evaluate
-from flatout.model import Decoder, lora
-from flatout.model.loading import export_model
 from flatout.plan import Plan
 from flatout.recipes import sft
 from flatout.recipes.questions import questions_of
@@ -309,12 +307,9 @@ class Stages:
         """Exports the model of a run as a sealed Hugging Face folder, atomically."""
         trained = open_trained(run, trust=self.settings.model.trust)
         self._tell(trained.notices)
-        if trained.adapters is not None and isinstance(trained.model, Decoder):
-            lora.merge(trained.model)
         try:
             with self.seals.writing_folder(to) as folder:
-                trained.tokenizer.save(folder)
-                export_model(trained.model, folder, dtype=torch.float32, eos_token_id=trained.tokenizer.eos_id)
+                export_whole(trained, folder, dtype=torch.float32)
         except (OSError, SafetensorError) as error:
             raise unwritable(to, as_os_error(error, to)) from None
 
