@@ -24,11 +24,14 @@ def command_of(script: str) -> list[str]:
 
 def needs(script: str) -> None:
     """Skips the test where what the script imports is not installed."""
-    if script.startswith(("trainer", "rl", "healthy_trainer")):
+    uses = script.removeprefix("healthy_")
+    if uses.startswith(("trainer", "rl")):
         pytest.importorskip("transformers")
-    for framework in ("accelerate", "lightning"):
-        if script.startswith(framework):
+    for framework in ("accelerate", "lightning", "trl"):
+        if uses.startswith(framework):
             pytest.importorskip(framework)
+    if script.startswith("trl_dpo"):
+        pytest.importorskip("peft")
 
 
 def causes_of(found: dict[str, Any]) -> list[str]:

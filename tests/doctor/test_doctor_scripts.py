@@ -31,6 +31,7 @@ PLANTED = {
     "plain_learns_nothing.py": "slow-convergence",
     "plain_logs_everything.py": "logging",
     "plain_many_tensors.py": "slow-optimizer",
+    "plain_one_row_at_a_time.py": "small-batch",
     "nanogpt_tokenizes_in_the_loop.py": "data-starvation",
     "nanogpt_micro_batch_of_one.py": "small-batch",
     "nanogpt_evaluates_often.py": "evaluation",
@@ -38,19 +39,36 @@ PLANTED = {
     "trainer_pads_to_the_maximum.py": "padding",
     "trainer_saves_every_step.py": "checkpointing",
     "accelerate_slow_collate.py": "data-starvation",
+    "accelerate_float64.py": "wrong-dtype",
+    "accelerate_evaluates_often.py": "evaluation",
     "lightning_slow_dataset.py": "data-starvation",
+    "lightning_saves_every_step.py": "checkpointing",
+    "lightning_anomaly.py": "anomaly-mode",
     "ddp_syncs_every_micro_batch.py": "missing-no-sync",
     "ddp_one_slow_rank.py": "data-starvation",
+    "parts_slow_dataset.py": "data-starvation",
+    "critic_collects_garbage.py": "empty-cache",
     "rl_without_cache.py": "no-kv-cache",
     "rl_one_prompt_at_a_time.py": "generation-batch",
     "rl_slow_reward.py": "reward-bound",
+    "rl_grades_by_subprocess.py": "reward-bound",
+    "rl_own_loop_without_cache.py": "no-kv-cache",
+    "trl_sft_pads_to_a_fixed_length.py": "padding",
+    "trl_grpo_slow_reward.py": "reward-bound",
+    "trl_dpo_recomputes.py": "needless-recompute",
 }
 TWO = {
     "two_slow_data_and_saves.py": {"data-starvation", "checkpointing"},
     "two_padding_and_evaluation.py": {"padding", "evaluation"},
     "two_float64_and_garbage.py": {"wrong-dtype", "empty-cache"},
 }
-HEALTHY = ("healthy_plain.py", "healthy_nanogpt.py", "healthy_trainer.py")
+HEALTHY = (
+    "healthy_plain.py",
+    "healthy_nanogpt.py",
+    "healthy_trainer.py",
+    "healthy_lightning.py",
+    "healthy_actor_critic.py",
+)
 # These run each time, with `healthy_plain.py`, the demo's slow script (padding, anomaly mode), a script that collects
 # garbage (test_doctor_prove.py) and those of test_doctor_behaviour.py. None of them sleeps: where other processes take
 # the cores, what it does wrong takes longer with all the rest.
