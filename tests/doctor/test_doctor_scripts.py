@@ -22,6 +22,7 @@ from record import FACTS, recorded
 PLANTED = {
     "plain_slow_dataset.py": "data-starvation",
     "plain_float64.py": "wrong-dtype",
+    "plain_busy_thread.py": "busy-thread",
     "plain_anomaly.py": "anomaly-mode",
     "plain_one_thread.py": "few-threads",
     "plain_written_out_attention.py": "math-attention",

@@ -393,3 +393,23 @@ def test_bfloat16_that_is_slow_on_a_cpu_is_named() -> None:
     replays = {"float32_product": [0.1, 0.02, [-1.6, -1.61, -1.6, -1.59]]}
     found = first(seen(gpu=None, replays=replays))
     assert (found.cause, "float32 on this machine" in found.fix) == ("wrong-dtype", True)
+
+
+def test_a_generation_loop_in_train_mode_is_told_apart_from_a_reference() -> None:
+    grows = [["reference", 8, length, 10] for length in range(48, 64)]
+    reference = [["reference", 16, 32, 10]]
+    samples = [["reference", "", "train.py:1 in <module>", 90]]
+    step = {"host": {"reference": 0.08, "forward": 0.01, "backward": 0.01}}
+    found = first(seen(step=step | {"device": None}, forwards=[*grows, *reference], samples=samples))
+    assert found.cause == "no-kv-cache"
+    own = sum(range(48, 64))
+    assert found.share == pytest.approx(0.8 * own / (own + 64), rel=0.05)
+
+
+def test_a_busy_thread_is_named_with_its_line() -> None:
+    thread = {"name": "counter", "share": 0.6, "kind": "", "site": "train.py:7 in count"}
+    found = first(seen(other_threads=[thread]))
+    assert (found.cause, found.share) == ("busy-thread", 0.6)
+    assert "train.py:7" in found.sentence
+    assert first(seen(other_threads=[thread | {"kind": "log"}])).cause == "logging"
+    assert diagnose(seen(other_threads=[thread | {"share": 0.1}])).findings == ()

@@ -33,6 +33,7 @@ CAUSES = (
     "slow-optimizer",
     "missing-no-sync",
     "logging",
+    "busy-thread",
     "evaluation",
     "checkpointing",
     "launch-blocking",

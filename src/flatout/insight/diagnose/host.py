@@ -81,6 +81,20 @@ def logging(seen: Observed) -> Finding | None:
     )
 
 
+def busy_thread(seen: Observed) -> Finding | None:
+    """Another thread of the script runs Python all the time, and the training thread waits for the GIL."""
+    found = max(seen.facts.get("other_threads") or (), key=lambda thread: float(thread["share"]), default=None)
+    share = 0.0 if found is None else min(1.0, float(found["share"]))
+    if found is None or share < 0.15:
+        return None
+    who, where = f"Thread {found['name']!r}", f"while the model trains, at {short(found['site'])}: the two take turns."
+    evidence = [f"the thread used the CPU for {share:.0%} of the time; Python runs one thread at a time"]
+    fix = "do that work in a process of its own (multiprocessing.Process), or less often"
+    if found["kind"] == "log":
+        return finding_of("logging", f"{who} logs {where}", share, share * 0.8, evidence, fix)
+    return finding_of("busy-thread", f"{who} runs Python {where}", share, share * 0.8, evidence, fix)
+
+
 def evaluation(seen: Observed) -> Finding | None:
     share, times = seen.activities.get("eval", 0.0), seen.steps_with("eval")
     if share < 0.1 or times < 2 or _grows(seen):
@@ -152,8 +166,8 @@ def no_kv_cache(seen: Observed) -> Finding | None:
         prompt, new = _mean(uncached, "prompt"), _mean(uncached, "new")
         evidence = f"generate(use_cache=False) at {short(uncached[0]['site'])}: {new:.0f} tokens after {prompt:.0f}"
     elif grown := _grows(seen):
-        prompt, new = grown
-        share = max(share, seen.activities.get("eval", 0.0) + share)
+        prompt, new, passes = grown
+        share += passes
         evidence = f"forward passes without gradients whose length grows by one, {new:.0f} times from {prompt:.0f}"
     else:
         return None
@@ -222,15 +236,20 @@ def generation_bound(seen: Observed) -> Finding | None:
     )
 
 
-def _grows(seen: Observed) -> tuple[float, float] | None:
-    """First length and number of gradient-free forward passes that grow by one token: a generation loop."""
-    by_rows: dict[int, set[int]] = {}
-    for phase, rows, length, _ in seen.facts["forwards"]:
-        if phase in ("eval", "reference") and length:
-            by_rows.setdefault(rows, set()).add(length)
-    for lengths in by_rows.values():
-        if len(lengths) >= 8 and max(lengths) - min(lengths) == len(lengths) - 1:
-            return min(lengths), len(lengths)
+def _grows(seen: Observed) -> tuple[float, float, float] | None:
+    """A generation loop: forward passes without gradients that grow by one token.
+
+    Returns the first length, the number of lengths, and the share of step time of these passes. In train mode they are
+    counted with those of a reference model, which are told apart by their tokens.
+    """
+    for phase in ("eval", "reference"):
+        passes = [(rows, length, count) for of, rows, length, count in seen.facts["forwards"] if of == phase and length]
+        tokens = sum(rows * length * count for rows, length, count in passes)
+        for rows in {rows for rows, _, _ in passes}:
+            lengths = {length for of, length, _ in passes if of == rows}
+            if len(lengths) >= 8 and max(lengths) - min(lengths) == len(lengths) - 1:
+                own = sum(rows * length * count for of, length, count in passes if of == rows)
+                return min(lengths), len(lengths), seen.activities.get(phase, 0.0) * own / tokens
     return None
 
 
@@ -266,6 +285,7 @@ def finding_of(
 ALL = (
     data_starvation,
     logging,
+    busy_thread,
     evaluation,
     checkpointing,
     empty_cache,

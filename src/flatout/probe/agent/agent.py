@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
-from .facts import compile_seconds, gpu_facts, optimizer_facts, own_cores, plain_lr
+from .facts import compile_seconds, gpu_facts, optimizer_facts, own_cores, plain_lr, process_cpu_s
 from .forwards import Forwards
 from .hooks import ImportHook, Patches, quietly
 from .losses import Losses
@@ -180,7 +180,7 @@ class Agent:
             "compile_s": compiled - self.compile_seen,
             "counts": dict(self.counts),
             "lr": plain_lr(optimizer),
-            "cpu_s": time.process_time() - self.cpu_began,
+            "cpu_s": process_cpu_s() - self.cpu_began,
         }
         self.compile_seen = compiled
         self.totals.update(self.counts)
@@ -191,7 +191,7 @@ class Agent:
         self.num_steps += 1
         self.writer.write_sometimes()
         self._next_stage(now)
-        self.step_began, self.cpu_began = time.perf_counter(), time.process_time()
+        self.step_began, self.cpu_began = time.perf_counter(), process_cpu_s()
         self.timeline.take()  # what we did ourselves just now belongs to no step
 
     def _next_stage(self, now: float) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import os
+import resource
 import sys
+import time
 from collections import Counter
 from typing import Any
 
@@ -138,6 +140,12 @@ def gpu_facts(torch: Any) -> dict[str, Any]:
         "alloc_retries": stats.get("num_alloc_retries", 0),
         "device_mallocs": stats.get("num_device_alloc", None),
     }
+
+
+def process_cpu_s() -> float:
+    """CPU seconds of this process and of the children that have ended: what the job itself uses, graders included."""
+    ended = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return time.process_time() + ended.ru_utime + ended.ru_stime
 
 
 def compile_seconds() -> float:

@@ -1,12 +1,14 @@
-"""Stacks of the training thread: what it is doing, at which line of the user's code, and in whose loop."""
+"""Stacks of the script's threads: what they are doing, at which line of the user's code, and in whose loop."""
 
 from __future__ import annotations
 
+import contextlib
 import linecache
 import os
 import re
 import sys
 import threading
+import time
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +18,8 @@ if TYPE_CHECKING:
     from .agent import Agent
 
 SAMPLE_EVERY_S = 0.01
+# Of so many looks at the training thread, one looks at the other threads too: their CPU time says the rest.
+OTHERS_EVERY = 10
 # How a stack shows what the host is at; the innermost frame that matches decides.
 KINDS = tuple(
     (kind, re.compile(files), re.compile(functions))
@@ -36,6 +40,7 @@ KINDS = tuple(
         ),
     )
 )
+_QUOTED = re.compile(r"""'[^']*'|"[^"]*\"""")
 LOG_LINE = re.compile(r"\bprint\(|\.write\(|flush|fsync|json\.dump|logger?\.|\.log\(|savefig")
 FRAMEWORKS = (
     ("litgpt", "/litgpt/"),
@@ -53,31 +58,82 @@ _NOT_USERS = (
 
 
 class Sampler:
-    """Samples the training thread's stack a hundred times per second and counts the locations by phase."""
+    """Samples the training thread's stack a hundred times per second and counts the locations by phase.
+
+    Ten times per second it also looks at the script's other threads: those that use the CPU compete for the GIL.
+    """
 
     def __init__(self, agent: Agent) -> None:
         self.agent = agent
         self.counts: Counter[tuple[str, str, str]] = Counter()
+        self.others = Others(agent)
         self._stopping = threading.Event()
 
     def start(self) -> None:
         """Begins to sample; what was sampled before is dropped."""
-        self.counts, self._stopping = Counter(), threading.Event()
+        self.counts, self.others, self._stopping = Counter(), Others(self.agent), threading.Event()
         threading.Thread(target=self._loop, args=(self._stopping,), name="flatout-sampler", daemon=True).start()
 
     def stop(self) -> None:
         self._stopping.set()
 
     def _loop(self, stopping: threading.Event) -> None:
-        look = quietly(self._look)
+        look, look_at_others, looks = quietly(self._look), quietly(self.others.look), 0
         while not stopping.wait(SAMPLE_EVERY_S):
             look()
+            looks += 1
+            if looks % OTHERS_EVERY == 0:
+                look_at_others()
 
     def _look(self) -> None:
         frame = sys._current_frames().get(self.agent.thread)
         phase = self.agent.timeline.phase
         if frame is not None:
             self.counts[(phase, *kind_and_site(frame))] += 1
+
+
+class Others:
+    """The script's own threads besides the training thread: their CPU time, and where they spend it."""
+
+    def __init__(self, agent: Agent) -> None:
+        self.agent = agent
+        self._began = self._now = time.monotonic()
+        self._first: dict[int, float] = {}
+        self._spent: dict[int, float] = {}
+        self._names: dict[int, str] = {}
+        self._places: dict[int, Counter[tuple[str, str]]] = {}
+
+    def look(self) -> None:
+        frames, self._now = sys._current_frames(), time.monotonic()
+        for thread in threading.enumerate():
+            number, frame = thread.native_id, frames.get(thread.ident or 0)
+            if thread.ident == self.agent.thread or thread.name.startswith("flatout-") or number is None:
+                continue
+            spent = cpu_seconds(number)
+            if frame is None or spent is None:
+                continue
+            began = self._first.setdefault(number, spent)
+            if spent - began > self._spent.get(number, 0.0):
+                self._places.setdefault(number, Counter())[kind_and_site(frame)] += 1
+            self._spent[number], self._names[number] = spent - began, thread.name
+
+    def busiest(self, most: int = 3) -> list[dict[str, Any]]:
+        """Threads that run the user's code, by their share of the time in which they were seen."""
+        seconds, found = max(self._now - self._began, 1e-9), []
+        for number, spent in sorted(self._spent.items(), key=lambda item: -item[1]):
+            places = self._places.get(number) or Counter()
+            (kind, site), _ = places.most_common(1)[0] if places else (("", ""), 0)
+            if site:
+                found.append({"name": self._names[number], "share": spent / seconds, "kind": kind, "site": site})
+        return found[:most]
+
+
+def cpu_seconds(thread: int) -> float | None:
+    """The CPU time of a thread of this process by its number; None where Linux does not tell."""
+    with contextlib.suppress(OSError, ValueError, IndexError), open(f"/proc/self/task/{thread}/stat") as file:
+        fields = file.read().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    return None
 
 
 def is_users(filename: str) -> bool:
@@ -93,7 +149,8 @@ def kind_and_site(frame: Any) -> tuple[str, str]:
             users = is_users(filename)
             if not site and users:
                 site = f"{filename}:{frame.f_lineno} in {function}"
-                if not kind and LOG_LINE.search(linecache.getline(filename, frame.f_lineno)):
+                line = _QUOTED.sub("", linecache.getline(filename, frame.f_lineno))
+                if not kind and LOG_LINE.search(line):
                     kind = "log"
             if not kind:
                 kind = next((k for k, files, names in KINDS if files.search(filename) or names.search(function)), "")

@@ -103,6 +103,7 @@ class Writer:
             "forwards": [[*key, count] for key, count in self.agent.forwards.counts.most_common(200)],
             "generations": self.agent.hooks.generations,
             "samples": [[*key, count] for key, count in self.agent.sampler.counts.copy().most_common(200)],
+            "other_threads": self.agent.sampler.others.busiest(),
             "recompiles": {"count": graph_count(), "reasons": dict(self.agent.hooks.recompile_reasons.most_common(8))},
             "num_steps": self.agent.num_steps,
             "errors": ERRORS,
