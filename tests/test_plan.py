@@ -895,3 +895,12 @@ def test_what_sharding_cannot_do_is_refused_all_at_once() -> None:
     pins = {"sharding": "full", "fp8": True, "graphs": True}
     assert "does not work with plan.fp8, plan.graphs" in refusal(job(num_ranks=8, pins=pins))
     assert "does not work with one rank" in refusal(job(pins={"sharding": "full"}))
+
+
+def test_threads_leave_out_cores_that_other_processes_use() -> None:
+    hardware = replace(named("CPU"), num_cpus=4)
+    settings = from_mapping({"model": {"layers": 2, "hidden": 64, "heads": 2}, "train": {"steps": 1}})
+    for free, expected in ((None, 4), (4, 4), (1, 1)):
+        plan = decide(job_of(settings, hardware=replace(hardware, free_cpus=free), num_ranks=1))
+        assert plan.decisions.threads == expected
+    assert plan.reasons["threads"].startswith("other processes use 3 of 4 cores")

@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -10,7 +12,9 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
+from tests.waiting import wait_until
 
 from flatout.errors import EnvironmentLacks
 from flatout.hardware import Hardware, detect, measure, named, with_cpu_facts
@@ -90,6 +94,14 @@ def test_a_gpu_reaches_most_of_its_datasheet_and_no_more() -> None:
 # The CPU's facts in the cache
 
 
+FREE_CORES = sys.modules["flatout.hardware.measure"].free_cores
+
+
+@pytest.fixture(autouse=True)
+def _an_idle_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules["flatout.hardware.measure"], "free_cores", lambda allowed: allowed)
+
+
 def found_cpu(**changes: Any) -> Hardware:
     return replace(named("CPU"), cpu="a CPU", num_cpus=2, **changes)
 
@@ -157,3 +169,33 @@ def test_kinds_take_turns_and_noise_is_called_noise() -> None:
     assert order[-6:] == ["fp32", "bf16"] * 3
     assert _noise([1.0, 1.1, 1.2]) == ""
     assert _noise([1.0, 1.1, 2.0]) == "; noise: repeats differ by a factor of 2.0"
+
+
+@pytest.fixture
+def machine() -> Any:
+    return sys.modules["flatout.hardware.measure"]
+
+
+@pytest.mark.parametrize(
+    ("idle", "own", "free"),
+    [(0.8, 0.0, 4), (0.75, 0.0, 4), (0.0, 0.8, 4), (0.4, 0.2, 3), (0.2, 0.0, 1), (0.0, 0.0, 1)],
+)
+def test_cores_that_others_use_are_not_free(
+    machine: Any, monkeypatch: pytest.MonkeyPatch, idle: float, own: float, free: int
+) -> None:
+    idles, owns = iter((0.0, idle)), iter((0.0, own))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2, 3}, raising=False)
+    monkeypatch.setattr(machine, "_idle_s", lambda _: next(idles))
+    monkeypatch.setattr(machine, "_own_cpu_s", lambda: next(owns))
+    assert FREE_CORES(8, seconds=0.2) == free
+
+
+def test_a_child_belongs_to_the_run_itself(machine: Any) -> None:
+    before = machine._own_cpu_s()
+    child = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+    try:
+        wait_until(lambda: psutil.Process(child.pid).cpu_times().user > 0.1)
+        assert machine._own_cpu_s() - before > 0.1
+    finally:
+        child.kill()
+        child.wait()

@@ -413,3 +413,14 @@ def test_a_busy_thread_is_named_with_its_line() -> None:
     assert "train.py:7" in found.sentence
     assert first(seen(other_threads=[thread | {"kind": "log"}])).cause == "logging"
     assert diagnose(seen(other_threads=[thread | {"share": 0.1}])).findings == ()
+
+
+def test_turns_of_a_replay_that_disagree_are_no_small_batch() -> None:
+    agreed, mixed = [-0.5, -0.6, -0.5], [-0.9, 0.2, -0.5]
+    step = {
+        "device": {"forward": 0.04, "backward": 0.06},
+        "micro": [{"rows": 1, "length": 64, "tokens": 64, "real": 64.0}],
+    }
+    for logs, causes in ((agreed, ["small-batch"]), (mixed, [])):
+        found = diagnose(seen(step=step, replays={"batch-2": [0.1, 0.06, logs], "batch-4": [0.1, 0.05, logs]}))
+        assert [one.cause for one in found.findings if one.cause == "small-batch"] == causes

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from importlib import metadata
@@ -112,6 +113,9 @@ def with_cpu_facts(hardware: Hardware, *, cache: Path, num_ranks: int = 1) -> Ha
             _remember(cache, facts)
     except (ImportError, OSError):  # torch is not installed, or cannot be loaded: the plan says that nothing is known
         return hardware
+    # Ranks that start together would take each other for other processes.
+    free = free_cores(hardware.num_cpus or 1) if num_ranks == 1 else None
+    threads = threads if free is None else min(threads, free)
     # A process that has torch knows best what it takes itself.
     process_gib = _process_gib() if "torch" in sys.modules else facts.process_gib
     return replace(
@@ -119,8 +123,45 @@ def with_cpu_facts(hardware: Hardware, *, cache: Path, num_ranks: int = 1) -> Ha
         peak_flops={dtype: threads * flops for dtype, flops in facts.flops.items()},
         source=f"measured on one thread, times {threads}",
         peak_source="measured",
+        free_cpus=free,
         process_gib=process_gib,
     )
+
+
+def free_cores(allowed: int, *, seconds: float = 0.2) -> int | None:
+    """How many of the cores that this process may use no other process keeps busy, at least one.
+
+    What this process and its children use is not counted: they are the run itself. None where it cannot be measured.
+    """
+    import psutil
+
+    try:
+        cores = sorted(os.sched_getaffinity(0))
+        own, idle = _own_cpu_s(), _idle_s(cores)
+        time.sleep(seconds)
+        # Idle time is counted in hundredths of a second, a core at a time.
+        others = len(cores) * seconds - (_idle_s(cores) - idle) - (_own_cpu_s() - own)
+    except (AttributeError, OSError, IndexError, psutil.Error):
+        return None
+    return max(1, min(allowed, len(cores) - round(max(0.0, others) / seconds)))
+
+
+def _idle_s(cores: Sequence[int]) -> float:
+    import psutil
+
+    times = psutil.cpu_times(percpu=True)
+    return float(sum(times[core].idle + getattr(times[core], "iowait", 0.0) for core in cores))
+
+
+def _own_cpu_s() -> float:
+    import psutil
+
+    own, found = psutil.Process(), 0.0
+    for process in (own, *own.children(recursive=True)):
+        with suppress(psutil.Error):  # it has ended
+            times = process.cpu_times()
+            found += times.user + times.system
+    return found
 
 
 def _cpu_facts(cpu: str | None, *, seconds: float = 0.5) -> CpuFacts:

@@ -35,6 +35,7 @@ class Hardware:
     ram_gib: float | None = None  # this process may use
     source: str | None = None  # of the peaks
     peak_source: Literal["datasheet", "measured"] | None = None
+    free_cpus: int | None = None  # CPU only: cores that no other process used when the run was planned; measured
     process_gib: float | None = None  # CPU only: what a process with torch takes before it has a model; measured
 
     def to_json(self) -> dict[str, Any]:

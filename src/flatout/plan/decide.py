@@ -190,6 +190,9 @@ def _threads(job: Job) -> tuple[int, str]:
     if cores is None:
         return 4, "the number of CPU cores is unknown"
     share = max(1, cores // job.num_ranks)
+    free = job.hardware.free_cpus
+    if job.device == "cpu" and free is not None and free < share:
+        return free, f"other processes use {share - free} of {cores} cores, and a thread that waits for one stops all"
     if job.device == "cpu":
         return share, f"all of this rank's share of {cores} cores"
     return min(8, share), "the GPU computes; the host needs only a few threads"

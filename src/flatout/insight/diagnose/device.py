@@ -151,7 +151,7 @@ def small_batch(seen: Observed) -> Finding | None:
     # a larger batch changes the training itself, so the gain must be larger.
     least = 0.15 if seen.accumulation > 1 else 0.25
     least = max(least, 0.4) if seen.is_disturbed else least
-    if gain < least or 1 - twice[1] / twice[0] < 0.07:
+    if gain < least or 1 - twice[1] / twice[0] < 0.07 or not seen.is_shown("batch-4" if found else "batch-2"):
         return None
     if seen.on_gpu and tokens is not None and tokens >= ENOUGH_TOKENS:
         return None
