@@ -151,7 +151,7 @@ def test_a_task_is_asked_as_the_run_measured_it(tmp_path: Path) -> None:
     assert asked[:3] == ["units?prompt=bare", "sums?form=short", "math?level=2"]
     assert asked[3:] == ["jsonl:q.jsonl", "units?prompt=c.txt", "logic"]
     assert len(said) == 3
-    assert "units is asked as units?prompt=bare, as in the run; --own-prompt" in said[0]
+    assert "units is evaluated as units?prompt=bare, as in the run; --own-prompt" in said[0]
     for option in ("reward=evil:grade", "judge=http://elsewhere", "prompt=/etc/passwd", "level=2&reward=evil:grade"):
         run.reconfigure(
             config_text="", config={"eval": {"tasks": [f"jsonl:q.jsonl?{option}", 5]}, "rl": 3, "rft": None}

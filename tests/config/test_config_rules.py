@@ -53,8 +53,8 @@ def test_the_small_configuration_is_valid() -> None:
             {"model.hidden": 66},
             "model.hidden: 66 is not a multiple of model.heads (4); use 64 or 68, or set model.head_dim",
         ),
-        ({"model.hidden": 60}, "model.hidden: heads have width 15; rotary positions need an even width"),
-        ({"model.head_dim": 15}, "model.head_dim: heads have width 15; rotary positions need an even width"),
+        ({"model.hidden": 60}, "model.hidden: heads have width 15; rotary embeddings need an even width"),
+        ({"model.head_dim": 15}, "model.head_dim: heads have width 15; rotary embeddings need an even width"),
         ({"model.kv_heads": 3}, "model.kv_heads: 3 must divide model.heads (4)"),
         (
             {"model.revision": "main"},

@@ -194,7 +194,7 @@ def test_what_is_left_alone_is_told() -> None:
     tuned = peft.get_peft_model(model, config)
     expected, grads = gradients(tuned.train(), input_ids=ids, labels=ids)
     found = flatout.accelerate(tuned)
-    assert "peft.tuners.lora.layer.Linear" in found.why_not["norm, qkv and rotary positions"]
+    assert "peft.tuners.lora.layer.Linear" in found.why_not["norm, qkv and rotary embeddings"]
     assert "norm, gate, up, SwiGLU and down: one function in 2 of 2 layers" in str(found)
     loss, after = gradients(tuned, input_ids=ids, labels=ids)
     assert abs(loss - expected) < 1e-5

@@ -292,9 +292,9 @@ def test_the_command(config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (["--only", "nothing"], "is no switch"),
-        (["--budget", "soon"], "is no length of time"),
-        (["--budget", "0m"], "is no length of time"),
+        (["--only", "nothing"], "is not a switch"),
+        (["--budget", "soon"], "is not a duration"),
+        (["--budget", "0m"], "is not a duration"),
     ],
 )
 def test_bad_input(config: Path, words: list[str], told: str) -> None:

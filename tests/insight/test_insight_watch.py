@@ -78,7 +78,7 @@ def test_a_run_elsewhere_shows_its_own_machine(bare: Run):
 def test_findings_come_with_what_to_do(tmp_path: Path):
     run = made.make(tmp_path / "run", steps=20)
     run.note(MemoryRanOut(step=3, micro_batch=4, now=2))
-    assert "! The run was out of memory once, and the micro-batch was halved. -> plan.micro_batch=2" in shown(
+    assert "! The run ran out of memory once, and the micro-batch was halved. -> plan.micro_batch=2" in shown(
         run, width=200
     )
 

@@ -55,7 +55,7 @@ def _options(
 
 app = typer.Typer(
     name="flatout",
-    help="LLM training at the limit of the hardware, with the proof.",
+    help="LLM training at the limit of the hardware, with measurements that prove it.",
     callback=_options,
     no_args_is_help=True,
     pretty_exceptions_enable=False,

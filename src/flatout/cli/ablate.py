@@ -1,4 +1,4 @@
-"""`flatout ablate`: what each optimization brings, measured one at a time."""
+"""`flatout ablate`: the gain of each optimization, measured one at a time."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from flatout.insight.switches import Switch
 
 QUESTIONS = {
-    "alone": "Each switch alone, on the starting point",
+    "alone": "Each switch alone, added to the starting point",
     "without": "The full plan without each switch",
     "cumulative": "One after the other, the largest gain first",
 }
@@ -33,7 +33,7 @@ Budget = Annotated[
     str | None, typer.Option(help="time for all trials, such as 90s, 10m or 2h; decides what is left out")
 ]
 
-Limit = Annotated[float, typer.Option(help="seconds after which a trial is taken for hung", min=1.0)]
+Limit = Annotated[float, typer.Option(help="seconds after which a trial counts as hung", min=1.0)]
 
 
 def ablate(
@@ -49,7 +49,7 @@ def ablate(
     run: SearchFolder = None,
     as_json: AsJson = False,
 ) -> None:
-    """Measure what each optimization brings: alone, missing from the plan, and one after the other.
+    """Measure the gain of each optimization: alone, removed from the plan, and added one after the other.
 
     Every trial is a short run in its own process. A second call with the same --run continues.
     """
@@ -69,7 +69,7 @@ def ablate(
         switches = of_baseline(_flat(config, overrides), _flat(baseline, None), without=fixed)
     names = {switch.name for switch in switches}
     if unknown := next((name for name in only or () if name not in names), None):
-        raise UsageError(f"--only {unknown!r} is no switch; there are: {', '.join(sorted(names))}")
+        raise UsageError(f"--only {unknown!r} is not a switch; choose from: {', '.join(sorted(names))}")
     if not switches:
         raise UsageError(f"{baseline} has the same settings as {config}, so there is nothing to measure")
     trials = Trials(
@@ -96,7 +96,7 @@ def ablate(
         print_plain(f"Left out: {name}: {reason}.")
     print_plain(
         f"{len(trials.found)} trials, {duration(found.seconds)}. Warm-up steps and compilation are not part of the "
-        f"speed. With pictures: {trials.folder / 'ablation.html'}"
+        f"speed. With charts: {trials.folder / 'ablation.html'}"
     )
 
 
@@ -126,7 +126,7 @@ def seconds_of(text: str) -> float:
     """Seconds from 90s, 10m or 2h."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)([smh]?)", text.strip())
     if found is None or not float(found[1]):
-        raise UsageError(f"{text!r} is no length of time: write 90s, 10m or 2h")
+        raise UsageError(f"{text!r} is not a duration: write 90s, 10m or 2h")
     return float(found[1]) * {"": 1, "s": 1, "m": 60, "h": 3600}[found[2]]
 
 

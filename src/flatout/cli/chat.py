@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from flatout.sample import Sampler, Sampling
     from flatout.tasks import Message
 
-HELP = "/reset starts again, /quit ends; Ctrl-C stops an answer, Ctrl-D ends"
+HELP = "/reset starts over, /quit exits; Ctrl-C stops an answer, Ctrl-D exits"
 
 
 def chat(
@@ -48,7 +48,7 @@ def chat(
     backend: BackendName = "auto",
     adapter: Adapter = None,
     serve: Annotated[
-        bool, typer.Option("--serve", help="answer the OpenAI API on 127.0.0.1, for the tools that speak it")
+        bool, typer.Option("--serve", help="serve the OpenAI API on 127.0.0.1, for tools that use it")
     ] = False,
     port: Annotated[int, typer.Option(help="port of --serve (default: any free one)", min=0, max=65535)] = 0,
     trust: Trust = None,
@@ -82,7 +82,7 @@ def _serve(opened: Opened, sampler: Sampler, sampling: Sampling, *, port: int) -
     stopping = replace(sampling, stop_ids=opened.stop_ids)
     server = Server(Served(opened.name, sampler, opened.tokenizer, stopping), port=port)
     print_plain(f"base URL  {server.url}\nAPI key   {server.token}")
-    print_plain("Only programs of this machine with this key are answered. Ctrl-C stops the server.")
+    print_plain("Only programs on this machine that send this key are answered. Ctrl-C stops the server.")
     try:
         server.serve_forever()
     except KeyboardInterrupt:

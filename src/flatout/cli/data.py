@@ -1,4 +1,4 @@
-"""`flatout data prepare` tokenizes documents into verified shards; `flatout data show` prints what a run learns."""
+"""`flatout data prepare` tokenizes documents into verified shards; `flatout data show` prints what a run trains on."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def show(
     count: Annotated[int, typer.Option("-n", "--count", help="examples of each source to print", min=0)] = 3,
     as_json: AsJson = False,
 ) -> None:
-    """Show what a run learns from its rows: rendered examples, lengths, packing, and what is left out."""
+    """Show what a run trains on: rendered examples, lengths, packing, and what is left out."""
     require_torch()
     from dataclasses import asdict
 
@@ -89,13 +89,13 @@ def show(
         print_json(asdict(found))
         return
     for example in found.examples:
-        head = f"{example.source}, example {example.label}: {example.tokens} tokens, {example.learnt} learnt"
+        head = f"{example.source}, example {example.label}: {example.tokens} tokens, {example.learnt} trained on"
         print_plain(clean(head))
         for text, learnt in example.pieces:
             for line in text.splitlines() or [""]:
                 print_plain(clean(f"  {'>' if learnt else '|'} {line}"))
     if found.examples:
-        print_plain("lines with > are learnt\n")
+        print_plain("lines with > are trained on\n")
     for source in found.sources:
         formats = ", ".join(f"{count:,} {name}" for name, count in source.formats.items())
         print_plain(
@@ -105,6 +105,6 @@ def show(
             )
         )
     lengths = ", ".join(f"{name} {tokens:,}" for name, tokens in found.lengths.items())
-    print_plain(f"{found.train_tokens:,} tokens, {found.learnt_tokens:,} learnt; lengths: {lengths}")
+    print_plain(f"{found.train_tokens:,} tokens, {found.learnt_tokens:,} trained on; lengths: {lengths}")
     print_plain(f"packed into {found.sequences:,} sequences of {found.sequence_length:,}, {found.fill:.1%} full")
     print_plain(clean(f"left out: {found.left_out or 'nothing'}"))

@@ -35,14 +35,16 @@ def doctor(
     run: Annotated[Path | None, typer.Option(help="run folder to write (default: runs/doctor-TIME)")] = None,
     json_to: Annotated[str | None, typer.Option("--json", help="file for the diagnosis, or - for stdout")] = None,
     proving: Annotated[bool, typer.Option("--prove", help="measure each fix that is a switch or a setting")] = False,
-    repeats: Annotated[int, typer.Option(help="with --prove: how often each is measured", min=1)] = 3,
+    repeats: Annotated[int, typer.Option(help="with --prove: how many times each fix is measured", min=1)] = 3,
     config: Annotated[
         Path | None, typer.Option(help="with RUN --prove: the configuration to train again for a few steps")
     ] = None,
     log: Annotated[Path | None, typer.Option(help="diagnose the training log of another tool")] = None,
     on: Annotated[str | None, typer.Option("--on", help="with --log: the machine it ran on, such as H100x8")] = None,
     params: Annotated[str | None, typer.Option(help="with --log: size of the model, such as 124M")] = None,
-    target_loss: Annotated[float | None, typer.Option(help="with --log: how far the loss is from this one")] = None,
+    target_loss: Annotated[
+        float | None, typer.Option(help="with --log: estimate when the loss reaches this value")
+    ] = None,
 ) -> None:
     """Find out why training is slow: an unchanged PyTorch script, a run folder, or a log."""
     from flatout.insight import doctor as verb

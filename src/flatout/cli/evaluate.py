@@ -60,7 +60,7 @@ def evaluate(
     backend: BackendName = "auto",
     adapter: Adapter = None,
     own_prompt: Annotated[
-        bool, typer.Option("--own-prompt", help="ask as the task does, not with the prompt that the run measured with")
+        bool, typer.Option("--own-prompt", help="use the task's own prompt, not the one that the run measured with")
     ] = False,
     trust: Trust = None,
     as_json: AsJson = False,
@@ -153,13 +153,13 @@ def _as_in_the_run(specs: Sequence[str], run: Run) -> tuple[list[str], list[str]
         chosen = same.pop() if len(same) == 1 else spec
         if chosen != spec and not _HARMLESS.fullmatch(chosen[len(spec) :]):
             said.append(
-                f"{spec} is asked as it is: the run measured {chosen}, whose options may name files, addresses or "
+                f"{spec} uses its own prompt: the run measured {chosen}, whose options may name files, addresses or "
                 "functions; if you trust them, name that task"
             )
             chosen = spec
         asked.append(chosen)
         if chosen != spec:
-            said.append(f"{spec} is asked as {chosen}, as in the run; --own-prompt asks it as it is")
+            said.append(f"{spec} is evaluated as {chosen}, as in the run; --own-prompt uses the task's own prompt")
     return asked, said
 
 
@@ -211,7 +211,7 @@ def _differences_table(scores: Sequence[Score], differences: Sequence[Difference
             value = f"{scale * difference.value:+.{digits}f} {unit}"
             cells = [value, span, f"{difference.n:,}", number(difference.p)]
         elif score.metric == "perplexity":
-            cells[0] = "n/a: other tokens; compare bits per byte"
+            cells[0] = "n/a: different tokens; compare bits per byte"
         drawn.add_row(escaped(score.task), *cells)
     return drawn
 

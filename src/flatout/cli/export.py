@@ -44,7 +44,7 @@ def export(
     if to is None and push is None:
         raise UsageError("nothing to do: give --to FOLDER, --push USER/NAME, or both")
     if public and push is None:
-        raise UsageError("--public is of the model that --push names: give --push USER/NAME")
+        raise UsageError("--public applies to the model that --push names: give --push USER/NAME")
     if push is not None:
         hub.check_name(push)
     if to is None:
@@ -108,6 +108,8 @@ def _write(trained: Trained, run: Path, to: Path, *, dtype: torch.dtype, merge: 
         print_plain(f"wrote the adapter of step {trained.step} of {run} to {to}; its base model is {trained.base}")
         return
     if trained.adapters is not None and trained.adapters.base_bits == 4:
-        out.print("the adapters were trained on 4-bit weights and are merged into the full ones: close, not equal")
+        out.print(
+            "the adapters were trained on 4-bit weights and are merged into the unquantised ones: close, not equal"
+        )
     export_whole(trained, to, dtype=dtype)
     print_plain(f"wrote step {trained.step} of {run} to {to}")

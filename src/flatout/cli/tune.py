@@ -41,7 +41,7 @@ def tune(
     run: SearchFolder = None,
     as_json: AsJson = False,
 ) -> None:
-    """Find a faster plan by measuring short runs, and say what each change brought.
+    """Find a faster plan by measuring short runs, and show what each change contributed.
 
     The effective batch and the lengths stay the same. A second call with the same --run continues.
     """
@@ -114,7 +114,7 @@ def _print_tuned(tuned: Tuned) -> None:
     made = table("Trials", "", "tokens/s", "MFU", "memory", "start-up", "loss")
     ordered = sorted(tuned.trials, key=lambda one: (one.log_time is None, one.log_time or 0.0))
     for one in ordered:
-        name = "as it is" if one is tuned.start else _short(one.decisions or one.settings)
+        name = "your file" if one is tuned.start else _short(one.decisions or one.settings)
         cells = [number(one.tokens_per_s), percent(one.mfu), number(one.peak_gib, unit=" GiB")]
         cells += [number(one.start_s, unit=" s"), one.problem or loss_text(one.loss)]
         made.add_row(escaped(name), *map(escaped, cells))

@@ -22,7 +22,7 @@ def watch(
     port: Annotated[int, typer.Option(help="port of the live page (default: any free one)", min=0, max=65535)] = 0,
     as_json: AsJson = False,
 ) -> None:
-    """Watch running or finished runs; without a name, what runs in ./runs, or else this machine.
+    """Watch running or finished runs; without a name, the active runs in ./runs, or else this machine.
 
     A run folder that is not there yet is waited for.
     """

@@ -105,7 +105,7 @@ def _model(model: ModelSettings) -> Iterator[Breach]:
             head_dim = model.hidden // model.heads
     if head_dim is not None and head_dim % 2:
         keys = ("model.head_dim",) if model.head_dim is not None else ("model.hidden", "model.heads")
-        yield Breach(keys=keys, text=f"heads have width {head_dim}; rotary positions need an even width")
+        yield Breach(keys=keys, text=f"heads have width {head_dim}; rotary embeddings need an even width")
     if model.heads is not None and model.kv_heads is not None and model.heads % model.kv_heads:
         yield Breach(
             keys=("model.kv_heads", "model.heads"),

@@ -82,7 +82,7 @@ class SourceSettings:
     path: str | None = setting(None, "file, folder or glob: jsonl, json, csv, tsv, parquet or arrow")
     name: str | None = setting(None, "Hugging Face dataset; with `path`: what the source is called in the output")
     subset: str | None = setting(None, "configuration of the Hugging Face dataset")
-    split: str = setting("train", "split, with a slice of rows or per cent if wanted: train[:8000], test[10%:20%]")
+    split: str = setting("train", "split, optionally with a slice in rows or per cent: train[:8000], test[10%:20%]")
     format: RowFormat | None = setting(None, "format of its rows (default: recognised by their keys)")
     size: int | None = setting(None, "read at most this many rows of the split, from its start", gt=0)
     weight: float | None = setting(None, "share of the examples, relative to the other weights", gt=0)
@@ -102,7 +102,7 @@ class SourceSettings:
 @dataclass(frozen=True, kw_only=True)
 class DataSettings:
     source: Literal["embedded", "text", "jsonl", "parquet", "hf", "tokens"] = setting(
-        "embedded", "where documents come from; rows are found by `path` or `name` alone"
+        "embedded", "where documents come from; recipes that read rows need only `path` or `name`"
     )
     sources: tuple[SourceSettings, ...] = setting(
         (),
@@ -133,10 +133,10 @@ class DataSettings:
     completion_field: str = setting("completion", "sft: field that holds the completion")
     messages_field: str = setting("messages", "sft: field that holds a whole conversation as messages")
     template: str | None = setting(
-        None, "sft: Jinja template that makes the prompt from a row's fields; the answer is in `completion_field`"
+        None, "sft: Jinja template that builds the prompt from a row's fields; the answer is in `completion_field`"
     )
     as_chat: bool | None = setting(
-        None, "sft: format questions and answers with the chat template (default: not prompt and completion texts)"
+        None, "sft: format rows with the chat template (default: if there is one, except prompt and completion texts)"
     )
     system: str | None = setting(None, "sft, dpo: system message for conversations without one")
     train_on: Literal["completion", "all"] = setting("completion", "sft: tokens the loss covers: the answers, or all")
@@ -192,8 +192,10 @@ class DpoSettings:
     loss: Literal["sigmoid", "ipo", "simpo"] = setting(
         "sigmoid", "sigmoid: DPO; ipo: squared, per token; simpo: per token, without a reference"
     )
-    beta: float = setting(0.1, "how strongly the preference counts against the distance from the initial model", gt=0)
-    margin: float = setting(0.0, "simpo: by how much the chosen answer should be ahead", ge=0)
+    beta: float = setting(
+        0.1, "scale of the log-probability difference; with a reference, larger stays closer to the initial model", gt=0
+    )
+    margin: float = setting(0.0, "simpo: by how much the chosen answer should score above the rejected one", ge=0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -206,7 +208,7 @@ class SampleSettings:
     top_k: int = setting(0, "sample from this many of the most likely tokens; 0: all", ge=0)
     min_tokens: int = setting(0, "shortest completion, in tokens", ge=0)
     max_tokens: int = setting(120, "longest completion, in tokens", gt=0)
-    rows: int | None = setting(None, "concurrent sequences while sampling (default: planned by memory)", gt=0)
+    rows: int | None = setting(None, "concurrent sequences while sampling (default: planned to fit in memory)", gt=0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -221,7 +223,7 @@ class RftSettings:
     student_prompt: str | None = setting(
         None, "prompt for training and scoring: a YAML file, or bare (default: the sampling prompt)"
     )
-    generator: str | None = setting(None, "model that is sampled in the first round (default: the student itself)")
+    generator: str | None = setting(None, "model to sample from in the first round (default: the student itself)")
     oversample: int = setting(30, "samples per question, at most", gt=0)
     adaptive: bool = setting(True, "stop early on solved questions; false: take all samples of every question")
     first: int = setting(
@@ -229,7 +231,9 @@ class RftSettings:
     )
     keep: int = setting(1, "correct completions kept per question; more than 1 must differ", gt=0)
     chunk: int = setting(512, "questions sampled together, and saved before the next chunk starts", gt=0)
-    rounds: int = setting(1, "rounds of sampling and training; later rounds sample the previous round's student", gt=0)
+    rounds: int = setting(
+        1, "rounds of sampling and training; later rounds sample from the previous round's student", gt=0
+    )
     teach: str | None = setting(
         None, "task whose worked solutions the model is first fine-tuned on: sums:shown, units:train, gsm8k:FILE"
     )
@@ -266,13 +270,15 @@ class RlSettings:
         0, "rounds in which prompts whose completions all got the same reward are replaced by new ones", ge=0
     )
     ahead: int = setting(
-        0, "phases that are generated early, so that slow grading overlaps with training; off-policy by as many", ge=0
+        0,
+        "phases generated ahead of training, so that slow grading overlaps with it; off-policy by as many phases",
+        ge=0,
     )
     graders: int | None = setting(
-        None, "processes that grade the completions of a task (default: one less than the cores, at most 8)", gt=0
+        None, "processes that grade the completions of a task (default: one fewer than the cores, at most 8)", gt=0
     )
     sampler: Literal["flatout", "vllm"] = setting(
-        "flatout", "what generates: flatout's own sampler, or vLLM in the same process, where it is installed"
+        "flatout", "what generates completions: flatout's own sampler, or vLLM in the same process, if installed"
     )
     vllm_memory: float = setting(0.3, "vllm: share of the GPU's memory that vLLM may take", gt=0, lt=1)
     curriculum: bool = setting(False, "choose the level of each task by the accuracy of earlier phases")
@@ -280,18 +286,22 @@ class RlSettings:
         "auto",
         "which log-probabilities the ratio is taken against; auto: the sampler's if they agree with the trainer's",
     )
-    correction: float | None = setting(2.0, "upper limit of the importance weight trainer / sampler; null: none", gt=0)
+    correction: float | None = setting(
+        2.0, "upper limit of the importance weight trainer / sampler; null: no correction", gt=0
+    )
     critic: Literal["shared", "own"] = setting(
         "shared", "ppo: a value head on the policy's trunk, or a model of its own"
     )
     value_weight: float = setting(0.5, "ppo: weight of the value loss", gt=0)
     value_clip: float | None = setting(
-        0.2, "ppo: how far a value may move from the one of the rollout; null: any", gt=0
+        0.2, "ppo: how far a value may move from its value at rollout time; null: no limit", gt=0
     )
     gamma: float = setting(1.0, "ppo: discount per token", gt=0, le=1)
     gae_lambda: float = setting(0.95, "ppo: decay of generalised advantage estimation", ge=0, le=1)
-    critic_warmup: int = setting(0, "ppo: first phases in which only the critic learns", ge=0)
-    teach: int = setting(0, "first phases that learn from worked solutions, for weights that solve nothing yet", ge=0)
+    critic_warmup: int = setting(0, "ppo: number of first phases that train only the critic", ge=0)
+    teach: int = setting(
+        0, "number of first phases that train on worked solutions, for weights that solve nothing yet", ge=0
+    )
     teach_lr: float | None = setting(
         None, "peak learning rate of these first phases, with a cosine decay of its own (default: train.lr)", gt=0
     )
@@ -309,7 +319,8 @@ class RlSettings:
 @dataclass(frozen=True, kw_only=True)
 class MtlSettings:
     method: Literal["mixed", "equal", "pcgrad", "cagrad", "mgda"] = setting(
-        "mixed", "several tasks: shuffled together, as many prompts of each per step, or this with combined gradients"
+        "mixed",
+        "mixed: tasks shuffled together; equal: as many prompts of each per step; others: equal, gradients combined",
     )
 
 
@@ -323,31 +334,33 @@ class RouterSettings:
 
     phase: Phase = setting("all", "1: the adapters; 2: the router; 3: both together; all: one after the other")
     start: str | None = setting(
-        None, "phase 2 or 3 alone: the run of the phase before, or a folder with a PEFT adapter for each source"
+        None, "phase 2 or 3 alone: the run of the previous phase, or a folder with a PEFT adapter for each source"
     )
     teach_steps: int | None = setting(
-        None, "steps in which all weights first learn from all sources; for random weights", gt=0
+        None, "first steps, which train all weights on all sources; for random weights", gt=0
     )
     teach_lr: float | None = setting(None, "peak learning rate of these first steps (default: train.lr)", gt=0)
     teach_answers: Literal["own", "shuffled"] = setting(
-        "own", "in these steps; shuffled: each question with another's answer, which teaches the form of answers only"
+        "own", "answers in these steps; shuffled: each question gets another's answer, which teaches only their form"
     )
-    router_steps: int | None = setting(None, "steps of phase 2 (default: as phase 1)", gt=0)
+    router_steps: int | None = setting(None, "steps of phase 2 (default: same as phase 1)", gt=0)
     router_lr: float = setting(1e-3, "peak learning rate of phase 2", gt=0)
-    joint_steps: int | None = setting(None, "steps of phase 3 (default: as phase 1)", gt=0)
+    joint_steps: int | None = setting(None, "steps of phase 3 (default: same as phase 1)", gt=0)
     joint_lr: float = setting(2e-4, "peak learning rate of phase 3", gt=0)
     hidden: int = setting(256, "width of the router's hidden layer", gt=0, le=65536)
     mode: Literal["soft", "hard"] = setting(
-        "soft", "in training, a prompt gets all adapters weighted, or one (Gumbel, straight-through)"
+        "soft", "in training, a prompt uses all adapters, weighted, or only one (Gumbel, straight-through)"
     )
     temperature: float = setting(1.0, "temperature of the router's softmax, at the start of phase 2", gt=0)
     temperature_end: float = setting(
         0.1, "annealed: the temperature at the end of phase 2 and in phase 3; learned: the lowest", gt=0
     )
-    temperature_mode: Temperature = setting("annealed", "falls over phase 2, is learned, or stays")
+    temperature_mode: Temperature = setting(
+        "annealed", "the temperature falls over phase 2, is learned, or stays fixed"
+    )
     balance: float = setting(0.1, "weight of the load-balance loss: all adapters are used", ge=0)
     sparsity: float = setting(0.05, "weight of the sparsity loss: a prompt uses few adapters", ge=0)
-    consistency: float = setting(0.1, "weight of the consistency loss: prompts of a task are routed alike", ge=0)
+    consistency: float = setting(0.1, "weight of the consistency loss: prompts of a task are routed the same way", ge=0)
     entropy: float = setting(0.01, "weight of the entropy bonus: the router does not decide too early", ge=0)
     single_first: float = setting(0.8, "phase 3: share of the steps with a single task, at the start", ge=0, le=1)
     single_last: float = setting(0.2, "phase 3: the same at the end; the other steps mix all tasks", ge=0, le=1)
@@ -368,7 +381,7 @@ class PlanSettings:
     recompute: Recompute | None = setting(None, "activations recomputed in the backward pass")
     compile: Compile | None = setting(None, "torch.compile per block")
     attention: Attention | None = setting(None, "attention backend; short: flatout's own, for short packed documents")
-    fused_qkv: bool | None = setting(None, "one kernel each for norm and rotary positions around the qkv matmul")
+    fused_qkv: bool | None = setting(None, "one kernel each for norm and rotary embeddings around the qkv matmul")
     fused_mlp: bool | None = setting(None, "one kernel each for norm and SwiGLU around the MLP's matmuls")
     fused_loss: bool | None = setting(None, "one kernel for the cross-entropy of a chunk of logits")
     fp8: bool | None = setting(None, "8-bit matmuls in the fused segments")
@@ -438,9 +451,9 @@ class CriteriaSettings:
     loss_falling: bool | None = setting(None, "the training loss of the last tenth is below the first tenth's")
     validation_improving: bool | None = setting(None, "the last validation loss is below the first")
     saves: int | None = setting(None, "at least this many checkpoints were saved", gt=0)
-    actor_mfu: float | None = setting(None, "recipe rl: at least this MFU while the policy learns", gt=0, le=1)
+    actor_mfu: float | None = setting(None, "recipe rl: at least this MFU while the policy is trained", gt=0, le=1)
     critic_mfu: float | None = setting(
-        None, "recipe rl: at least this MFU of a critic with a model of its own, in the same time", gt=0, le=1
+        None, "recipe rl: at least this MFU of a critic with a model of its own, over the same time", gt=0, le=1
     )
     reward: float | None = setting(None, "recipe rl: at least this mean reward in the last tenth of the phases")
     task_score: float | None = setting(None, "at least this mean score in the last evaluation of tasks", gt=0, le=1)
@@ -454,7 +467,7 @@ class ProfileSettings:
 @dataclass(frozen=True, kw_only=True)
 class Settings:
     recipe: RecipeName = setting("pretrain", "kind of training")
-    run: str | None = setting(None, "run folder, as --run (default: runs/CONFIG-TIME)")
+    run: str | None = setting(None, "run folder, same as --run (default: runs/CONFIG-TIME)")
     seed: int = setting(0, "random seed for weights, data order and sampling", ge=0)
     model: ModelSettings = section(ModelSettings, "the model")
     data: DataSettings = section(DataSettings, "the training data")

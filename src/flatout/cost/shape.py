@@ -157,7 +157,7 @@ class ModelShape:
         if not self.foreign and (self.heads % self.kv_heads or self.head_dim % 2):
             raise UsageError(
                 f"a model of {self.heads} heads of width {self.head_dim} with {self.kv_heads} key and value heads "
-                "cannot be built: key and value heads divide the heads, and rotary positions need an even width"
+                "cannot be built: key and value heads divide the heads, and rotary embeddings need an even width"
             )
 
     @property

@@ -188,7 +188,7 @@ def _fuse_layers(model: Any, paths: Paths, made: Accelerated) -> list[str]:
             no_mlp = "its projections have biases"
         if no_mlp is None and model.config.hidden_act not in ("silu", "swish"):
             no_mlp = f"its activation is {model.config.hidden_act}, not silu"
-        _note(made, "norm, qkv and rotary positions", no_qkv)
+        _note(made, "norm, qkv and rotary embeddings", no_qkv)
         _note(made, "norm and MLP", no_mlp)
         fused = Fused(paths=paths, qkv=no_qkv is None, mlp=no_mlp is None)
         if fused.qkv:
@@ -200,7 +200,7 @@ def _fuse_layers(model: Any, paths: Paths, made: Accelerated) -> list[str]:
             _join([mlp.gate_proj, mlp.up_proj], made)
         if fused.qkv or fused.mlp:
             _become(layer, _Layer, made, fused)
-    words = {"qkv": "norm, qkv projection and rotary positions", "mlp": "norm, gate, up, SwiGLU and down"}
+    words = {"qkv": "norm, qkv projection and rotary embeddings", "mlp": "norm, gate, up, SwiGLU and down"}
     total = len(model.model.layers)
     dtype, device = model.model.layers[0].input_layernorm.weight.dtype, model.device
     return [

@@ -353,13 +353,13 @@ class UpdateSkipped(Event, kind="skipped"):
 
 @dataclass(frozen=True, kw_only=True)
 class RolledBack(Event, kind="rollback"):
-    """The weights went back to a checkpoint; the data since then is passed over."""
+    """The weights went back to a checkpoint; the data since then is skipped."""
 
     checkpoint: str
     cause: Scalar = None
 
     def sentence(self) -> str:
-        back = f"went back to the weights of {self.checkpoint} and passes over the data up to step {self.step}"
+        back = f"went back to the weights of {self.checkpoint} and skips the data up to step {self.step}"
         return f"{back}: {self.cause or 'the reason was not recorded'}"
 
 

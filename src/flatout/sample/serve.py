@@ -167,7 +167,7 @@ class _Handler(BaseHTTPRequestHandler):
         """Answers requests with a wrong host name (DNS rebinding), from another site's page, or without the token."""
         if not self.server.is_addressed(self.headers):
             self.close_connection = True
-            self._fail(HTTPStatus.FORBIDDEN, "this server answers to programs of this machine only")
+            self._fail(HTTPStatus.FORBIDDEN, "this server answers only programs on this machine")
             return True
         scheme, _, given = (self.headers.get("Authorization") or "").partition(" ")
         if scheme.lower() != "bearer" or not self.server.knows(given.strip()):

@@ -32,7 +32,7 @@ def wrong_dtype(seen: Observed) -> Finding | None:
             "The model computes in float64, which is slow and not needed for training.",
             seen.compute_share,
             gain,
-            [f"parameters {dict(dtypes)}, largest product {computed}", *_replayed(seen, "single", "in float32")],
+            [f"parameters {dict(dtypes)}, largest matmul {computed}", *_replayed(seen, "single", "in float32")],
             "drop torch.set_default_dtype(torch.float64) / .double(), and make NumPy inputs float32",
         )
     sm = (seen.facts.get("gpu") or {}).get("sm")
@@ -42,7 +42,7 @@ def wrong_dtype(seen: Observed) -> Finding | None:
             f"bfloat16 is emulated on this GPU (compute capability {sm[0]}.{sm[1]}).",
             seen.compute_share,
             None,
-            [f"largest product {computed}", "bfloat16 units need compute capability 8.0 or later"],
+            [f"largest matmul {computed}", "bfloat16 units need compute capability 8.0 or later"],
             f"float16 instead: {fixes.fp16(seen)}",
         )
     product = seen.replay("float32_product")
@@ -54,7 +54,7 @@ def wrong_dtype(seen: Observed) -> Finding | None:
             seen.compute_share,
             saved * seen.compute_share,
             [
-                f"largest product {computed}",
+                f"largest matmul {computed}",
                 f"1024 x 1024: {product[0] * 1e3:.1f} ms in bfloat16, {product[1] * 1e3:.1f} ms in float32",
             ],
             "float32 on this machine: remove autocast, or load the model with dtype=torch.float32",
@@ -72,7 +72,7 @@ def fp32_matmul(seen: Observed) -> Finding | None:
         return None
     meant = {name: seen.counts(name) for name in ("autocast", "scaled") if seen.counts(name)}
     evidence = [
-        f"largest product in float32, float32 precision {seen.facts['flags']['matmul_precision']!r}",
+        f"largest matmul in float32, float32 precision {seen.facts['flags']['matmul_precision']!r}",
         *_replayed(seen, "bf16", "under bf16 autocast"),
         *_replayed(seen, "tf32", "with TF32"),
     ]
@@ -272,7 +272,7 @@ def anomaly_mode(seen: Observed) -> Finding | None:
         "Autograd's anomaly detection is on: every operation records its stack and is checked for NaN.",
         gain,
         gain,
-        [f"on in {seen.counts('anomaly')} forwards", *typical, *_replayed(seen, "anomaly", "without it")],
+        [f"on in {seen.counts('anomaly')} forward passes", *typical, *_replayed(seen, "anomaly", "without it")],
         fixes.anomaly(seen),
     )
 

@@ -109,7 +109,7 @@ def rarer(seen: Observed, what: str, *, times: int = 5) -> str:
     }[what]
     said = by_framework(seen, torch=torch, arguments=arguments, lightning=lightning)
     if "=N" in said:
-        said += f", with N {times} times the steps between two now"
+        said += f", with N {times} times the current interval"
     if seen.framework in _TRAINERS and what == "evaluation":
         said += "; with load_best_model_at_end, save_steps must be a multiple of eval_steps"
     return said

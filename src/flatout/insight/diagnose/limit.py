@@ -54,7 +54,7 @@ def _peak(seen: Observed) -> tuple[float | None, str]:
         return card.peak_flops.get(dtype), f"{dtype} peak of the {card.source}"
     measured = (seen.facts.get("replays") or {}).get("matmul_flops")
     if measured:
-        return float(measured), f"a float32 product of 1024 x 1024 measured here, {seen.facts['threads']} threads"
+        return float(measured), f"a 1024 x 1024 float32 matmul measured here, {seen.facts['threads']} threads"
     return None, f"there is no datasheet for this CPU, and its speed was not measured: {seen.no_replays}"
 
 

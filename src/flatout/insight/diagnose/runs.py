@@ -143,7 +143,7 @@ def _memory(story: Story) -> Iterator[Finding]:
         often = "once" if len(ran_out) == 1 else f"{len(ran_out)} times"
         yield finding_of(
             "oom-risk",
-            f"The run was out of memory {often}, and the micro-batch was halved.",
+            f"The run ran out of memory {often}, and the micro-batch was halved.",
             None,
             None,
             [f"step {event.step}: {event.micro_batch} to {event.now}" for event in ran_out[:3]],
@@ -233,7 +233,7 @@ def _late(story: Story) -> Iterator[Finding]:
                 f"train.{name}={train[name]}" for name in ("lr", "warmup_steps", "batch_tokens") if name in train
             ),
         ],
-        "as advice: a larger train.lr after some hundred train.warmup_steps, a smaller train.batch_tokens, more steps",
+        "as advice: a larger train.lr after a few hundred train.warmup_steps, a smaller train.batch_tokens, more steps",
     )
 
 
@@ -258,9 +258,10 @@ def _stalled(story: Story) -> Iterator[Finding]:
         return
     silent = story.told_at - story.last.time
     if silent > max(STALL_S, STALL_STEPS * story.recent.step_s):
+        usual = number(story.recent.step_s, unit=" s")
         yield finding_of(
             "stalled",
-            f"No step has finished for {duration(silent)}; usual is {number(story.recent.step_s, unit=' s')} per step.",
+            f"No step has finished for {duration(silent)}; a step usually takes {usual}.",
             None,
             None,
             [f"steps.jsonl, time of the last step and mean of the last {RECENT_STEPS}"],
@@ -308,7 +309,7 @@ def _unexplained(story: Story, found: Sequence[Finding]) -> Iterator[Finding]:
         ruled_out.append(f"the plan predicted {percent(predicted)}")
         if predicted < FAR_BELOW:
             next_step = (
-                f"a larger model or batch: the plan expects no more than {percent(predicted)} of this job; {next_step}"
+                f"a larger model or batch: the plan predicts only {percent(predicted)} for this job; {next_step}"
             )
     yield low_mfu(mfu, {phase.name: phase.share for phase in story.phases}, ruled_out=ruled_out, next_step=next_step)
 

@@ -35,7 +35,7 @@ def low_mfu(share: float, spent: Mapping[str, float], *, ruled_out: Sequence[str
 def _ruled_out(seen: Observed) -> list[str]:
     told = [f"waiting for data ({percent(seen.activities.get('data', 0.0))})"]
     if seen.idle_share is not None:
-        idle = f"GPU idle {percent(seen.idle_share)}, {percent(waits(seen, 'sync'))} of it in waits of the host"
+        idle = f"GPU idle {percent(seen.idle_share)}, {percent(waits(seen, 'sync'))} of it while the host waits"
         told.append(f"launches and synchronisation ({idle})")
     if (dtype := seen.facts.get("compute_dtype")) is not None:
         told.append(f"precision (matmuls in {dtype})")

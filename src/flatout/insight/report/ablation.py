@@ -30,7 +30,7 @@ def html(found: Ablation, *, name: str) -> str:
         tag("header", tag("p", "flatout ablation", class_="brand"), tag("p", made, id="made")),
         tag(
             "main",
-            tag("h1", f"What each optimization brings: {name}"),
+            tag("h1", f"The gain of each optimization: {name}"),
             sections,
             table(["", "why"], left, caption="Left out") if left else None,
             id="content",
