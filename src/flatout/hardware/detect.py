@@ -95,7 +95,7 @@ def _detect_gpus(wanted: str | None) -> Hardware:
         return named("CPU")
     except pynvml.NVMLError as error:
         raise EnvironmentLacks(
-            f"the NVIDIA driver is installed but does not answer ({error}): repair it (a reboot helps after a "
+            f"the NVIDIA driver is installed but does not respond ({error}): repair it (a reboot helps after a "
             "driver update), or set CUDA_VISIBLE_DEVICES= to use this machine without its GPUs"
         ) from error
 
@@ -195,7 +195,7 @@ def unsupported_build(*, sm: tuple[int, int] | None, arch_list: list[str], torch
     if not arch_list:
         return (
             f"torch {torch_version} has no kernels for any GPU, and this one is {gpu}: it is a CPU-only build, or it "
-            "needs a newer driver. Install a CUDA build of torch that suits the driver"
+            "needs a newer driver. Install a CUDA build of torch that matches the driver"
         )
     if sm >= (7, 5):
         remedy = "the official CUDA 13 builds of torch have it"

@@ -76,7 +76,7 @@ def measure(hardware: Hardware, *, seconds: float = 1.0) -> Measured:
         for dtype, bursts in _in_turns(calls, clock=clock, budget_s=seconds).items():
             flops[dtype] = 2 * sides[dtype] ** 3 / statistics.median(bursts)
             size = f"{sides[dtype]} x {sides[dtype]}"
-            notes.append(f"{dtype}: product of {size} matrices, median over {seconds:g} s{_noise(bursts)}")
+            notes.append(f"{dtype}: {size} matmul, median over {seconds:g} s{_noise(bursts)}")
         copy_s = _burst_s(_copy(device), clock=clock, budget_s=seconds)
     except torch.OutOfMemoryError as error:
         raise EnvironmentLacks(

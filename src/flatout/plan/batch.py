@@ -47,7 +47,7 @@ def sharding(job: Job) -> tuple[Sharding, str]:
     if job.adapters is not None and job.adapters.base_bits == 4:
         return "none", "4-bit weights are not sharded"
     if job.usable_gib is None:
-        return "none", "the memory is unknown: each rank has a copy"
+        return "none", "the GPU's memory is unknown, so each rank has a copy"
     budget = MEMORY_BUDGET[job.pins.preset] * job.usable_gib
     precision: Precision = job.pins.precision or ("fp32" if job.device == "cpu" else "bf16")
 

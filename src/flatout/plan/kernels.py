@@ -40,7 +40,7 @@ def segments(job: Job, *, precision: Precision) -> list[tuple[str, bool, str]]:
     odd_heads = shape.qk_norm and shape.head_dim & (shape.head_dim - 1)
     uneven = f"query and key norms need heads of a power of two, not {shape.head_dim}" if odd_heads else None
     rows = [
-        ("fused_qkv", no or foreign or uneven, "norm and rotary positions in one kernel per direction"),
+        ("fused_qkv", no or foreign or uneven, "norm and rotary embeddings in one kernel per direction"),
         ("fused_mlp", no or foreign, "norm and SwiGLU in one kernel per direction"),
         ("fused_loss", no, "each logit is read and written once"),
     ]
@@ -61,7 +61,7 @@ def _no_segments(job: Job, *, precision: Precision) -> str | None:
     if job.adapters is not None and job.adapters.base_bits == 4:
         return "the fused segments do not support 4-bit weights"
     if job.adapters is not None and job.is_sharded:
-        return "the fused segments lay adapters beside whole weights, and these are sharded"
+        return "the fused segments append adapters to whole weights, and these are sharded"
     if job.adapters is not None and job.adapters.dropout:
         return "the fused segments do not support adapter dropout"
     if job.pins.recompute == "selective":
@@ -107,7 +107,7 @@ def compiler(job: Job, *, precision: Precision, fused: bool) -> tuple[Compile, s
         return "none", FOREIGN
     if fused:
         return "none", "every segment has a fused kernel, so compiling would gain nothing"
-    gain = "fuses norms, rotary positions, SwiGLU and the loss; all blocks share one compiled graph"
+    gain = "fuses norms, rotary embeddings, SwiGLU and the loss; all blocks share one compiled graph"
     step = compile_break_even(job, precision=precision)
     if step is None:
         return "default", gain
@@ -141,7 +141,7 @@ def no_short(job: Job, *, precision: Precision, compile: Compile, recompute: Rec
     if job.longest is None:
         return f"the length of the longest document is unknown, and it takes at most {SHORT_DOCUMENT} tokens"
     if job.longest > SHORT_DOCUMENT:
-        return f"the longest document has {job.longest} tokens, not at most {SHORT_DOCUMENT}"
+        return f"the longest document has {job.longest} tokens, more than the supported {SHORT_DOCUMENT}"
     if job.device == "cpu" or sm is None or sm < (8, 0) or precision == "fp32":
         return "it needs bf16 or fp16, and SM 8.0 or later"
     if not 16 <= width <= 128 or width & (width - 1):
@@ -178,4 +178,4 @@ def graphs(job: Job, passes: Passes, *, compile: Compile) -> tuple[bool, str]:
     if not leaves_room(job, passes):
         return False, f"CUDA graphs keep their activations: the peak must be under {GRAPHS_SHARE:.0%} of memory"
     many = "few tokens" if job.adapters is None else "adapters"
-    return True, f"{many} mean many small kernels: with CUDA graphs they do not wait for the host"
+    return True, f"{many} mean many small kernels, and CUDA graphs launch them without waiting for the host"

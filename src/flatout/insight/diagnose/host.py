@@ -34,11 +34,11 @@ def data_starvation(seen: Observed) -> Finding | None:
     at = f" at {where[0]}" if where else ""
     evidence = [f"{share:.0%} of step time waiting for data (phases of {len(seen.steps)} steps, stack samples{at})"]
     if loader is None:
-        sentence = f"The script makes its batches between two steps{at}, and the model waits."
+        sentence = f"The script builds its batches between two steps{at}, and the model waits."
         fix = "move that code into a Dataset and read it with " + fixes.loader(seen, workers=workers)
         evidence.append("no DataLoader was used for training")
     elif not loader["num_workers"]:
-        sentence = f"Batches are made in the training process{at}: there are no loader workers, so every step waits."
+        sentence = f"Batches are built in the training process{at}: there are no loader workers, so every step waits."
         fix = fixes.loader(seen, workers=workers)
         evidence.append(f"DataLoader(num_workers=0, batch_size={loader['batch_size']}) over {loader['dataset']}")
     else:
@@ -181,7 +181,7 @@ def no_kv_cache(seen: Observed) -> Finding | None:
         share,
         share * (1 - left),
         [f"{share:.0%} of step time in generation", evidence],
-        "model.generate(..., use_cache=True); in your own loop pass past_key_values",
+        "model.generate(..., use_cache=True); in your own loop, pass past_key_values",
     )
 
 
@@ -196,7 +196,7 @@ def generation_batch(seen: Observed) -> Finding | None:
         return None
     return finding_of(
         "generation-batch",
-        f"Prompts are completed in {each:.0f} calls per step of {rows:.0f} rows each, although one could do it all.",
+        f"Prompts are completed in {each:.0f} calls per step of {rows:.0f} rows each; one call would be enough.",
         share,
         share * (1 - 1 / each) * 0.9,
         [f"{share:.0%} of step time in generate(), called {each:.1f} times a step at {short(calls[0]['site'])}"],
