@@ -26,6 +26,7 @@ if not Path("/dev/nvidiactl").exists():
 
 
 SHARED_RUNS = (
+    "tests/insight/test_insight_browser.py",
     "tests/recipes/test_rft.py",
     "tests/recipes/test_router.py",
     "tests/test_demo.py",

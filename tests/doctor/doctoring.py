@@ -13,6 +13,7 @@ import pytest
 from tests.waiting import HANG_S
 
 SCRIPTS = Path(__file__).parent / "scripts"
+SHARED = {"gpt.py", "small_llama.py"}  # imported by the others
 SRC = Path(__file__).parents[2] / "src"
 
 

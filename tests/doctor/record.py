@@ -15,7 +15,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from doctoring import SCRIPTS, command_of, steps_of
+from doctoring import SCRIPTS, SHARED, command_of, steps_of
 
 from flatout.hardware import Hardware, detect
 from flatout.insight.attach import Asked, Rank, Watched, watch
@@ -70,7 +70,7 @@ def main() -> None:
     os.chdir(SCRIPTS)
     for name in ("OMP_NUM_THREADS", "PYTHONPATH"):
         os.environ.pop(name, None)
-    for script in sys.argv[1:] or sorted(path.name for path in SCRIPTS.glob("*.py") if path.name != "gpt.py"):
+    for script in sys.argv[1:] or sorted(path.name for path in SCRIPTS.glob("*.py") if path.name not in SHARED):
         path = record(script)
         print(f"{path.name}: {diagnose(recorded(script)[0]).verdict}", flush=True)
 

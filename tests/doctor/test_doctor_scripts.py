@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from doctoring import SCRIPTS, causes_of, command_of, diagnosis_of, every_core, needs, steps_of
+from doctoring import SCRIPTS, SHARED, causes_of, command_of, diagnosis_of, every_core, needs, steps_of
 
 from flatout.insight.diagnose import CAUSES, diagnose
 from flatout.record import Diagnosis, Run
@@ -77,7 +77,7 @@ EACH_TIME = ("plain_float64.py",)
 
 
 def test_every_script_is_in_one_list_and_was_recorded() -> None:
-    scripts = {path.name for path in SCRIPTS.glob("*.py")} - {"gpt.py"}
+    scripts = {path.name for path in SCRIPTS.glob("*.py")} - SHARED
     assert scripts == {*PLANTED, *TWO, *HEALTHY}
     assert {path.stem for path in FACTS.glob("*.json")} == {Path(script).stem for script in scripts}
     assert len(PLANTED) + len(TWO) >= 20

@@ -79,7 +79,10 @@ def letters(monkeypatch: pytest.MonkeyPatch) -> None:
         {"mtl": {"method": "pcgrad"}, "rl": {"algorithm": "dapo", "epochs": 2, "updates": 1}},
         {"rl": {"algorithm": "ppo", "samples": 1, "critic_warmup": 1}},
         {"rl": {"algorithm": "ppo", "critic": "own", "updates": 1, "teach": 1}, "save": {"every": 1}},
-        {"lora": {"rank": 4}, "rl": {"algorithm": "rloo", "kl": 0.1}, "mtl": {"method": "cagrad"}},
+        pytest.param(
+            {"lora": {"rank": 4}, "rl": {"algorithm": "rloo", "kl": 0.1}, "mtl": {"method": "cagrad"}},
+            marks=pytest.mark.long,
+        ),
         {"rl": {"updates": 1, "ahead": 2}},
     ],
     ids=str,

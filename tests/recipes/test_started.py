@@ -43,7 +43,7 @@ def settings_of(model: Path, tmp_path: Path, **changes: Any) -> Any:
 
 
 @pytest.mark.parametrize("kind", ["base", "foreign"])
-@pytest.mark.parametrize("rank", [None, 4])
+@pytest.mark.parametrize("rank", [pytest.param(None, marks=pytest.mark.long), 4])
 def test_it_starts_where_the_run_ended(
     kind: str, rank: int | None, request: pytest.FixtureRequest, tmp_path: Path, flatout: Callable[..., Any]
 ) -> None:

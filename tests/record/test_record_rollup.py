@@ -98,6 +98,7 @@ def test_a_live_run_is_not_written_to(run: Run, make_step):
         assert not (run.path / ROLLUPS).exists()
 
 
+@pytest.mark.long
 def test_a_long_run_opens_by_its_end(run: Run, make_step):
     num_steps = 50_000
     before, after = json.dumps(step_to_json(make_step(123456))).split("123456")

@@ -35,6 +35,7 @@ _SHORTEST_BURST_S = 0.01  # calls timed together last at least this, so that sta
 _FEWEST_BURSTS = 3
 _NOISE = 1.5  # repeats that differ by more than this factor are called noise
 _CPU_SIDE = 512  # large enough for a core's best rate, and milliseconds even at a tenth of it
+_SMALL_CPU_SIDE = 128  # enough to see whether there are units for a data type
 _COPY_BYTES = 2**29  # far beyond any cache
 
 Call = Callable[[], object]
@@ -128,7 +129,7 @@ def with_cpu_facts(hardware: Hardware, *, cache: Path, num_ranks: int = 1) -> Ha
     )
 
 
-def free_cores(allowed: int, *, seconds: float = 0.2) -> int | None:
+def free_cores(allowed: int, *, seconds: float = 0.1) -> int | None:
     """How many of the cores that this process may use no other process keeps busy, at least one.
 
     What this process and its children use is not counted: they are the run itself. None where it cannot be measured.
@@ -174,16 +175,26 @@ def _cpu_facts(cpu: str | None, *, seconds: float = 0.5) -> CpuFacts:
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        products = {dtype: _product(dtype, _CPU_SIDE, device=torch.device("cpu")) for dtype in ("fp32", "bf16")}
-        taken: dict[str, list[float]] = {dtype: [_thread_clock(call)] for dtype, call in products.items()}
+        cpu_device = torch.device("cpu")
+        products = {"fp32": _product("fp32", _CPU_SIDE, device=cpu_device)}
+        flops = {"bf16": _flops(_SMALL_CPU_SIDE, [_thread_clock(_product("bf16", _SMALL_CPU_SIDE, device=cpu_device))])}
+        taken: dict[str, list[float]] = {"fp32": [_thread_clock(products["fp32"])]}
+        # Without units for it, bf16 is a hundred times slower, and a small product tells that.
+        if flops["bf16"] > _flops(_CPU_SIDE, taken["fp32"]) / 8:
+            products["bf16"] = _product("bf16", _CPU_SIDE, device=cpu_device)
+            taken["bf16"] = [_thread_clock(products["bf16"])]
         deadline = time.perf_counter() + seconds
         while len(taken["fp32"]) < _FEWEST_BURSTS or time.perf_counter() < deadline:
             for dtype, call in products.items():
                 taken[dtype].append(_thread_clock(call))
     finally:
         torch.set_num_threads(before)
-    flops = {dtype: 2 * _CPU_SIDE**3 / min(times) for dtype, times in taken.items()}
+    flops |= {dtype: _flops(_CPU_SIDE, times) for dtype, times in taken.items()}
     return CpuFacts(cpu=cpu, torch=metadata.version("torch"), flops=flops, process_gib=_process_gib())
+
+
+def _flops(side: int, times: Sequence[float]) -> float:
+    return 2 * side**3 / min(times)
 
 
 def _thread_clock(call: Call) -> float:

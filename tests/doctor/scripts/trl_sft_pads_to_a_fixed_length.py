@@ -4,29 +4,11 @@ import random
 import tempfile
 
 from datasets import Dataset
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from small_llama import llama, tokenizer, words
 from trl import SFTConfig, SFTTrainer
 
-words = [f"w{i}" for i in range(500)]
-known = {word: i for i, word in enumerate(["<pad>", "<eos>", "<bos>", "<unk>", *words])}
-backend = Tokenizer(models.WordLevel(known, "<unk>"))
-backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-tokenizer = PreTrainedTokenizerFast(
-    tokenizer_object=backend, pad_token="<pad>", eos_token="<eos>", bos_token="<bos>", unk_token="<unk>"
-)
 pick = random.Random(0)
 rows = Dataset.from_list([{"text": " ".join(pick.choices(words, k=pick.randint(24, 40)))} for _ in range(600)])
-config = LlamaConfig(
-    vocab_size=512,
-    hidden_size=128,
-    intermediate_size=256,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    pad_token_id=0,
-    eos_token_id=1,
-    bos_token_id=2,
-)
 with tempfile.TemporaryDirectory() as folder:
     arguments = SFTConfig(
         folder,
@@ -42,4 +24,4 @@ with tempfile.TemporaryDirectory() as folder:
         logging_steps=50,
         disable_tqdm=True,
     )
-    SFTTrainer(LlamaForCausalLM(config), arguments, train_dataset=rows, processing_class=tokenizer).train()
+    SFTTrainer(llama(), arguments, train_dataset=rows, processing_class=tokenizer()).train()
