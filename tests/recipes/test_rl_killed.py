@@ -25,13 +25,13 @@ PLACES = {
     "generation": "count(rollouts, 'text_of', at=300)",  # a completion is done, others are being written
     "grading": "count(rollouts.RolloutBatches, '_graded', at=3)",  # the grading processes are at work
     "update": "count(Engine, '_gradients', at=6)",
-    "save": "count(checkpoint, '_write_file', at=5)",  # the third checkpoint: one of its files is not there yet
+    "save": "count(pieces, '_write_file', at=5)",  # the third checkpoint: one of its files is not there yet
 }
 SCRIPT = """
 import time
 from pathlib import Path
 from flatout.cli import main
-from flatout.engine import checkpoint
+from flatout.engine import pieces
 from flatout.engine.step import Engine
 from flatout.recipes import rollouts
 
