@@ -60,7 +60,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """A worker that is free takes the next test; those files whose tests share a whole run come first, and stay whole.
+    """A worker that is free takes the next test; files whose tests share a run or a browser come first, and stay whole.
 
     Not by `xdist_group`: xdist 3.8 marks the group in a field that pytest 9 does not read any more.
     """

@@ -64,6 +64,13 @@ def test_it_starts_where_the_run_ended(
     recipes.run(again, folder=tmp_path / "adapters")
     assert {path: path.stat().st_mtime_ns for path in written.iterdir()} == before
 
+    weights = written / "model.safetensors"
+    content = bytearray(weights.read_bytes())
+    content[-1] ^= 1
+    weights.write_bytes(content)
+    with pytest.raises(UsageError, match=r"model\.safetensors .*remove the folder, and it is rebuilt"):
+        recipes.run(again, folder=tmp_path / "flipped")
+
 
 def test_it_is_planned_without_its_weights(base: Path, tmp_path: Path) -> None:
     recipes.run(settings_of(base, tmp_path), folder=tmp_path / "first")

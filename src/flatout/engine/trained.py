@@ -85,7 +85,10 @@ def export_whole(trained: Trained, folder: Path, *, dtype: torch.dtype) -> None:
     """Writes weights and tokenizer as a Hugging Face folder, with the adapters merged into their base."""
     if trained.adapters is not None:
         if trained.adapters.names:
-            raise UsageError(f"{trained.adapters.count} adapters cannot all be merged into one model")
+            raise UsageError(
+                f"{trained.adapters.count} adapters cannot all be merged into one model: `flatout export` without "
+                "--merge writes each of them into its own folder"
+            )
         if isinstance(trained.model, Decoder):
             lora.merge(trained.model)
         else:

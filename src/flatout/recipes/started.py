@@ -8,20 +8,21 @@ from dataclasses import replace
 import torch
 from safetensors import SafetensorError
 
-from flatout import files
 from flatout.config.recipes import RECIPES
 from flatout.config.settings import Settings
 from flatout.data.prepare import cache_folder
 from flatout.engine.checkpoint import as_os_error
 from flatout.engine.trained import chosen_checkpoint, export_whole, open_trained
 from flatout.errors import EnvironmentLacks, UsageError
+from flatout.recipes.sealed import Seals
 from flatout.record import Run
 
 
 def from_run(settings: Settings) -> Settings:
     """The settings with a folder of the weights in place of a run folder. Recipe rft exports its student itself.
 
-    The weights are written once for each checkpoint, in fp32, with merged adapters; other ranks wait for the first.
+    The weights are written once for each checkpoint, in fp32, with merged adapters, and checked before every later use;
+    other ranks wait for the first.
     """
     name = settings.model.name
     if name is None or not Run.is_named_by(name) or RECIPES[settings.recipe].samples:
@@ -32,14 +33,18 @@ def from_run(settings: Settings) -> Settings:
         raise UsageError(
             f"{problems[0]}: to start from that step, `flatout export` it and name the export as the model"
         )
-    folder = cache_folder(settings.data) / "models" / f"{run.id}-{checkpoint.step}-{checkpoint.checksum[:16]}"
+    models = cache_folder(settings.data) / "models"
+    folder = models / f"{run.id}-{checkpoint.step}-{checkpoint.checksum[:16]}"
+    seals = Seals(root=models, run=checkpoint.checksum)
     try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        with open(folder.parent / ".lock", "ab") as lock:
+        models.mkdir(parents=True, exist_ok=True)
+        with open(models / ".lock", "ab") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            if not folder.is_dir():
+            if folder.exists():
+                seals.check_folder(folder)
+            else:
                 trained = open_trained(run, step=checkpoint.step, trust=settings.model.trust)
-                with files.whole_folder(folder) as partial:
+                with seals.writing_folder(folder) as partial:
                     export_whole(trained, partial, dtype=torch.float32)
     except (OSError, SafetensorError) as error:
         why = as_os_error(error, folder).strerror or error

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections import Counter
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from .hooks import quietly
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     from .agent import Agent
 
 SAMPLE_EVERY_S = 0.01
-# Of so many looks at the training thread, one looks at the other threads too: their CPU time says the rest.
+# Every tenth look includes the other threads; their CPU time covers the time between.
 OTHERS_EVERY = 10
 # How a stack shows what the host is at; the innermost frame that matches decides.
 KINDS = tuple(
@@ -92,16 +93,23 @@ class Sampler:
             self.counts[(phase, *kind_and_site(frame))] += 1
 
 
+@dataclass
+class Seen:
+    """A thread: its name, its CPU seconds when it was first seen and since then, and where it spent them."""
+
+    name: str
+    first_s: float
+    spent_s: float = 0.0
+    places: Counter[tuple[str, str]] = field(default_factory=Counter)
+
+
 class Others:
-    """The script's own threads besides the training thread: their CPU time, and where they spend it."""
+    """The script's own threads besides the training thread."""
 
     def __init__(self, agent: Agent) -> None:
         self.agent = agent
         self._began = self._now = time.monotonic()
-        self._first: dict[int, float] = {}
-        self._spent: dict[int, float] = {}
-        self._names: dict[int, str] = {}
-        self._places: dict[int, Counter[tuple[str, str]]] = {}
+        self._seen: dict[int, Seen] = {}  # by the thread's native id
 
     def look(self) -> None:
         frames, self._now = sys._current_frames(), time.monotonic()
@@ -109,22 +117,22 @@ class Others:
             number, frame = thread.native_id, frames.get(thread.ident or 0)
             if thread.ident == self.agent.thread or thread.name.startswith("flatout-") or number is None:
                 continue
-            spent = cpu_seconds(number)
-            if frame is None or spent is None:
+            now = cpu_seconds(number)
+            if frame is None or now is None:
                 continue
-            began = self._first.setdefault(number, spent)
-            if spent - began > self._spent.get(number, 0.0):
-                self._places.setdefault(number, Counter())[kind_and_site(frame)] += 1
-            self._spent[number], self._names[number] = spent - began, thread.name
+            seen = self._seen.setdefault(number, Seen(thread.name, now))
+            if now - seen.first_s > seen.spent_s:
+                seen.places[kind_and_site(frame)] += 1
+            seen.spent_s = now - seen.first_s
 
     def busiest(self, most: int = 3) -> list[dict[str, Any]]:
-        """Threads that run the user's code, by their share of the time in which they were seen."""
+        """The threads that run the user's code and use the CPU most, with their share of the time."""
         seconds, found = max(self._now - self._began, 1e-9), []
-        for number, spent in sorted(self._spent.items(), key=lambda item: -item[1]):
-            places = self._places.get(number) or Counter()
-            (kind, site), _ = places.most_common(1)[0] if places else (("", ""), 0)
+        # The sampler goes on meanwhile, so this works on copies.
+        for seen in sorted(self._seen.copy().values(), key=lambda thread: -thread.spent_s):
+            (kind, site), _ = next(iter(seen.places.copy().most_common(1)), (("", ""), 0))
             if site:
-                found.append({"name": self._names[number], "share": spent / seconds, "kind": kind, "site": site})
+                found.append({"name": seen.name, "share": seen.spent_s / seconds, "kind": kind, "site": site})
         return found[:most]
 
 
