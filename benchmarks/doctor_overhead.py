@@ -1,11 +1,13 @@
 """The doctor's overhead outside the profiled window: the same loop with and without the agent, in turn.
 
     python -m benchmarks.doctor_overhead [--device cuda] [--pairs 3] [--blocks 4] [--steps 40] [--budget 60]
+    python -m benchmarks.doctor_overhead --device cuda --job 'trl=python train.py' --pairs 2
 
 A pair is two processes, one of them watched, that run one block of steps each in turn. Several pairs average out
 differences between processes. The agent stays in its timed stage throughout, stack samples included. It prints a line
 for each two blocks, then the mean ratio and its upper 95 % bound. On CUDA the loop makes implicit synchronisations an
-error, so that one caused by the agent would show.
+error, so that one caused by the agent would show. With `--job` the pair is any script, run twice one after the other;
+it prints a JSON object with `s_per_step` when it ends.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import contextlib
 import json
 import math
 import os
+import shlex
 import statistics
 import subprocess
 import sys
@@ -63,13 +66,14 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=3)
     parser.add_argument("--blocks", type=int, default=4)
     parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--job", metavar="NAME=COMMAND", help="a script that prints s_per_step, instead of the loop")
     parser.add_argument("--budget", type=float, help="seconds after which no further block is begun")
     parser.add_argument("--commit", default=None, help="where there is no git")
     parser.add_argument("--to", type=Path)
     options = parser.parse_args()
     until = math.inf if options.budget is None else time.monotonic() + options.budget
-    ratios: list[float] = []
-    for pair in range(options.pairs):
+    ratios: list[float] = jobs(options, until) if options.job is not None else []
+    for pair in range(options.pairs if options.job is None else 0):
         if time.monotonic() > until:
             break
         with started(options, watched=True) as on, started(options, watched=False) as off:
@@ -89,17 +93,52 @@ def main() -> None:
     print(json.dumps({"overhead": mean, "upper_95": upper_95(costs), "blocks": len(costs)}))
     if options.to is not None and costs:
         call = Call(benchmark="doctor-overhead", commit=options.commit or git_commit())
-        write(cost_results(call, options.device, costs), options.to)
+        variant = options.device if options.job is None else options.job.partition("=")[0]
+        write(cost_results(call, variant, costs), options.to)
+
+
+def jobs(options: argparse.Namespace, until: float) -> list[float]:
+    """Runs the job watched and alone in turn; whoever is first changes from pair to pair."""
+    command = shlex.split(options.job.partition("=")[2])
+    ratios = []
+    for pair in range(options.pairs):
+        if time.monotonic() > until:
+            break
+        taken = {}
+        for watched in (False, True) if pair % 2 == 0 else (True, False):
+            with tempfile.TemporaryDirectory() as folder:
+                environment = surroundings(Path(folder), watched=watched)
+                done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
+                if watched:
+                    check(Path(folder))
+            taken[watched] = s_per_step(done.stdout)
+            print(json.dumps({"pair": pair, "watched": watched, "s_per_step": taken[watched]}), flush=True)
+        ratios.append(taken[True] / taken[False])
+    return ratios
+
+
+def s_per_step(output: str) -> float:
+    for line in reversed(output.splitlines()):
+        with contextlib.suppress(json.JSONDecodeError):
+            if isinstance(found := json.loads(line), dict) and "s_per_step" in found:
+                return float(found["s_per_step"])
+    raise SystemExit(f"the job printed no s_per_step: {output[-300:]}")
+
+
+def surroundings(folder: Path, *, watched: bool) -> dict[str, str]:
+    """The environment of a process; a watched one gets the agent, which writes into `folder`."""
+    if not watched:
+        return dict(os.environ)
+    inject = str(ROOT / "src" / "flatout" / "probe" / "inject")
+    path = os.pathsep.join(filter(None, (inject, os.environ.get("PYTHONPATH"))))
+    told = {"out": str(folder), "steps": 10**9, "seconds": 10.0**9, "stop": False}
+    return {**os.environ, "PYTHONPATH": path, "FLATOUT_AGENT": json.dumps(told)}
 
 
 @contextlib.contextmanager
 def started(options: argparse.Namespace, *, watched: bool) -> Iterator[subprocess.Popen[str]]:
     with tempfile.TemporaryDirectory() as folder:
-        environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-        if watched:
-            environment["PYTHONPATH"] = str(ROOT / "src" / "flatout" / "probe" / "inject")
-            told = {"out": folder, "steps": 10**9, "seconds": 10.0**9, "stop": False}
-            environment["FLATOUT_AGENT"] = json.dumps(told)
+        environment = surroundings(Path(folder), watched=watched)
         command = [sys.executable, "-c", LOOP, str(options.steps), options.device]
         with subprocess.Popen(
             command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
