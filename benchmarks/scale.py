@@ -79,7 +79,7 @@ CASES = {
 
 def planned(case: Case, *, same: bool) -> Plan:
     """The plan for one rank. `same`: only with what sharded weights allow."""
-    pins = PlanSettings(micro_batch=case.micro_batch, memory_fraction=0.4)  # the engines share the device
+    pins = PlanSettings(micro_batch=case.micro_batch, memory_fraction=0.4)  # of the device, which the engines share
     if same:
         pins = replace(pins, fp8=False, graphs=False)
         pins = pins if case.rank is None else replace(pins, fused_qkv=False, fused_mlp=False)
@@ -169,6 +169,8 @@ def fsdp(options: argparse.Namespace) -> list[Result]:
             "full": built(same, sharded=True),
             "plan": built(best, sharded=False),
         }
+        if torch.cuda.is_available():
+            torch.cuda.set_per_process_memory_fraction(1.0)  # each plan has limited the process to its own share
         batches = [random_batch(case)] * case.accumulation
         for engine in engines.values():
             block(engine, batches, steps=WARM)
@@ -230,6 +232,10 @@ def saves(options: argparse.Namespace) -> list[Result]:
         with_save, without = (sum(seconds[step] for step in block) for block in (after, rest))
         costs.append(with_save / without - 1)
         alone.append((event.seconds or 0.0) < with_save)
+    # Once a run, page-locked memory for the copies is reserved in the background, in its first steps.
+    first, later = range(WARM, every), range(2 * every - (every - WARM), 2 * every)
+    reserved = sum(seconds[step] for step in first) - sum(seconds[step] for step in later)
+    print(f"the first {every} steps took {reserved:+.2f} s more than later ones")
     blocked, wrote = [e.blocked_s or 0.0 for e in saved], [e.seconds or 0.0 for e in saved]
     print(f"a save every {every} steps costs {statistics.median(costs):+.2%} and blocks {max(blocked):.3f} s at most")
     print(f"writing took {max(wrote):.1f} s at most, {sum(alone)} of {len(alone)} within their block")
@@ -240,6 +246,7 @@ def saves(options: argparse.Namespace) -> list[Result]:
         *cost_results(call, "asynchronous-save-0.5b", costs),
         call.result(variant="asynchronous-save-0.5b", metric="blocked", unit="s", values=blocked),
         call.result(variant="asynchronous-save-0.5b", metric="written", unit="s", values=wrote),
+        call.result(variant="asynchronous-save-0.5b", metric="reserved", unit="s", values=[reserved]),
     ]
 
 

@@ -133,6 +133,59 @@ def test_threads_that_save_import_nothing() -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
+class Driver:
+    """Stands in for the CUDA driver's page-locking."""
+
+    def __init__(self, error: int = 0) -> None:
+        self.locked: dict[int, int] = {}
+        self.error = error
+
+    def cudaHostRegister(self, address: int, size: int, flags: int) -> int:
+        self.locked[address] = size
+        return self.error
+
+    def cudaHostUnregister(self, address: int) -> int:
+        del self.locked[address]
+        return 0
+
+
+@pytest.mark.parametrize("tensor", [torch.ones(3, 5, dtype=torch.bfloat16), torch.tensor(2.0), torch.ones(0, 4)])
+def test_copies_are_page_locked_and_released(monkeypatch: pytest.MonkeyPatch, tensor: torch.Tensor) -> None:
+    driver, staging = Driver(), pieces.Staging()
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
+    buffer = staging._buffer("file", "name", tensor)
+    assert (buffer.shape, buffer.dtype) == (tensor.shape, tensor.dtype)
+    assert list(driver.locked.values()) == [tensor.numel() * tensor.element_size()] * bool(tensor.numel())
+    assert staging._buffer("file", "name", tensor) is buffer
+    assert torch.equal(buffer.copy_(tensor), tensor)
+    del staging
+    assert not driver.locked
+
+
+def test_memory_that_cannot_be_page_locked_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: Driver(error=2))
+    with pytest.raises(RuntimeError, match="CUDA error 2"):
+        pieces._page_locked(torch.ones(8))
+    monkeypatch.setattr(pieces.psutil, "virtual_memory", lambda: type("Memory", (), {"available": 2**20}))
+    with pytest.raises(RuntimeError, match="GiB are free"):
+        pieces._page_locked(torch.ones(2**20))
+
+
+@pytest.mark.gpu
+def test_reserved_copies_of_a_gpu_are_page_locked_and_equal() -> None:
+    tensors = {str(n): torch.randn(n, 1000, device="cuda") for n in (0, 1, 3000)}
+    groups = {"file": {name: pieces.Piece(tensor=t, shape=tuple(t.shape)) for name, t in tensors.items()}}
+    staging = pieces.Staging()
+    staging.reserve(groups)
+    for _ in range(2):
+        copies, copied = staging.take(groups)
+        copied.synchronize()
+        for name, tensor in tensors.items():
+            assert torch.equal(copies["file"][name].tensor, tensor.cpu())
+            assert not tensor.numel() or copies["file"][name].tensor.is_pinned()
+        tensors["3000"].mul_(2)
+
+
 def test_another_runs_checkpoint_is_refused(tmp_path: Path) -> None:
     save(tmp_path, 5)
     found, problems = Checkpoints(tmp_path, identity="other", keep=2).latest()

@@ -114,6 +114,8 @@ class Saving:
         self.asynchronous = settings.save.asynchronous
         self._pending: _Pending | None = None
         self._staging = Staging()
+        self._reserved: Future[None] | None = None  # page-locked memory for the copies of a device
+        self._periodic = bool(settings.save.every or settings.save.best)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="save")
         # A group of their own for the threads that save: the main threads use the others meanwhile.
         self._group: Any = dist.new_group(backend="gloo") if engine.sharded else None
@@ -250,19 +252,24 @@ class Saving:
         )
         self.asked = step
         writes = self.ranks.first or engine.sharded
-        groups, copied = self._copies() if writes else ({}, None)
+        groups, copied = self._copies(wait=wait) if writes else ({}, None)
         write = self._writing(step, groups, copied, asdict(state))
         future = self._thread.submit(write) if writes else None
         self._pending = _Pending(step=step, future=future, began=began, blocked_s=time.perf_counter() - began)
         return self.settle() if wait or not self.asynchronous else True
 
-    def _copies(self) -> tuple[dict[str, dict[str, Piece]], Any]:
+    def _pieces(self) -> dict[str, dict[str, Piece]]:
+        return pieces(self.engine.model, None if self.weights_only else self.engine.optimizer, ranks=self.ranks)
+
+    def _copies(self, *, wait: bool) -> tuple[dict[str, dict[str, Piece]], Any]:
         """Copies of this rank's tensors, and the event after which they are complete."""
-        engine = self.engine
-        optimizer = None if self.weights_only else engine.optimizer
-        groups = pieces(engine.model, optimizer, ranks=self.ranks)
-        if self.asynchronous:
+        engine, groups = self.engine, self._pieces()
+        on_gpu = engine.active.device.type == "cuda"
+        # A save that is waited for is faster without page-locked memory, if none is there yet.
+        if self.asynchronous and not (wait and on_gpu and self._reserved is None):
             try:
+                if self._reserved is not None:
+                    self._reserved.result()
                 copies, copied = self._staging.take(groups)
                 engine.copied = copied
                 return copies, copied
@@ -326,7 +333,11 @@ class Saving:
         return write
 
     def poll(self) -> None:
-        """Reports a save that has ended meanwhile; never waits."""
+        """Reports a save that has ended meanwhile, and prepares the first one; never waits."""
+        if self._reserved is None and self._periodic and self.asynchronous and self.engine.optimizer.state:
+            on_gpu, writes = self.engine.active.device.type == "cuda", self.ranks.first or self.engine.sharded
+            if on_gpu and writes:
+                self._reserved = self._thread.submit(self._staging.reserve, self._pieces())
         if self._pending is not None and self._pending.future is not None and self._pending.future.done():
             self._report(self._pending)
 

@@ -207,7 +207,7 @@ class Agent:
             self.stage, self.began = "timed", now
             asked.fit()
             if asked.look:
-                self.sampler.start()
+                self.sampler.start(now - self.step_began)
         elif self.stage == "timed":
             over = now - self.began > asked.seconds * (0.7 if asked.look else 1.0)
             over = self.agreed(over and self.num_steps >= self.warm_until + FEWEST_TIMED)

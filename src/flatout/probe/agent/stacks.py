@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import linecache
 import os
 import re
@@ -18,7 +19,8 @@ from .hooks import quietly
 if TYPE_CHECKING:
     from .agent import Agent
 
-SAMPLE_EVERY_S = 0.01
+# Seconds between two samples: a hundredth of a step, within these bounds. Every sample takes the GIL from the script.
+SHORTEST_S, LONGEST_S = 0.01, 0.05
 # Every tenth look includes the other threads; their CPU time covers the time between.
 OTHERS_EVERY = 10
 # How a stack shows what the host is at; the innermost frame that matches decides.
@@ -59,9 +61,9 @@ _NOT_USERS = (
 
 
 class Sampler:
-    """Samples the training thread's stack a hundred times per second and counts the locations by phase.
+    """Samples the training thread's stack, a hundred times per second or per step, and counts the locations by phase.
 
-    Ten times per second it also looks at the script's other threads: those that use the CPU compete for the GIL.
+    Every tenth time it also looks at the script's other threads: those that use the CPU compete for the GIL.
     """
 
     def __init__(self, agent: Agent) -> None:
@@ -70,17 +72,18 @@ class Sampler:
         self.others = Others(agent)
         self._stopping = threading.Event()
 
-    def start(self) -> None:
-        """Begins to sample; what was sampled before is dropped."""
+    def start(self, step_s: float) -> None:
+        """Begins to sample a script whose steps take this long; what was sampled before is dropped."""
         self.counts, self.others, self._stopping = Counter(), Others(self.agent), threading.Event()
-        threading.Thread(target=self._loop, args=(self._stopping,), name="flatout-sampler", daemon=True).start()
+        every = min(max(step_s / 100, SHORTEST_S), LONGEST_S)
+        threading.Thread(target=self._loop, args=(self._stopping, every), name="flatout-sampler", daemon=True).start()
 
     def stop(self) -> None:
         self._stopping.set()
 
-    def _loop(self, stopping: threading.Event) -> None:
+    def _loop(self, stopping: threading.Event, every: float) -> None:
         look, look_at_others, looks = quietly(self._look), quietly(self.others.look), 0
-        while not stopping.wait(SAMPLE_EVERY_S):
+        while not stopping.wait(every):
             look()
             looks += 1
             if looks % OTHERS_EVERY == 0:
@@ -148,20 +151,31 @@ def is_users(filename: str) -> bool:
     return not filename.startswith(_NOT_USERS) and "site-packages" not in filename
 
 
+@functools.lru_cache(maxsize=8192)
+def _about(filename: str, function: str) -> tuple[bool, str]:
+    """Whether a function is the user's own, and what it is at; remembered, because every sample asks for each frame."""
+    if filename.startswith(_OWN):
+        return False, ""
+    kind = next((k for k, files, names in KINDS if files.search(filename) or names.search(function)), "")
+    return is_users(filename), kind
+
+
+@functools.lru_cache(maxsize=8192)
+def _logs(filename: str, line: int) -> bool:
+    return LOG_LINE.search(_QUOTED.sub("", linecache.getline(filename, line))) is not None
+
+
 def kind_and_site(frame: Any) -> tuple[str, str]:
     """What the stack is at, and the innermost line of the user's own code in it."""
     kind = site = ""
-    while frame is not None:
-        filename, function = frame.f_code.co_filename, frame.f_code.co_name
-        if not filename.startswith(_OWN):
-            users = is_users(filename)
-            if not site and users:
-                site = f"{filename}:{frame.f_lineno} in {function}"
-                line = _QUOTED.sub("", linecache.getline(filename, frame.f_lineno))
-                if not kind and LOG_LINE.search(line):
-                    kind = "log"
-            if not kind:
-                kind = next((k for k, files, names in KINDS if files.search(filename) or names.search(function)), "")
+    while frame is not None and not (kind and site):
+        code = frame.f_code
+        users, about = _about(code.co_filename, code.co_name)
+        if users and not site:
+            site = f"{code.co_filename}:{frame.f_lineno} in {code.co_name}"
+            if not kind and _logs(code.co_filename, frame.f_lineno):
+                kind = "log"
+        kind = kind or about
         frame = frame.f_back
     return kind, site
 
