@@ -40,7 +40,7 @@ $(FRAMEWORKS)/.made: $(VENV)/.dev
 	$(FRAMEWORKS)/bin/python -m pip install --quiet --no-deps litgpt
 	touch $@
 
-# Every kill and every kind of damage; about an hour on two cores.
+# Every kill, every kind of damage, and the faults of several ranks; about two hours on two cores.
 test-faults: $(VENV)/.dev
 	$(BIN)/python -m pytest -n 2 -m faults tests/faults tests/recipes $(PYTEST_ARGS)
 

@@ -1,10 +1,11 @@
 """Killed at any call that writes, a job goes on by the same command; what was damaged is never used in silence.
 
-`make test` runs a few of the kills, `make test-faults` every one and 300 kinds of damage.
+`make test` runs a few of the kills, `make test-faults` every one, 300 kinds of damage, and the faults of several ranks.
 """
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from tests.faults.kills import JOBS
+from tests.faults.ranks import TRIALS
 
 ROOT = Path(__file__).parents[2]
 needs_compiler = pytest.mark.skipif(shutil.which("gcc") is None, reason="needs gcc for the library that kills")
@@ -38,3 +40,13 @@ def test_every_kill(job: str) -> None:
 @pytest.mark.faults
 def test_three_hundred_kinds_of_damage() -> None:
     passes("corruption", "--count", "300")
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("fault", TRIALS)
+def test_every_fault_of_a_job(fault: str) -> None:
+    if fault == "dead-actor":
+        pytest.importorskip("ray", reason="Ray is not installed")
+    if fault == "full" and os.geteuid() != 0:
+        pytest.skip("mounting a small file system needs root")
+    passes("ranks", fault)

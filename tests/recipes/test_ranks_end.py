@@ -59,30 +59,35 @@ def left() -> Iterator[list[int]]:
             os.kill(pid, signal.SIGKILL)
 
 
-def two(*arguments: object, cwd: Path) -> list[Started]:
+def two(*arguments: object, cwd: Path, script: str | None = None) -> list[Started]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
     shared = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    return [Started(*arguments, cwd=cwd, environment=shared | {"RANK": r, "LOCAL_RANK": r}) for r in ("0", "1")]
+    return [
+        Started(*arguments, cwd=cwd, script=script, environment=shared | {"RANK": r, "LOCAL_RANK": r})
+        for r in ("0", "1")
+    ]
 
 
-def test_a_stopped_rank_is_named(config: Path, tmp_path: Path, left: list[int]) -> None:
-    run = tmp_path / "run"
+@pytest.mark.parametrize("which", [0, 1])
+def test_a_stopped_rank_is_named(which: int, config: Path, tmp_path: Path, left: list[int]) -> None:
+    """The first rank too, which holds the store that the ranks report to."""
+    run, other = tmp_path / "run", 1 - which
     ranks = two("train", config, "train.steps=1000000", "train.hang_s=4", "--run", run, cwd=tmp_path)
     left += [rank.pid for rank in ranks]
     wait_for_step(run, 3, ranks[0])
-    ranks[1].send_signal(signal.SIGSTOP)
-    _, said = ranks[0].communicate()
-    assert ranks[0].returncode == 4
-    assert "rank 1 has not answered for 4 s" in said
+    ranks[which].send_signal(signal.SIGSTOP)
+    _, said = ranks[other].communicate()
+    assert ranks[other].returncode == 4
+    assert f"rank {which} has not answered for 4 s" in said
     assert "Traceback" not in said
     (hung,) = events(run, "hang")
-    assert hung["rank"] == 1
+    assert hung["rank"] == which
     assert hung["silent"] is True
-    assert "all_reduce" in (run / "stacks-rank00000.txt").read_text()
-    ranks[1].send_signal(signal.SIGKILL)
-    ranks[1].wait()
+    assert "all_reduce" in (run / f"stacks-rank0000{other}.txt").read_text()
+    ranks[which].send_signal(signal.SIGKILL)
+    ranks[which].wait()
 
 
 STUCK = """
@@ -101,17 +106,8 @@ main()
 
 
 def test_a_rank_that_never_gets_its_data_is_named(config: Path, tmp_path: Path, left: list[int]) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    shared = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     arguments = ("train", config, "train.steps=1000000", "train.hang_s=6", "--run", tmp_path / "run")
-    ranks = [
-        Started(
-            *arguments, cwd=tmp_path, script=STUCK.format(rank=1), environment=shared | {"RANK": r, "LOCAL_RANK": r}
-        )
-        for r in ("0", "1")
-    ]
+    ranks = two(*arguments, cwd=tmp_path, script=STUCK.format(rank=1))
     left += [rank.pid for rank in ranks]
     said = [rank.communicate()[1] for rank in ranks]
     assert [rank.returncode for rank in ranks] == [4, 4]

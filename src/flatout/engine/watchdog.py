@@ -96,11 +96,14 @@ class Watchdog:
         self._store: Any = None
         self._parent = os.getppid()
         self._thread = threading.Thread(target=self._guarded, name="watchdog", daemon=True)
+        self._asked: float | None = None  # since when an answer of the store is awaited
+        self._beats: dict[int, Beat] = {}
 
     def __enter__(self) -> Watchdog:
         if self.hang_s is not None:
             if self.ranks.world > 1:
                 self._store = _store()
+                threading.Thread(target=self._watch_store, name="watchdog-store", daemon=True).start()
             self._thread.start()
         return self
 
@@ -125,7 +128,9 @@ class Watchdog:
             mine = self._beat(count)
             if mine.moves != moved[0] or self.phases is None or now - watch.looked > 5 * BEAT_S:
                 moved = (mine.moves, now)
+            self._asked = now
             found = self._exchange(mine)
+            self._asked, self._beats = None, watch.beats
             if isinstance(found, Verdict):
                 self._finish(found, declared=False)
                 return
@@ -141,6 +146,21 @@ class Watchdog:
             orphaned = (orphaned or now) if launched.job() and os.getppid() != self._parent else 0.0
             if orphaned and now - orphaned > silent_s:
                 self._leave("the launcher is gone, and the run did not stop")
+
+    def _watch_store(self) -> None:
+        """The first rank holds the store: if that rank is stopped, a question to the store never returns."""
+        assert self.hang_s is not None
+        silent_s, looked = min(SILENT_S, self.hang_s), time.monotonic()
+        while not self._end.wait(BEAT_S):
+            now, asked = time.monotonic(), self._asked
+            if asked is not None and now - looked > 5 * BEAT_S:
+                self._asked = asked = now  # this process paused, and the store is not to blame
+            looked = now
+            if asked is not None and now - asked > silent_s:
+                self._store = None
+                verdict = Verdict(rank=0, silent=True, seconds=silent_s, beat=self._beats.get(0))
+                # Without the store, the ranks cannot agree on who tells: it is the second one.
+                self._finish(verdict, declared=self.ranks.rank == 1)
 
     def _beat(self, count: int) -> Beat:
         phases = self.phases

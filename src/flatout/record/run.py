@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from itertools import chain
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
@@ -29,7 +30,7 @@ from flatout.files import (
     write_atomic,
 )
 from flatout.record import rollup
-from flatout.record.events import AttemptBegan, Event, LinesDropped, SinkFailed, event_from_json, event_of
+from flatout.record.events import AttemptBegan, Event, Hung, LinesDropped, SinkFailed, event_from_json, event_of
 from flatout.record.lines import Line, LineWriter, decode, encode, last_line, read_lines, spread_lines
 from flatout.record.records import Diagnosis, Sink, StepRecord, step_to_json
 from flatout.record.redact import redact, redacted
@@ -299,7 +300,13 @@ class Run:
         return rollup.steps_of(part, steps_path=self.file("steps", rank))
 
     def events(self, *, rank: int = 0) -> Iterator[Event]:
-        return (event_from_json(line.value, source=line.place) for line in read_lines(self.file("events", rank)))
+        found = (event_from_json(line.value, source=line.place) for line in read_lines(self.file("events", rank)))
+        return found if rank else chain(found, self._silences())
+
+    def _silences(self) -> Iterator[Event]:
+        """That the first rank did not answer: only another rank could record it."""
+        for rank in self.ranks()[1:]:
+            yield from (e for e in self.events(rank=rank) if isinstance(e, Hung) and e.silent and e.rank == 0)
 
     def recent_steps(self, count: int, *, rank: int = 0, latest: Sequence[Rollup] | None = None) -> list[StepRecord]:
         """The last lines of `latest_steps`, at most `count`, found from the end; `latest` as for `history`."""
