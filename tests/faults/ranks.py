@@ -285,7 +285,7 @@ def stuck(folder: Path, chance: random.Random) -> None:
 
 
 def endless(folder: Path, chance: random.Random) -> None:
-    """A reward that never returns for half the questions: they count as timed out, and the run ends by itself."""
+    """A reward that never returns for half the questions: they count as timed out, or the reward is named as broken."""
     (folder / "rewards.py").write_text(
         "def graded(question, answer, completion):\n"
         f"    while int(question[:-1]) % 2 == {chance.randrange(2)}:\n        pass\n    return len(completion) % 2\n"
@@ -305,7 +305,8 @@ def endless(folder: Path, chance: random.Random) -> None:
     run = folder / "run"
     process = Started("train", folder / "rl.yaml", "--run", run, cwd=folder, environment={"PYTHONPATH": str(folder)})
     _, said = process.communicate()
-    check(process.returncode == 0, f"exit {process.returncode}: {said[-500:]}")
+    named = process.returncode == 4 and "rewards:graded does not work" in said
+    check(process.returncode == 0 or named, f"exit {process.returncode}: {said[-500:]}")
     left = [p for p in psutil.process_iter() if str(folder) in " ".join(_line(p)) and p.pid != os.getpid()]
     check(gone(left), f"processes are left: {left}")
 
