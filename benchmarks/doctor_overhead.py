@@ -1,13 +1,14 @@
 """The doctor's overhead outside the profiled window: the same loop with and without the agent, in turn.
 
     python -m benchmarks.doctor_overhead [--device cuda] [--pairs 3] [--blocks 4] [--steps 40] [--budget 60]
-    python -m benchmarks.doctor_overhead --device cuda --job 'trl=python train.py' --pairs 2
+    python -m benchmarks.doctor_overhead --device cuda --job 'trl=train.py --lr 1e-6'
 
 A pair is two processes, one of them watched, that run one block of steps each in turn. Several pairs average out
 differences between processes. The agent stays in its timed stage throughout, stack samples included. It prints a line
 for each two blocks, then the mean ratio and its upper 95 % bound. On CUDA the loop makes implicit synchronisations an
-error, so that one caused by the agent would show. With `--job` the pair is any script, run twice one after the other;
-it prints a JSON object with `s_per_step` when it ends.
+error, so that one caused by the agent would show. With `--job` it is any script, in one process: the agent takes stack
+samples and follows forward passes in every second step only, and each two steps are compared. Two processes of the same
+script differ by more than the agent costs.
 """
 
 from __future__ import annotations
@@ -59,6 +60,33 @@ for _ in sys.stdin:
     print(block(steps), flush=True)
 """
 
+# A script, with the agent that sitecustomize has started on in every second step.
+TOLD = "steps watched and not, in turn: "
+TOGGLED = f"""
+import atexit, json, runpy, sys, time
+from torch.optim.optimizer import register_optimizer_step_post_hook
+agent, seconds, began, watched = sys.modules["_flatout_agent"].AGENT, [], None, True
+def after(*_):
+    global began, watched
+    now = time.perf_counter()
+    if agent.stage == "timed":
+        if began is not None:
+            seconds.append(now - began)
+            watched = not watched
+            if watched:
+                agent.sampler.start(now - began)
+                agent.forwards._follow_modules(agent.forwards.roots)
+            else:
+                agent.sampler.stop()
+                while agent.forwards._undo:
+                    agent.forwards._undo.pop()()
+        began = time.perf_counter()
+register_optimizer_step_post_hook(after)
+atexit.register(lambda: print({TOLD!r} + json.dumps(seconds), flush=True))
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -66,13 +94,13 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=3)
     parser.add_argument("--blocks", type=int, default=4)
     parser.add_argument("--steps", type=int, default=40)
-    parser.add_argument("--job", metavar="NAME=COMMAND", help="a script that prints s_per_step, instead of the loop")
+    parser.add_argument("--job", metavar="NAME=SCRIPT", help="a script and its arguments, instead of the loop")
     parser.add_argument("--budget", type=float, help="seconds after which no further block is begun")
     parser.add_argument("--commit", default=None, help="where there is no git")
     parser.add_argument("--to", type=Path)
     options = parser.parse_args()
     until = math.inf if options.budget is None else time.monotonic() + options.budget
-    ratios: list[float] = jobs(options, until) if options.job is not None else []
+    ratios: list[float] = jobs(options) if options.job is not None else []
     for pair in range(options.pairs if options.job is None else 0):
         if time.monotonic() > until:
             break
@@ -97,32 +125,19 @@ def main() -> None:
         write(cost_results(call, variant, costs), options.to)
 
 
-def jobs(options: argparse.Namespace, until: float) -> list[float]:
-    """Runs the job watched and alone in turn; whoever is first changes from pair to pair."""
-    command = shlex.split(options.job.partition("=")[2])
-    ratios = []
-    for pair in range(options.pairs):
-        if time.monotonic() > until:
-            break
-        taken = {}
-        for watched in (False, True) if pair % 2 == 0 else (True, False):
-            with tempfile.TemporaryDirectory() as folder:
-                environment = surroundings(Path(folder), watched=watched)
-                done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
-                if watched:
-                    check(Path(folder))
-            taken[watched] = s_per_step(done.stdout)
-            print(json.dumps({"pair": pair, "watched": watched, "s_per_step": taken[watched]}), flush=True)
-        ratios.append(taken[True] / taken[False])
-    return ratios
-
-
-def s_per_step(output: str) -> float:
-    for line in reversed(output.splitlines()):
-        with contextlib.suppress(json.JSONDecodeError):
-            if isinstance(found := json.loads(line), dict) and "s_per_step" in found:
-                return float(found["s_per_step"])
-    raise SystemExit(f"the job printed no s_per_step: {output[-300:]}")
+def jobs(options: argparse.Namespace) -> list[float]:
+    """Runs the script once; in every second of its steps the agent looks away. Pairs of steps are compared."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-c", TOGGLED, *shlex.split(options.job.partition("=")[2])]
+        done = subprocess.run(command, env=surroundings(Path(folder), watched=True), stdout=subprocess.PIPE, text=True)
+        check(Path(folder))
+    line = next((text for text in reversed(done.stdout.splitlines()) if text.startswith(TOLD)), None)
+    if line is None or done.returncode:
+        raise SystemExit(f"the job ended with {done.returncode} before a step was watched: {done.stdout[-300:]}")
+    steps = json.loads(line.removeprefix(TOLD))
+    print(json.dumps({"steps": steps}), flush=True)
+    pairs = zip(steps[::2], steps[1::2], strict=False)  # watched, not watched
+    return [on / off for on, off in pairs]
 
 
 def surroundings(folder: Path, *, watched: bool) -> dict[str, str]:
