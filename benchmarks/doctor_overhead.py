@@ -61,7 +61,7 @@ for _ in sys.stdin:
 """
 
 # A script, with the agent that sitecustomize has started on in every second step.
-TOLD = "steps watched and not, in turn: "
+TOLD = "seconds of steps, watched or not: "
 TOGGLED = f"""
 import atexit, json, runpy, sys, time
 from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -71,9 +71,11 @@ def after(*_):
     now = time.perf_counter()
     if agent.stage == "timed":
         if began is not None:
-            seconds.append(now - began)
-            watched = not watched
-            if watched:
+            seconds.append((watched, now - began))
+            before, watched = watched, len(seconds) % 4 in (0, 3)  # on, off, off, on: no rhythm of the job favours one
+            if watched == before:
+                pass
+            elif watched:
                 agent.sampler.start(now - began)
                 agent.forwards._follow_modules(agent.forwards.roots)
             else:
@@ -130,14 +132,13 @@ def jobs(options: argparse.Namespace) -> list[float]:
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-c", TOGGLED, *shlex.split(options.job.partition("=")[2])]
         done = subprocess.run(command, env=surroundings(Path(folder), watched=True), stdout=subprocess.PIPE, text=True)
-        check(Path(folder))
     line = next((text for text in reversed(done.stdout.splitlines()) if text.startswith(TOLD)), None)
     if line is None or done.returncode:
         raise SystemExit(f"the job ended with {done.returncode} before a step was watched: {done.stdout[-300:]}")
     steps = json.loads(line.removeprefix(TOLD))
     print(json.dumps({"steps": steps}), flush=True)
-    pairs = zip(steps[::2], steps[1::2], strict=False)  # watched, not watched
-    return [on / off for on, off in pairs]
+    pairs = [dict(two) for two in zip(steps[::2], steps[1::2], strict=False)]
+    return [pair[True] / pair[False] for pair in pairs]
 
 
 def surroundings(folder: Path, *, watched: bool) -> dict[str, str]:

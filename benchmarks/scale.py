@@ -235,7 +235,7 @@ def saves(options: argparse.Namespace) -> list[Result]:
     # Once a run, page-locked memory for the copies is reserved in the background, in its first steps.
     first, later = range(WARM, every), range(2 * every - (every - WARM), 2 * every)
     reserved = sum(seconds[step] for step in first) - sum(seconds[step] for step in later)
-    print(f"the first {every} steps took {reserved:+.2f} s more than later ones")
+    print(f"steps {WARM} to {every} took {reserved:+.2f} s more than as many later ones")
     blocked, wrote = [e.blocked_s or 0.0 for e in saved], [e.seconds or 0.0 for e in saved]
     print(f"a save every {every} steps costs {statistics.median(costs):+.2%} and blocks {max(blocked):.3f} s at most")
     print(f"writing took {max(wrote):.1f} s at most, {sum(alone)} of {len(alone)} within their block")

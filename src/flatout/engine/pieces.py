@@ -10,7 +10,6 @@ import re
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -131,13 +130,18 @@ class Staging:
 
     _kept: dict[tuple[str, str], Tensor] = field(default_factory=dict)
     _stream: Any = None
+    cancelled: bool = False
 
     def reserve(self, groups: Mapping[str, Mapping[str, Piece]]) -> None:
         """Page-locks the buffers before they are needed: the system takes about a second for a GiB."""
-        for file, group in groups.items():
-            for name, piece in group.items():
-                if piece.tensor.is_cuda:
-                    self._buffer(file, name, piece.tensor)
+        wanted = [(file, name, piece.tensor) for file, group in groups.items() for name, piece in group.items()]
+        wanted = [(file, name, tensor) for file, name, tensor in wanted if tensor.is_cuda]
+        _check_free(sum(tensor.numel() * tensor.element_size() for _, _, tensor in wanted))
+        for file, name, tensor in wanted:
+            if self.cancelled:
+                return
+            with torch.cuda.device(tensor.device):  # this thread's own is the first GPU
+                self._buffer(file, name, tensor)
 
     def take(self, groups: Mapping[str, Mapping[str, Piece]]) -> tuple[dict[str, dict[str, Piece]], Any]:
         """Starts the copies. Returns them, and an event after which they are filled; None: they are already."""
@@ -176,16 +180,20 @@ def _page_locked(tensor: Tensor) -> tuple[Tensor, int | None]:
     size = tensor.numel() * tensor.element_size()
     if not size:
         return torch.empty(tensor.shape, dtype=tensor.dtype), None
-    if 2 * size > (free := psutil.virtual_memory().available):
-        raise RuntimeError(f"{free / 2**30:.1f} GiB are free")
-    memory = mmap.mmap(-1, size)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        with suppress(OSError):
-            memory.madvise(mmap.MADV_HUGEPAGE)
+    _check_free(2 * size)
+    try:
+        memory = mmap.mmap(-1, size)
+    except OSError as failed:
+        raise RuntimeError(f"{size} bytes: {failed.strerror}") from None
     touched = torch.frombuffer(memory, dtype=torch.uint8).zero_()
     if error := int(torch.cuda.cudart().cudaHostRegister(touched.data_ptr(), size, 0)):
         raise RuntimeError(f"{size} bytes could not be page-locked: CUDA error {error}")
     return touched.view(tensor.dtype).view(tensor.shape), touched.data_ptr()
+
+
+def _check_free(size: int) -> None:
+    if size > (free := psutil.virtual_memory().available):
+        raise RuntimeError(f"{size / 2**30:.1f} GiB are needed, and {free / 2**30:.1f} GiB are free")
 
 
 def _release(address: int) -> None:

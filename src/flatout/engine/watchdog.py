@@ -103,7 +103,8 @@ class Watchdog:
         if self.hang_s is not None:
             if self.ranks.world > 1:
                 self._store = _store()
-                threading.Thread(target=self._watch_store, name="watchdog-store", daemon=True).start()
+                if self.ranks.rank and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+                    threading.Thread(target=self._watch_store, name="watchdog-store", daemon=True).start()
             self._thread.start()
         return self
 
@@ -129,8 +130,10 @@ class Watchdog:
             if mine.moves != moved[0] or self.phases is None or now - watch.looked > 5 * BEAT_S:
                 moved = (mine.moves, now)
             self._asked = now
-            found = self._exchange(mine)
-            self._asked, self._beats = None, watch.beats
+            try:
+                found = self._exchange(mine)
+            finally:
+                self._asked, self._beats = None, watch.beats
             if isinstance(found, Verdict):
                 self._finish(found, declared=False)
                 return
@@ -148,19 +151,20 @@ class Watchdog:
                 self._leave("the launcher is gone, and the run did not stop")
 
     def _watch_store(self) -> None:
-        """The first rank holds the store: if that rank is stopped, a question to the store never returns."""
+        """The first rank holds the store: if that rank is stopped, a question to the store never returns.
+
+        A rank that still moves is not ended, whatever the store does.
+        """
         assert self.hang_s is not None
-        silent_s, looked = min(SILENT_S, self.hang_s), time.monotonic()
+        silent_s, looked, moved = min(SILENT_S, self.hang_s), time.monotonic(), (-1, 0.0)
         while not self._end.wait(BEAT_S):
-            now, asked = time.monotonic(), self._asked
-            if asked is not None and now - looked > 5 * BEAT_S:
-                self._asked = asked = now  # this process paused, and the store is not to blame
+            now, asked, moves = time.monotonic(), self._asked, self._beat(0).moves
+            if moves != moved[0] or now - looked > 5 * BEAT_S:  # or this process paused, which is not the store's fault
+                moved = (moves, now)
             looked = now
-            if asked is not None and now - asked > silent_s:
-                self._store = None
+            if asked is not None and now - max(asked, moved[1]) > silent_s:
                 verdict = Verdict(rank=0, silent=True, seconds=silent_s, beat=self._beats.get(0))
-                # Without the store, the ranks cannot agree on who tells: it is the second one.
-                self._finish(verdict, declared=self.ranks.rank == 1)
+                self._finish(verdict, declared=True, agreed=True)  # without the store, every rank speaks for itself
 
     def _beat(self, count: int) -> Beat:
         phases = self.phases
@@ -186,9 +190,9 @@ class Watchdog:
         texts = self._store.multi_get([keys[rank] for rank in present]) if present else []
         return {rank: Beat(**json.loads(text)) for rank, text in zip(present, texts, strict=True)}
 
-    def _finish(self, verdict: Verdict, *, declared: bool) -> None:
+    def _finish(self, verdict: Verdict, *, declared: bool, agreed: bool = False) -> None:
         """Ends this process with the verdict, after the stacks of all live ranks are on disk."""
-        if declared and self._store is not None:
+        if declared and not agreed and self._store is not None:
             text = json.dumps(asdict(verdict))
             won = self._store.compare_set("verdict", "", text).decode() == text
             declared = won

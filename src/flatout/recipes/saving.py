@@ -253,6 +253,7 @@ class Saving:
         self.asked = step
         writes = self.ranks.first or engine.sharded
         groups, copied = self._copies(wait=wait) if writes else ({}, None)
+        self.asynchronous = not self.ranks.any(not self.asynchronous)  # all ranks wait for a save, or none
         write = self._writing(step, groups, copied, asdict(state))
         future = self._thread.submit(write) if writes else None
         self._pending = _Pending(step=step, future=future, began=began, blocked_s=time.perf_counter() - began)
@@ -265,8 +266,10 @@ class Saving:
         """Copies of this rank's tensors, and the event after which they are complete."""
         engine, groups = self.engine, self._pieces()
         on_gpu = engine.active.device.type == "cuda"
-        # A save that is waited for is faster without page-locked memory, if none is there yet.
-        if self.asynchronous and not (wait and on_gpu and self._reserved is None):
+        if wait and on_gpu and (self._reserved is None or not self._reserved.done()):
+            self._staging.cancelled = True  # a save that is waited for is faster without page-locked memory
+            return on_host(groups), None
+        if self.asynchronous:
             try:
                 if self._reserved is not None:
                     self._reserved.result()
@@ -274,7 +277,9 @@ class Saving:
                 engine.copied = copied
                 return copies, copied
             except (torch.OutOfMemoryError, RuntimeError) as error:
-                self.asynchronous, self._staging = False, Staging()
+                if on_gpu:
+                    torch.cuda.synchronize()  # copies may be under way to memory that is released now
+                self.asynchronous, self._staging, self._reserved = False, Staging(), None
                 text = f"checkpoints are written while training waits: the host has no memory for a copy ({error})"
                 self.session.recorder.event(events.Notice(text=text))
         return on_host(groups), None
@@ -360,7 +365,7 @@ class Saving:
 
     def close(self) -> None:
         """Waits for a save in flight when the run fails, so that it is recorded; ranks that share one do not wait."""
-        pending, self._pending = self._pending, None
+        pending, self._pending, self._staging.cancelled = self._pending, None, True
         if pending is not None and pending.future is not None and self._group is None:
             self._report(pending)
         self._thread.shutdown(wait=self._group is None)

@@ -301,12 +301,17 @@ class Run:
 
     def events(self, *, rank: int = 0) -> Iterator[Event]:
         found = (event_from_json(line.value, source=line.place) for line in read_lines(self.file("events", rank)))
-        return found if rank else chain(found, self._silences())
+        silences = {} if rank else self._silences()
+        return iter(sorted(chain(found, silences.values()), key=lambda event: event.time)) if silences else found
 
-    def _silences(self) -> Iterator[Event]:
-        """That the first rank did not answer: only another rank could record it."""
+    def _silences(self) -> dict[int, Hung]:
+        """That the first rank did not answer, by attempt: only another rank could record it."""
+        found: dict[int, Hung] = {}
         for rank in self.ranks()[1:]:
-            yield from (e for e in self.events(rank=rank) if isinstance(e, Hung) and e.silent and e.rank == 0)
+            for event in self.events(rank=rank):
+                if isinstance(event, Hung) and event.silent and event.rank == 0:
+                    found.setdefault(event.attempt, event)
+        return found
 
     def recent_steps(self, count: int, *, rank: int = 0, latest: Sequence[Rollup] | None = None) -> list[StepRecord]:
         """The last lines of `latest_steps`, at most `count`, found from the end; `latest` as for `history`."""

@@ -44,6 +44,7 @@ class Agent:
         self.stage = "waiting"  # warm, timed, profiled, done
         self.primary: int | None = None  # the optimizer whose steps are counted
         self.num_steps, self.began, self.step_began, self.cpu_began = 0, 0.0, 0.0, 0.0
+        self.shortest_s = 0.0  # of the steps so far: the first ones may compile
         self.facts: dict[str, Any] = {"framework": "torch", "loaders": [], "optimizers": {}}
         self.counts: Counter[str] = Counter()  # of this step
         self.stepped: Counter[int] = Counter()  # the steps of each optimizer
@@ -182,6 +183,8 @@ class Agent:
             "lr": plain_lr(optimizer),
             "cpu_s": process_cpu_s() - self.cpu_began,
         }
+        if self.step_began:
+            self.shortest_s = min(self.shortest_s or now - self.step_began, now - self.step_began)
         self.compile_seen = compiled
         self.totals.update(self.counts)
         self.facts["accumulation"] = max(1, len(micro))
@@ -207,7 +210,7 @@ class Agent:
             self.stage, self.began = "timed", now
             asked.fit()
             if asked.look:
-                self.sampler.start(now - self.step_began)
+                self.sampler.start(self.shortest_s)
         elif self.stage == "timed":
             over = now - self.began > asked.seconds * (0.7 if asked.look else 1.0)
             over = self.agreed(over and self.num_steps >= self.warm_until + FEWEST_TIMED)
