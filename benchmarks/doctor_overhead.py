@@ -8,7 +8,7 @@ differences between processes. The agent stays in its timed stage throughout, st
 for each two blocks, then the mean ratio and its upper 95 % bound. On CUDA the loop makes implicit synchronisations an
 error, so that one caused by the agent would show. With `--job` it is any script, in one process: the agent takes stack
 samples and follows forward passes in every second step only, and each two steps are compared. Two processes of the same
-script differ by more than the agent costs.
+script may differ by more: those of TRL's GRPOTrainer did by 14 %.
 """
 
 from __future__ import annotations

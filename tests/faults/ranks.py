@@ -28,6 +28,7 @@ import yaml
 from tests.recipes.conftest import CONFIG
 from tests.recipes.recipes_processes import events, trajectory, wait_for_step
 from tests.recipes.test_ranks_end import STUCK, two
+from tests.test_launch import launched
 from tests.waiting import wait_until
 from tests.warm import Started
 
@@ -82,12 +83,6 @@ def undisturbed(world: int, settings: tuple[str, ...]) -> tuple[Any, str]:
         folder = Path(name)
         all_end_well(started("train", config_in(folder), *settings, "--run", folder / "run", world=world, cwd=folder))
         return outcome(folder / "run")
-
-
-def launched(*arguments: object, cwd: Path) -> subprocess.Popen[str]:
-    line = [sys.executable, "-m", "flatout", "launch", *map(str, arguments)]
-    with (cwd / "said").open("w") as said:
-        return subprocess.Popen(line, stdout=said, stderr=said, text=True, cwd=cwd)
 
 
 def ranks_of(run: Path) -> dict[str, psutil.Process]:
