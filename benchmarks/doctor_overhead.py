@@ -7,8 +7,9 @@ A pair is two processes, one of them watched, that run one block of steps each i
 differences between processes. The agent stays in its timed stage throughout, stack samples included. It prints a line
 for each two blocks, then the mean ratio and its upper 95 % bound. On CUDA the loop makes implicit synchronisations an
 error, so that one caused by the agent would show. With `--job` it is any script, in one process: the agent takes stack
-samples and follows forward passes in every second step only, and each two steps are compared. Two processes of the same
-script may differ by more: those of TRL's GRPOTrainer did by 14 %.
+samples and follows forward passes in every second window of 16 forward passes only, and windows next to each other are
+compared if they have as many optimizer steps as most have. A job that generates is so compared within its steps: two
+processes of TRL's GRPOTrainer differ by up to 14 %, and two steps of one process by up to 50 %.
 """
 
 from __future__ import annotations
@@ -60,31 +61,44 @@ for _ in sys.stdin:
     print(block(steps), flush=True)
 """
 
-# A script, with the agent that sitecustomize has started on in every second step.
-TOLD = "seconds of steps, watched or not: "
+# A script, with the agent that sitecustomize has started on in every second window of forward passes.
+WINDOW = 16
+TOLD = "windows: watched or not, optimizer steps, seconds: "
 TOGGLED = f"""
 import atexit, json, runpy, sys, time
 from torch.optim.optimizer import register_optimizer_step_post_hook
-agent, seconds, began, watched = sys.modules["_flatout_agent"].AGENT, [], None, True
-def after(*_):
-    global began, watched
+agent, windows, calls, steps, began, watched = sys.modules["_flatout_agent"].AGENT, [], 0, 0, None, True
+def after_step(*_):
+    global steps
+    steps += 1
+    if agent.stage == "timed" and began is None and agent.forwards.roots:
+        window()
+        count(agent.forwards.roots[0])
+def count(root):
+    kind, call = type(root), type(root).__call__
+    def counted(self, *args, **kwargs):
+        global calls
+        calls += self is root
+        if calls == {WINDOW}:
+            window()
+        return call(self, *args, **kwargs)
+    kind.__call__ = counted  # before the hooks of the call, which the agent's are among
+def window():
+    global calls, steps, began, watched
     now = time.perf_counter()
-    if agent.stage == "timed":
-        if began is not None:
-            seconds.append((watched, now - began))
-            before, watched = watched, len(seconds) % 4 in (0, 3)  # on, off, off, on: no rhythm of the job favours one
-            if watched == before:
-                pass
-            elif watched:
-                agent.sampler.start(now - began)
-                agent.forwards._follow_modules(agent.forwards.roots)
-            else:
-                agent.sampler.stop()
-                while agent.forwards._undo:
-                    agent.forwards._undo.pop()()
-        began = time.perf_counter()
-register_optimizer_step_post_hook(after)
-atexit.register(lambda: print({TOLD!r} + json.dumps(seconds), flush=True))
+    if began is not None:
+        windows.append((watched, steps, now - began))
+        before, watched = watched, len(windows) % 4 in (0, 3)  # on, off, off, on: no rhythm of the job favours one
+        if watched and not before:
+            agent.sampler.start(now)  # a long step: stack samples as rare as they get, as in such a script
+            agent.forwards._follow_modules(agent.forwards.roots)
+        elif before and not watched:
+            agent.sampler.stop()
+            while agent.forwards._undo:
+                agent.forwards._undo.pop()()
+    calls, steps, began = 0, 0, time.perf_counter()
+register_optimizer_step_post_hook(after_step)
+atexit.register(lambda: print({TOLD!r} + json.dumps(windows), flush=True))
 sys.argv = sys.argv[1:]
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
@@ -128,17 +142,19 @@ def main() -> None:
 
 
 def jobs(options: argparse.Namespace) -> list[float]:
-    """Runs the script once; in every second of its steps the agent looks away. Pairs of steps are compared."""
+    """Runs the script once; in every second window of forward passes the agent looks away. Pairs are compared."""
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-c", TOGGLED, *shlex.split(options.job.partition("=")[2])]
         done = subprocess.run(command, env=surroundings(Path(folder), watched=True), stdout=subprocess.PIPE, text=True)
     line = next((text for text in reversed(done.stdout.splitlines()) if text.startswith(TOLD)), None)
     if line is None or done.returncode:
         raise SystemExit(f"the job ended with {done.returncode} before a step was watched: {done.stdout[-300:]}")
-    steps = json.loads(line.removeprefix(TOLD))
-    print(json.dumps({"steps": steps}), flush=True)
-    pairs = [dict(two) for two in zip(steps[::2], steps[1::2], strict=False)]
-    return [pair[True] / pair[False] for pair in pairs]
+    windows = json.loads(line.removeprefix(TOLD))
+    print(json.dumps({"windows": windows}), flush=True)
+    usual = statistics.mode(steps for _, steps, _ in windows)
+    pairs = [two for two in zip(windows[::2], windows[1::2], strict=False) if two[0][1] == two[1][1] == usual]
+    seconds = [{watched: taken for watched, _, taken in two} for two in pairs]
+    return [pair[True] / pair[False] for pair in seconds]
 
 
 def surroundings(folder: Path, *, watched: bool) -> dict[str, str]:
