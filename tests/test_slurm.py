@@ -92,10 +92,10 @@ def test_a_job_is_preempted_requeued_and_resumed(cluster: dict[str, str], tmp_pa
     (ended,) = events(job.run, "end")
     checkpoints = [int(path.name[5:]) for path in (job.run / "checkpoints").glob("step-*")]
     assert max(checkpoints) == ended["step"], "the ranks saved where they stopped"
-    # A requeued job is held for two minutes.
+    # A requeued job is held for two minutes. One that starts in the second in which it was killed is refused by slurmd.
     job.wait_for("PENDING")
-    job.asked("scontrol", "update", f"JobId={job.id}", "StartTime=now")
-    wait_until(lambda: events(job.run, "resume"))
+    job.asked("scontrol", "update", f"JobId={job.id}", "StartTime=now+3seconds")
+    wait_until(lambda: events(job.run, "resume"), process=job)
     assert events(job.run, "resume")[0]["step"] == ended["step"]
     job.wait_for_step(ended["step"] + 3)
     # Cancelled, it saves too and is not requeued.
