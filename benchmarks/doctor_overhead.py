@@ -90,7 +90,7 @@ def window():
         windows.append((watched, steps, now - began))
         before, watched = watched, len(windows) % 4 in (0, 3)  # on, off, off, on: no rhythm of the job favours one
         if watched and not before:
-            agent.sampler.start(now)  # a long step: stack samples as rare as they get, as in such a script
+            agent.sampler.start(agent.shortest_s)
             agent.forwards._follow_modules(agent.forwards.roots)
         elif before and not watched:
             agent.sampler.stop()

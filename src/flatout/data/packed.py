@@ -46,7 +46,7 @@ class Packed:
     ) -> None:
         """`few_shapes`: for data that is packed anew at every step; lengths and counts are rounded up further.
 
-        `unit`: so many consecutive examples stay together in one sequence, such as the two answers of a pair.
+        `unit`: this many consecutive examples stay together in one sequence, such as the two answers of a pair.
         `bins`: the examples of each sequence, if they are already packed. Some may be in none, and some in several.
         """
         self.examples, self.seed, self.shuffle = examples, seed, shuffle
@@ -208,7 +208,7 @@ def _rows(
 
 
 def pack_units(lengths: NDArray[np.int64], *, capacity: int, seed: int, unit: int) -> list[list[int]]:
-    """Like `pack`, with so many consecutive items always in one bin, next to each other."""
+    """Like `pack`, with `unit` consecutive items always in one bin, next to each other."""
     bins = pack(lengths.reshape(-1, unit).sum(axis=1), capacity=capacity, seed=seed)
     return bins if unit == 1 else [[item * unit + i for item in members for i in range(unit)] for members in bins]
 
