@@ -49,6 +49,7 @@ class Agent:
         self.counts: Counter[str] = Counter()  # of this step
         self.stepped: Counter[int] = Counter()  # the steps of each optimizer
         self.warm_until, self.extra_steps = settings.warm, 0
+        self.rest_of_round = False  # a step has ended with one of several optimizers, and the others follow
         self.totals: Counter[str] = Counter()
         self.profile_until, self.num_profiled = 0, PROFILED_STEPS
         self.compile_seen = 0.0
@@ -133,7 +134,7 @@ class Agent:
             self.primary, self.stage = optimizer, "warm"
             self.sampler.stop()
             self.warm_until = self.num_steps + self.settings.warm
-            self.extra_steps = self.num_steps
+            self.extra_steps, self.rest_of_round = self.num_steps, True
 
     def after_optimizer(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         if not self.is_training_thread() or self.ended:
@@ -168,6 +169,10 @@ class Agent:
         host, spans = self.timeline.take()
         compiled = compile_seconds()
         micro = self.forwards.take()
+        rest, self.rest_of_round = self.rest_of_round and not micro, False
+        if rest:  # another optimizer has ended the step already
+            self.step_began, self.cpu_began = time.perf_counter(), process_cpu_s()
+            return
         line = {
             "step": self.num_steps,
             "stage": self.stage,
