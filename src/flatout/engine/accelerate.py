@@ -71,7 +71,8 @@ class Paths:
         """Why the kernel does not run there."""
         key = (name, device, dtype)
         if key not in self._problems:
-            with torch.inference_mode(False), torch.enable_grad():
+            # Under autocast, products of a kernel that is tried in fp32 would be in 16 bits.
+            with torch.inference_mode(False), torch.enable_grad(), torch.autocast(device.type, enabled=False):
                 found = no_triton(device) or try_kernel(name, shape=self.shape, dtype=dtype, device=device)
             self._problems[key] = found
             if found and device.type == "cuda":
