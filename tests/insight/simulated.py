@@ -24,6 +24,8 @@ class Simulated:
     some steps and some whole trials take much longer (spikes); or they wander and some steps take much longer (all).
     """
 
+    samples, on_gpu = False, True
+
     def __init__(
         self,
         config: Path,

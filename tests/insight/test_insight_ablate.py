@@ -23,9 +23,9 @@ from flatout.cli.ablate import seconds_of
 from flatout.config import load
 from flatout.errors import RunFailed, UsageError
 from flatout.insight import trials as trials_module
-from flatout.insight.ablate import BEFORE, PLAN, ablate, not_in_effect
+from flatout.insight.ablate import BEFORE, PLAN, _variants, ablate, not_in_effect
 from flatout.insight.report.ablation import html
-from flatout.insight.switches import SWITCHES, Switch, before_of, of_baseline
+from flatout.insight.switches import SWITCHES, Switch, applies, before_of, of_baseline
 from flatout.insight.trials import Measured, Trial, Trials
 
 ROOT = Path(__file__).parents[2]
@@ -40,7 +40,7 @@ train: {batch_tokens: 1024, steps: 100, lr: 1.0e-3}
 @pytest.fixture
 def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A configuration whose trials are the stand-in's."""
-    monkeypatch.setattr(trials_module, "train_command", lambda _: STAND_IN)
+    monkeypatch.setattr(trials_module, "flatout_command", lambda *_: STAND_IN)
     monkeypatch.setenv("STARTED", str(tmp_path / "started"))
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.setattr(trials_module, "GRACE_S", 1.0)
@@ -140,7 +140,7 @@ def test_the_shortest_budget_measures_the_plan_against_the_start(config: Path) -
 SEARCH = """
 import sys
 import flatout.insight.trials as trials
-trials.train_command = lambda _: [sys.executable, "-m", "tests.insight.stand_in"]
+trials.flatout_command = lambda *_: [sys.executable, "-m", "tests.insight.stand_in"]
 trials.GRACE_S = 1.0
 from flatout.cli import main
 main()
@@ -178,11 +178,39 @@ def test_a_folder_has_one_search_at_a_time(config: Path, tmp_path: Path) -> None
 @pytest.mark.parametrize("name", [one.path.stem for one in gallery.examples()])
 def test_every_example_can_be_made_short(name: str, tmp_path: Path) -> None:
     example = gallery.find(name)
-    if load(example.path).settings.recipe == "rft":
-        with pytest.raises(UsageError, match="samples before it trains"):
-            Trials(example.path, [], folder=tmp_path / "search")
-    else:
-        Trials(example.path, [], folder=tmp_path / "search")
+    trials = Trials(example.path, [], folder=tmp_path / "search")
+    assert trials.samples == (trials.settings.recipe == "rft")
+
+
+SAMPLING = """recipe: rft
+model: {layers: 1, hidden: 32, heads: 2, vocab: 512}
+data: {tokenizer: byte, sequence_length: 256}
+rft: {task: "sums:train", prompt: bare, questions: 40, chunk: 4, oversample: 3, teach: "sums:shown", teach_steps: 2}
+sample: {max_tokens: 6}
+train: {batch_tokens: 1024, steps: 4}
+plan: {threads: 1}
+"""
+
+
+@pytest.mark.long
+def test_a_trial_of_recipe_rft_samples(tmp_path: Path) -> None:
+    config = tmp_path / "rft.yaml"
+    config.write_text(SAMPLING)
+    trials = Trials(config, [], folder=tmp_path / "search", steps=2)
+    found = {
+        name: trials.run(Trial(settings=settings, seed=0, code=code), name=name)
+        for name, (settings, code) in {
+            "as it is": ({}, ""),
+            "few": ({"sample.rows": 2}, ""),
+            "plain": ({}, "from flatout.sample import generate; generate.no_kernels = lambda device: 'requested'"),
+        }.items()
+    }
+    assert [one.problem for one in found.values()] == [None] * 3
+    assert found["few"].decisions["sample.rows"] == 2
+    losses = [one.loss for one in found.values()]
+    assert losses[0] is not None
+    assert losses == pytest.approx([losses[0]] * 3, rel=1e-4), "the same tokens, however many are generated at once"
+    assert all(one.tokens_per_s for one in found.values())
 
 
 @pytest.mark.long
@@ -343,3 +371,20 @@ def test_a_page_of_failures_has_no_picture(config: Path) -> None:
     page = html(broken, name="job")
     assert "<svg" not in page
     assert "exit 1: &lt;nothing&gt;" in page
+
+
+def test_code_that_turns_a_switch_off_is_in_every_variant_without_it(tmp_path: Path) -> None:
+    config = tmp_path / "rft.yaml"
+    config.write_text(SAMPLING)
+    known = [switch for switch in SWITCHES if applies(switch, load(config).settings)]
+    assert {switch.name for switch in known} == {
+        "mixed precision",
+        "concurrent sequences",
+        "sampling kernels and CUDA graphs",
+    }
+    variants, left_out = _variants(known, {"precision": "bf16"}, only=(), on_gpu=True)
+    plain = {variant.name for variant in variants if "no_kernels" in variant.code}
+    assert plain == {"before", "+ mixed precision", "+ concurrent sequences", "- sampling kernels and CUDA graphs"}
+    assert left_out == {}
+    _, left_out = _variants(known, {"precision": "bf16"}, only=(), on_gpu=False)
+    assert left_out == {"sampling kernels and CUDA graphs": "it needs a GPU"}

@@ -29,7 +29,7 @@ plan: {recompute: full}
 @pytest.fixture
 def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A configuration that recomputes; its trials are the stand-in's, where that costs 30 %."""
-    monkeypatch.setattr(trials, "train_command", lambda _: [sys.executable, "-m", "tests.insight.stand_in"])
+    monkeypatch.setattr(trials, "flatout_command", lambda *_: [sys.executable, "-m", "tests.insight.stand_in"])
     monkeypatch.setenv("STARTED", str(tmp_path / "started"))
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     (tmp_path / "job.yaml").write_text(CONFIG)

@@ -41,7 +41,7 @@ plan:
 @pytest.fixture
 def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     stand_in = [sys.executable, "-m", "tests.insight.stand_in"]
-    monkeypatch.setattr(trials_module, "train_command", lambda _: stand_in)
+    monkeypatch.setattr(trials_module, "flatout_command", lambda *_: stand_in)
     monkeypatch.setenv("STARTED", str(tmp_path / "started"))
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     path = tmp_path / "job.yaml"

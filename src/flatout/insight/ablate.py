@@ -136,9 +136,10 @@ def ablate(
     if first.problem is not None:
         raise RunFailed(f"the configuration itself cannot be measured: {first.problem}")
     session = _Session(trials, blocks=blocks, budget_s=budget_s)
-    variants, left_out = _variants(trials, first.decisions, switches=switches, only=only)
+    known = [switch for switch in switches if applies(switch, trials.settings)]
+    variants, left_out = _variants(known, first.decisions, only=only, on_gpu=trials.on_gpu)
     session.measure(variants)
-    if steps := _cumulative(variants, session):
+    if steps := _cumulative(variants, session, known=known):
         session.measure(steps, references=[BEFORE], first_seed=seed + MOST_BLOCKS)
     return Ablation(
         rows=session.rows(),
@@ -149,38 +150,47 @@ def ablate(
 
 
 def _variants(
-    trials: Trials, full: Mapping[str, Any], *, switches: Sequence[Switch], only: Sequence[str]
+    known: Sequence[Switch], full: Mapping[str, Any], *, only: Sequence[str], on_gpu: bool
 ) -> tuple[list[Variant], dict[str, str]]:
     """The references and what is compared with them, the most important first."""
-    known = [switch for switch in switches if applies(switch, trials.settings)]
     free = dict.fromkeys(FOLLOW)
     before = free | {key: value for switch in known for key, value in before_of(switch, full).items()}
     planned = free | {key: value for switch in known for key, value in planned_of(switch, full).items()}
     found = [
-        Variant(name=BEFORE, settings=before, reference=None),
+        Variant(name=BEFORE, settings=before, reference=None, code=_code(known)),
         Variant(name=PLAN, settings=planned, reference=BEFORE),
     ]
     chosen, left_out = [], {}
     for switch in known:
         if only and switch.name not in only:
             continue
-        if changes(switch, full):
+        if switch.needs_gpu and not on_gpu:
+            left_out[switch.name] = "it needs a GPU"
+        elif changes(switch, full):
             chosen.append(switch)
         else:
             left_out[switch.name] = "the plan does not use it here"
     for switch in chosen:
         on = before | after_of(switch, full)
-        found.append(Variant(name=f"+ {switch.name}", settings=on, reference=BEFORE, code=switch.code, switch=switch))
+        code = _code(known, on=[switch])
+        found.append(Variant(name=f"+ {switch.name}", settings=on, reference=BEFORE, code=code, switch=switch))
     for switch in chosen:
-        off = planned | before_of(switch, full)
-        if off != planned:
+        off, code = planned | before_of(switch, full), switch.code_before
+        if off != planned or code:
             found.append(
-                Variant(name=f"- {switch.name}", settings=off, reference=PLAN, switch=switch, question="without")
+                Variant(
+                    name=f"- {switch.name}", settings=off, reference=PLAN, code=code, switch=switch, question="without"
+                )
             )
     return found, left_out
 
 
-def _cumulative(variants: Sequence[Variant], session: _Session) -> list[Variant]:
+def _code(known: Sequence[Switch], on: Sequence[Switch] = ()) -> str:
+    """The code of a variant in which only some switches are on."""
+    return "".join(switch.code if switch in on else switch.code_before for switch in known)
+
+
+def _cumulative(variants: Sequence[Variant], session: _Session, *, known: Sequence[Switch]) -> list[Variant]:
     """The switches that were faster alone, added one after the other, the largest gain first."""
     rows = {row.name: row for row in session.rows()}
     alone = [variant for variant in variants if variant.question == "alone" and variant.switch is not None]
@@ -189,19 +199,19 @@ def _cumulative(variants: Sequence[Variant], session: _Session) -> list[Variant]
         (variant for variant in alone if times.get(variant.name) is not None),
         key=lambda variant: 1.0 if (time := times[variant.name]) is None else time.ratio,
     )
-    settings, code, found = dict(variants[0].settings), "", list[Variant]()
-    reference = BEFORE
+    settings, found = dict(variants[0].settings), list[Variant]()
+    on, reference = list[Switch](), BEFORE
     for variant in helped:
         assert variant.switch is not None
         settings = settings | {key: variant.settings[key] for key in variant.switch.before}
-        code += variant.switch.code
+        on.append(variant.switch)
         name = f"then {variant.switch.name}" if found else f"first {variant.switch.name}"
         found.append(
             Variant(
                 name=name,
                 settings=settings,
                 reference=reference,
-                code=code,
+                code=_code(known, on),
                 switch=variant.switch,
                 question="cumulative",
             )

@@ -31,8 +31,11 @@ class Switch:
     before: Mapping[str, Any] = field(default_factory=dict)
     after: Mapping[str, Any] = field(default_factory=dict)  # where it is not the plan's choice
     code: str = ""  # for calls that are not settings: what runs before the command where the switch is on
+    code_before: str = ""  # the same, where it is off
     kind: Kind = "numerics"
-    samples: bool = False  # only where completions are generated
+    trains: bool = True  # whether it changes how a model is trained
+    samples: bool = False  # whether it changes how completions are generated
+    needs_gpu: bool = False  # where no setting of the plan says so
     some_steps: bool = False  # it costs or saves time in some steps only, which a median would not show
 
 
@@ -47,10 +50,21 @@ def _end_and_empty(self):
 Engine.end_step = _end_and_empty
 """
 
+_PLAIN_SAMPLER = """
+from flatout.sample import generate
+generate.no_kernels = lambda device: "requested"
+"""
+
 _BENCHMARK = "import torch\ntorch.backends.cudnn.benchmark = True"
 
 SWITCHES = (
-    Switch(name="mixed precision", task="T01-T03", claim="2 to 3 times as fast", before={"plan.precision": "fp32"}),
+    Switch(
+        name="mixed precision",
+        task="T01-T03",
+        claim="2 to 3 times as fast",
+        before={"plan.precision": "fp32"},
+        samples=True,
+    ),
     Switch(name="TF32", task="T04", claim="1.2 to 1.5 times on Ampere and later", before={"plan.tf32": False}),
     Switch(name="8-bit matmuls", task="T05", claim="2 times as fast on an H100", before={"plan.fp8": False}),
     Switch(name="no recomputation", task="T08", claim="20 to 30 % faster", before={"plan.recompute": "full"}),
@@ -77,7 +91,23 @@ SWITCHES = (
         claim="1.5 to 2 times as fast",
         before={"plan.workers": 0, "plan.prefetch": 1, "plan.pin_memory": False},
     ),
-    Switch(name="concurrent sequences", task="T06", claim="GPU use 95 %", before={"sample.rows": 8}, samples=True),
+    Switch(
+        name="concurrent sequences",
+        task="T06",
+        claim="GPU use 95 %",
+        before={"sample.rows": 8},
+        trains=False,
+        samples=True,
+    ),
+    Switch(
+        name="sampling kernels and CUDA graphs",
+        task="T11",
+        claim="none",
+        code_before=_PLAIN_SAMPLER,
+        trains=False,
+        samples=True,
+        needs_gpu=True,
+    ),
     Switch(name="expandable segments", task="T15", claim="no figure", before={"plan.expandable_segments": False}),
     Switch(
         name="manual garbage collection", task="T15", claim="none", before={"plan.manual_gc": False}, some_steps=True
@@ -127,7 +157,7 @@ def after_of(switch: Switch, full: Mapping[str, Any]) -> dict[str, Any]:
 
 def changes(switch: Switch, full: Mapping[str, Any]) -> bool:
     """Whether the switch, turned on, differs from the guides' starting point here."""
-    return bool(switch.code) or before_of(switch, full) != after_of(switch, full)
+    return bool(switch.code or switch.code_before) or before_of(switch, full) != after_of(switch, full)
 
 
 def of_baseline(ours: Mapping[str, Any], theirs: Mapping[str, Any], *, without: Collection[str]) -> list[Switch]:
@@ -150,4 +180,6 @@ def of_baseline(ours: Mapping[str, Any], theirs: Mapping[str, Any], *, without: 
 
 
 def applies(switch: Switch, settings: Settings) -> bool:
-    return not switch.samples or RECIPES[settings.recipe].rolls_out
+    """Whether trials of a recipe can show it: recipe rl trains and samples, and of recipe rft trials only sample."""
+    recipe = RECIPES[settings.recipe]
+    return (switch.trains and not recipe.samples) or (switch.samples and (recipe.samples or recipe.rolls_out))

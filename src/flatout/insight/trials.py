@@ -28,21 +28,30 @@ from typing import Any
 from flatout import __version__, parity
 from flatout.config import load, to_mapping
 from flatout.config.recipes import RECIPES
-from flatout.config.settings import RouterSettings, Settings
+from flatout.config.settings import RftSettings, RouterSettings, Settings
 from flatout.errors import UsageError
 from flatout.files import read_json, typed, write_atomic
 from flatout.hardware import detect
 from flatout.insight import supervisor
 from flatout.insight.compare import BLOCK_STEPS
 from flatout.insight.story import tell
-from flatout.record import WARM_STEPS, Run, redact
-from flatout.record.events import MemoryRanOut
+from flatout.record import WARM_STEPS, Event, Run, redact
+from flatout.record.events import (
+    ChunkSampled,
+    DatasetMade,
+    MemoryRanOut,
+    RowsHalved,
+    SamplingBegan,
+    SamplingProgress,
+)
 
 SEARCH, TRIALS, LOCK = "search.json", "trials", "lock"
 # Settings that have no effect without tasks.
 OF_TASKS = ("criterion", "tasks_every", "task_limit", "task_tokens")
 # Steps of a trial after its warm-up.
 STEPS = BLOCK_STEPS
+# The setting of concurrent sequences.
+ROWS = "sample.rows"
 # A trial that lasts longer has hung, unless the first ones took long too.
 LIMIT_S, LIMIT_TIMES = 600.0, 10.0
 GRACE_S = 10.0
@@ -110,11 +119,7 @@ class Trials:
         self.settings = load(config, overrides=self.overrides).settings
         if int(os.environ.get("WORLD_SIZE", "1")) > 1:
             raise UsageError("trials are single processes: run this command without torchrun")
-        if RECIPES[self.settings.recipe].samples:
-            raise UsageError(
-                f"recipe {self.settings.recipe} samples before it trains, which short runs cannot show: measure its "
-                "training with recipe: sft on the sampled dataset, and its sampling with flatout sample"
-            )
+        self.samples, self.on_gpu = RECIPES[self.settings.recipe].samples, detect().gpu is not None
         self.limit_s, self.steps, self.say = limit_s, steps, say
         self.found: dict[str, Measured] = {}
         self.spent_s = 0.0  # by the trials of this call
@@ -174,7 +179,7 @@ class Trials:
             seconds = time.time() - began
             if timed_out:
                 found = self._failed(trial, seconds, f"it did not end within {self.limit_s:.0f} s and was stopped")
-            elif returncode:
+            elif returncode and not (self.samples and _sampled_all(run)):
                 found = self._failed(trial, seconds, _cause(returncode, said))
             else:
                 found = self._measured(trial, Run.open(run), seconds=seconds, began=began)
@@ -190,7 +195,8 @@ class Trials:
     def _process(self, trial: Trial, run: Path) -> tuple[int, str, bool]:
         """The exit code, the end of what it wrote on stderr, and whether it had to be stopped."""
         given = [*self._given(trial), "--run", str(run)]
-        command = [*train_command(trial.code), str(self.config), *self.overrides, *given]
+        verb = "sample" if self.samples else "train"
+        command = [*flatout_command(trial.code, verb), str(self.config), *self.overrides, *given]
         watched = [sys.executable, "-I", "-S", supervisor.__file__]
         mask = " ".join(str(int(number)) for number in signal.pthread_sigmask(signal.SIG_BLOCK, ()))
         control, ours = os.pipe()
@@ -241,6 +247,8 @@ class Trials:
         events = list(run.events())
         if ran_out := next((event for event in events if isinstance(event, MemoryRanOut)), None):
             return self._failed(trial, seconds, f"{OUT_OF_MEMORY} with micro-batch {ran_out.micro_batch}")
+        if self.samples:
+            return self._sampled(trial, run, events, seconds=seconds, began=began)
         story, steps = tell(run), list(run.latest_steps())
         size = self.settings.rl.steps_in_phase if self.settings.recipe == "rl" else 1
         warm = [step for step in steps[WARM_STEPS * size :] if step.tokens and step.training_s > 0]
@@ -266,9 +274,35 @@ class Trials:
             active=dict(story.active),
         )
 
+    def _sampled(self, trial: Trial, run: Run, events: Sequence[Event], *, seconds: float, began: float) -> Measured:
+        """A trial that samples is measured by its chunks; the first one warms up."""
+        if halved := next((event for event in events if isinstance(event, RowsHalved)), None):
+            return self._failed(trial, seconds, f"{OUT_OF_MEMORY} with {halved.rows} concurrent sequences")
+        chunks = [event for event in events if isinstance(event, ChunkSampled) and event.tokens]
+        warm, began_with = chunks[1:], next(event for event in events if isinstance(event, SamplingBegan))
+        if not warm:
+            return self._failed(trial, seconds, "it sampled fewer than two chunks: give a smaller rft.chunk")
+        story, tokens = tell(run), sum(chunk.tokens for chunk in warm)
+        spent_s = sum(chunk.seconds for chunk in warm)
+        progress = [event.memory for event in events if isinstance(event, SamplingProgress)]
+        peaks = [memory["peak_gib"] for memory in progress if "peak_gib" in memory]
+        return replace(
+            _of(trial, seconds),
+            start_s=chunks[0].time - began,
+            log_time=parity.typical([chunk.seconds / chunk.tokens for chunk in warm]),
+            log_total=math.log(spent_s / tokens),
+            tokens_per_s=tokens / spent_s,
+            peak_gib=max(peaks, default=None),
+            loss=fmean(chunk.surprisal for chunk in warm if chunk.surprisal is not None),
+            decisions={choice.name: choice.value for choice in story.choices} | {ROWS: began_with.rows},
+            active=dict(story.active),
+        )
+
 
 def short(settings: Settings, *, steps: int = STEPS) -> dict[str, Any]:
     """What makes a run short, the same for every trial; the batch and the lengths stay."""
+    if RECIPES[settings.recipe].samples:
+        return _some_chunks(settings.rft, steps=steps)
     plain = Settings()
     steps = (WARM_STEPS + steps) * (settings.rl.steps_in_phase if settings.recipe == "rl" else 1)
     found: dict[str, Any] = {
@@ -296,6 +330,17 @@ def short(settings: Settings, *, steps: int = STEPS) -> dict[str, Any]:
     return found
 
 
+def _some_chunks(rft: RftSettings, *, steps: int) -> dict[str, Any]:
+    """A trial of recipe rft samples chunks of questions, all samples of each, and trains nothing."""
+    questions = rft.chunk * (1 + steps)
+    return {
+        "rft.questions": questions if rft.questions is None else min(questions, rft.questions),
+        "rft.adaptive": False,
+        "log.tensorboard": False,
+        "log.wandb": "off",
+    }
+
+
 def _one_phase(router: RouterSettings) -> dict[str, Any]:
     """A trial of recipe router trains one phase, the configured one or the adapters, and scores one question a task."""
     found: dict[str, Any] = {"router.questions": 1, "router.answer_tokens": 1}
@@ -309,14 +354,19 @@ def _of(trial: Trial, seconds: float) -> Measured:
     return Measured(key=trial.key, settings=dict(trial.settings), seed=trial.seed, code=trial.code, seconds=seconds)
 
 
-def train_command(code: str) -> list[str]:
-    """The command that trains, behind the code of a switch."""
+def flatout_command(code: str, verb: str) -> list[str]:
+    """The command, behind the code of a switch."""
     start = ["-c", f"{code}\nfrom flatout.cli import main; main()"] if code else ["-m", "flatout"]
-    return [sys.executable, *start, "train"]
+    return [sys.executable, *start, verb]
 
 
 def _word(value: Any) -> str:
     return "null" if value is None else json.dumps(value) if isinstance(value, bool | list) else str(value)
+
+
+def _sampled_all(run: Path) -> bool:
+    """Whether a run that failed had sampled all its questions: too few correct answers to train on are enough here."""
+    return Run.is_named_by(str(run)) and any(isinstance(event, DatasetMade) for event in Run.open(run).events())
 
 
 def _cause(returncode: int, said: str) -> str:

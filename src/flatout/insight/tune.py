@@ -20,9 +20,10 @@ from flatout.errors import FlatoutError, RunFailed, UsageError
 from flatout.insight.ablate import compared
 from flatout.insight.compare import finite
 from flatout.insight.switches import FOLLOW, PLAN
-from flatout.insight.trials import Measured, Trial, Trials
+from flatout.insight.trials import ROWS, Measured, Trial, Trials
 from flatout.parity import Difference
 from flatout.plan import Job, decide
+from flatout.plan.batch import MOST_ROWS
 
 Choice = dict[str, Any]  # of one knob: values by dotted key
 # The strength of the ridge.
@@ -68,10 +69,16 @@ class Tuned:
         return found
 
 
-def knobs_of(job: Job) -> dict[str, list[Choice]]:
-    """What a search may change on this device."""
+def knobs_of(job: Job, *, samples: bool = False) -> dict[str, list[Choice]]:
+    """What a search may change on this device; with `samples`, for trials that only sample."""
     sm, on_gpu = job.hardware.sm, job.device == "gpu"
     sixteen = "fp16" if on_gpu and sm is not None and sm < (8, 0) else "bf16"
+    if samples:
+        rows = [1 << power for power in range(3, MOST_ROWS[job.device].bit_length())]
+        return {
+            "concurrent sequences": [{ROWS: number} for number in rows],
+            "precision": [{"plan.precision": name} for name in ("fp32", sixteen)],
+        }
     count = job.rank_sequences
     sizes = [size for size in (1 << power for power in range(count.bit_length())) if count % size == 0]
     found: dict[str, list[Choice]] = {
@@ -167,6 +174,8 @@ def values_of(one: Measured, knobs: Mapping[str, Sequence[Choice]]) -> Choice:
 
 
 def _predicted(job: Job, values: Choice) -> float | None:
+    if ROWS in values:
+        return 0.0  # the plan predicts training only
     pins = {name.removeprefix(PLAN): value for name, value in values.items()}
     try:
         plan = decide(replace(job, pins=replace(job.pins, accumulation=None, loss_chunk=None, **pins)))
@@ -179,7 +188,7 @@ def _predicted(job: Job, values: Choice) -> float | None:
 
 def tune(trials: Trials, job: Job, *, most: int = 20, budget_s: float | None = None) -> Tuned:
     """Searches, confirms the best plan against the start, and measures what each change brought."""
-    seed, knobs = trials.settings.seed, knobs_of(job)
+    seed, knobs = trials.settings.seed, knobs_of(job, samples=trials.samples)
     start = trials.run(Trial(settings={}, seed=seed), name="as it is", again=True)
     if start.problem is not None and not start.out_of_memory:
         raise RunFailed(f"the configuration itself cannot be measured: {start.problem}")
@@ -256,7 +265,8 @@ def _as_heavy(values: Choice, failed: Mapping[str, Any]) -> bool:
     def heavy(one: Mapping[str, Any]) -> tuple[int, ...]:
         kept = ("full", "selective", "none").index(one.get("plan.recompute") or "none")
         bits = 32 if one.get("plan.precision") == "fp32" else 16
-        return one.get("plan.micro_batch") or 0, kept, bits, int(one.get("plan.fused_loss") is False)
+        size = one.get(ROWS) or one.get("plan.micro_batch") or 0
+        return size, kept, bits, int(one.get("plan.fused_loss") is False)
 
     return all(mine >= theirs for mine, theirs in zip(heavy(values), heavy(failed), strict=True))
 
@@ -354,6 +364,8 @@ class Rates:
 
 def search_lr(trials: Trials) -> Rates:
     """Runs the same steps with several learning rates; the grid grows while its best is at an end."""
+    if trials.samples:
+        raise UsageError("--search lr trains, and trials of recipe rft only sample: search with recipe sft on its rows")
     if trials.settings.recipe == "rl":
         raise UsageError("--search lr compares losses, and that of a policy says nothing about its rewards")
     lr, seed = trials.settings.train.lr, trials.settings.seed

@@ -27,7 +27,7 @@ from flatout.engine.faults import is_out_of_memory
 from flatout.errors import RunFailed, UsageError
 from flatout.recipes.sealed import Seals
 from flatout.record import Event
-from flatout.record.events import RowsHalved, SamplingProgress
+from flatout.record.events import ChunkSampled, RowsHalved, SamplingProgress
 from flatout.sample import Completion, Sampler, Sampling, prompt_ids, text_of
 from flatout.tasks import Graded, Grader, Task
 
@@ -296,11 +296,21 @@ class Sampled:
                 tried[i].sort(key=lambda one: one.done.sample)
                 kept[i] = chosen(i, tried[i], before.get(i, ()), most=self.rft.keep)
             progress.checked(kept, keep=self.rft.keep)
+        counts = _counts(kept, tried, seconds=time.monotonic() - began)
+        self.tell(
+            ChunkSampled(
+                samples=counts.samples,
+                correct=counts.correct,
+                tokens=counts.tokens,
+                seconds=counts.seconds,
+                surprisal=_surprisal(tried),
+            )
+        )
         return Chunk(
             identity=self.identity,
             questions=tuple(questions),
             kept=tuple(one for i in questions for one in kept[i]),
-            counts=_counts(kept, tried, seconds=time.monotonic() - began),
+            counts=counts,
         )
 
     def _draw(
@@ -384,6 +394,13 @@ def _counts(kept: Mapping[int, Sequence[Kept]], tried: Mapping[int, Sequence[Att
         tokens=sum(len(one.done.ids) for one in every),
         seconds=seconds,
     )
+
+
+def _surprisal(tried: Mapping[int, Sequence[Attempt]]) -> float | None:
+    """The mean negative log-probability of all tokens."""
+    found = [one.done.logprobs for many in tried.values() for one in many]
+    tokens = sum(map(len, found))
+    return -sum(map(sum, found)) / tokens if tokens else None
 
 
 class _Progress:

@@ -546,6 +546,18 @@ class SamplingProgress(Event, kind="sampling"):
 
 
 @dataclass(frozen=True, kw_only=True)
+class ChunkSampled(Event, kind="chunk"):
+    """A sampled chunk of questions. `surprisal` is the mean negative log-probability of its tokens. The terminal shows
+    its progress instead."""
+
+    samples: Count
+    correct: Count
+    tokens: Count
+    seconds: Finite
+    surprisal: Finite | None
+
+
+@dataclass(frozen=True, kw_only=True)
 class RowsHalved(Event, kind="rows"):
     rows: Count
     now: Count
