@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from flatout import gallery
 from flatout.config import from_mapping, load
 from flatout.config.settings import DataSettings, ModelSettings, PlanSettings, Settings, TrainSettings
-from flatout.cost import BUCKET_BYTES, Adapters, ModelShape, cpu_share
+from flatout.cost import BUCKET_BYTES, Adapters, ModelShape, cpu_share, flops_per_token
 from flatout.errors import UsageError
 from flatout.hardware import Hardware, named, names
 from flatout.plan import Decisions, Job, Plan, compile_break_even, decide, job_of, shape_of, tokenizer_size
@@ -729,12 +729,18 @@ def test_why_a_model_is_foreign_is_recorded_under_its_first_name() -> None:
         ModelShape.from_json(recorded | {"adapter": 1}, source="plan.json")
 
 
-def test_a_model_whose_window_is_shorter_than_the_sequences_is_foreign(tmp_path: Path) -> None:
+def test_a_window_shortens_attention(tmp_path: Path) -> None:
     folder = model_folder(tmp_path / "model", model_type="mistral", sliding_window=256, max_position_embeddings=1024)
     model = {"name": str(folder)}
-    fits = shape(model=model, sequence_length=256)
-    assert (fits.foreign, fits.positions, fits.max_positions) == ("", 256, 1024)
-    assert "sliding window of 256 is shorter than sequences of 512" in shape(model=model, sequence_length=512).foreign
+    found = shape(model=model, sequence_length=512)
+    assert (found.foreign, found.positions, found.window) == ("", 1024, 256)
+    seen = [min(at + 1, 256) for at in range(512)]
+    assert found.context(512) == pytest.approx(sum(seen) / 512)
+    assert found.context(256) == 257 / 2
+    half = replace(found, full_layers=found.layers // 2)
+    assert half.context(512) == pytest.approx((sum(seen) / 512 + 513 / 2) / 2)
+    whole, slides = (flops_per_token(one, sequence_length=512) for one in (replace(found, window=None), found))
+    assert slides.attention / whole.attention == pytest.approx(sum(seen) / 512 / (513 / 2))
 
 
 @pytest.mark.parametrize(

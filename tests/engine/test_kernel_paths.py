@@ -3,6 +3,7 @@
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from flatout.engine.prepare import HeadLoss, attend_for, prepare
 from flatout.engine.resolve import Active
 from flatout.engine.step import Engine
 from flatout.kernels import rope, swiglu
-from flatout.model import Decoder, Masked, Padded, Short, Varlen, lora
+from flatout.model import Decoder, Masked, Padded, Rectangular, Short, Sliding, Varlen, lora
 
 ALL = {"fused_qkv": True, "fused_mlp": True, "fused_loss": True}
 
@@ -55,7 +56,7 @@ def micro_batches(step: int, size: int) -> list[Batch]:
     ]
 
 
-def active(**kernels: bool) -> Active:
+def active(**kernels: Any) -> Active:
     return replace(ACTIVE, **kernels)
 
 
@@ -249,6 +250,20 @@ def test_short_documents_have_a_kernel_of_their_own() -> None:
     assert isinstance(apart, Padded)
     assert apart.documents == 2, "empty ones are left out where counting them is free"
     assert isinstance(attend_for(batch, active=active()), Masked), "two of 27 make more scores than four of 8"
+
+
+def test_a_window_that_is_shorter_than_the_sequences_slides() -> None:
+    batch = micro_batches(0, 4)[0]
+    length = batch.sequence_length
+    slides = active(window=length - 1)
+    assert attend_for(batch, active=active(window=length)) == Rectangular(batch=batch.num_sequences)
+    assert attend_for(batch, active=slides) == Rectangular(batch=batch.num_sequences, window=length - 1)
+    some = attend_for(batch, active=replace(slides, full_layers=1))
+    assert isinstance(some, Sliding)
+    assert (some.in_layer(0), some.in_layer(1)) == (some.full, some.within)
+    kernel = attend_for(batch, active=replace(slides, varlen=True))
+    assert isinstance(kernel, Varlen)
+    assert (kernel.window, kernel.cu_seqlens.diff().tolist()) == (length - 1, [length] * batch.num_sequences)
 
 
 def _head(head_loss: HeadLoss, targets: torch.Tensor, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

@@ -1,10 +1,14 @@
 """Packed documents see only themselves, whichever path computes them."""
 
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+
 import pytest
 import torch
 
 from flatout.cost import ModelShape
-from flatout.model import Attend, Decoder, Masked, Padded, Rectangular, Short, Varlen
+from flatout.model import Attend, Decoder, Masked, Padded, Rectangular, Short, Sliding, Varlen
 
 SHAPE = ModelShape(layers=2, hidden=64, heads=4, kv_heads=2, head_dim=16, intermediate=128, vocab=90, positions=48)
 LENGTHS = [[5, 13, 30], [48], [1, 1, 20, 26]]
@@ -31,45 +35,47 @@ def logits(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return hidden @ weight.to(hidden.dtype).t()
 
 
-def alone(model: Decoder, tokens: torch.Tensor) -> torch.Tensor:
+def alone(model: Decoder, tokens: torch.Tensor, window: int | None = None) -> torch.Tensor:
     """Each document in a forward pass of its own."""
     parts = []
     for document in tokens.split([n for row in LENGTHS for n in row]):
         positions = torch.arange(len(document), device=tokens.device)
-        parts.append(model(document, positions, Rectangular(batch=1), logits))
+        parts.append(model(document, positions, Rectangular(batch=1, window=window), logits))
     return torch.cat(parts)
 
 
-def plain_attends(ends: torch.Tensor) -> list[Attend]:
+def plain_attends(ends: torch.Tensor, window: int | None = None) -> list[Attend]:
     """Those for packed documents that run anywhere; empty documents may follow the last."""
     more = torch.cat((ends, ends[-1:], ends[-1:]))
-    padded = [Padded.of(more, tokens=int(ends[-1]), longest=48, trim=trim) for trim in (False, True)]
-    return [Masked.of(ends, batch=len(LENGTHS), length=48), *padded]
+    padded = [Padded.of(more, tokens=int(ends[-1]), longest=48, trim=trim, window=window) for trim in (False, True)]
+    return [Masked.of(ends, batch=len(LENGTHS), length=48, window=window), *padded]
 
 
 ATTENDS = pytest.mark.parametrize("which", [0, 1, 2], ids=["masked", "padded", "trimmed"])
 
 
 @ATTENDS
-def test_a_packed_document_has_the_logits_it_has_alone(which: int) -> None:
+@pytest.mark.parametrize("window", [None, 5])
+def test_a_packed_document_has_the_logits_it_has_alone(which: int, window: int | None) -> None:
     model = build()
     tokens, positions, ends = packed()
-    attend = plain_attends(ends)[which]
+    attend = plain_attends(ends, window)[which]
     with torch.no_grad():
         together = model(tokens, positions, attend, logits)
-        apart = alone(model, tokens)
+        apart = alone(model, tokens, window)
         mixed = model(tokens, positions, Rectangular(batch=len(LENGTHS)), logits)
     assert (together - apart).abs().max() < 1e-4
     assert (mixed - apart).abs().max() > 1e-2, "without the mask documents do see each other"
 
 
 @ATTENDS
-def test_gradients_of_packed_documents_equal_those_alone(which: int) -> None:
+@pytest.mark.parametrize("window", [None, 5])
+def test_gradients_of_packed_documents_equal_those_alone(which: int, window: int | None) -> None:
     tokens, positions, ends = packed()
     gradients = []
     for run in (
-        lambda m: m(tokens, positions, plain_attends(ends)[which], logits),
-        lambda m: alone(m, tokens),
+        lambda m: m(tokens, positions, plain_attends(ends, window)[which], logits),
+        lambda m: alone(m, tokens, window),
     ):
         model = build()
         run(model).square().mean().backward()
@@ -90,7 +96,10 @@ def test_initialisation_is_seeded_and_scaled() -> None:
 
 def test_a_block_compiles_whole_with_every_attend() -> None:
     tokens, positions, ends = packed()
-    for attend in (Rectangular(batch=len(LENGTHS)), *plain_attends(ends)):
+    rectangular = Rectangular(batch=len(LENGTHS))
+    within = replace(rectangular, window=5)
+    sliding = Sliding(full=rectangular, within=within, full_layers=1)
+    for attend in (rectangular, within, sliding, *plain_attends(ends)):
         model = build()
         torch.compiler.reset()  # graphs of one class's blocks are counted together, whichever test made them
         with torch.no_grad():
@@ -102,12 +111,14 @@ def test_a_block_compiles_whole_with_every_attend() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("kernel", [Varlen, Short])
-def test_the_kernels_for_packed_documents_equal_the_mask(kernel: type[Varlen | Short]) -> None:
+@pytest.mark.parametrize("kernel", [Varlen, Short, partial(Varlen, window=5)], ids=["varlen", "short", "window"])
+def test_the_kernels_for_packed_documents_equal_the_mask(kernel: Callable[..., Varlen | Short]) -> None:
     model = build(dtype=torch.bfloat16, device="cuda")
     tokens, positions, ends = packed("cuda")
     outputs, gradients = [], []
-    for attend in (Masked.of(ends, batch=len(LENGTHS), length=48), kernel(cu_seqlens=ends, longest=48)):
+    fast = kernel(cu_seqlens=ends, longest=48)
+    masked = Masked.of(ends, batch=len(LENGTHS), length=48, window=getattr(fast, "window", None))
+    for attend in (masked, fast):
         model.zero_grad()
         out = model(tokens, positions, attend, logits)
         out.float().square().mean().backward()

@@ -23,6 +23,7 @@ from transformers import (
 from flatout.cost import ModelShape
 from flatout.errors import UsageError
 from flatout.model import Decoder, Rectangular, weights
+from flatout.model.attention import over_sequences
 
 SMALL = {
     "hidden_size": 64,
@@ -52,13 +53,21 @@ FAMILIES = {
     "llama-linear": LlamaForCausalLM(LlamaConfig(**SMALL, num_key_value_heads=2, **scaled("linear"))),
     "llama-yarn": LlamaForCausalLM(LlamaConfig(**SMALL, num_key_value_heads=2, **YARN)),
     "mistral": MistralForCausalLM(MistralConfig(**SMALL, num_key_value_heads=2, sliding_window=None)),
-    "mistral-window": MistralForCausalLM(MistralConfig(**SMALL, num_key_value_heads=2, sliding_window=40)),
+    "mistral-window": MistralForCausalLM(MistralConfig(**SMALL, num_key_value_heads=2, sliding_window=16)),
     "qwen2": Qwen2ForCausalLM(Qwen2Config(**SMALL, num_key_value_heads=2)),
     "qwen2-yarn": Qwen2ForCausalLM(
         Qwen2Config(
             **SMALL,
             num_key_value_heads=2,
             **scaled("yarn", original_max_position_embeddings=16, mscale=1.3, mscale_all_dim=0.7, beta_fast=8),
+        )
+    ),
+    "qwen2-window": Qwen2ForCausalLM(
+        Qwen2Config(**SMALL, num_key_value_heads=2, use_sliding_window=True, sliding_window=7, max_window_layers=1)
+    ),
+    "qwen3-window": Qwen3ForCausalLM(
+        Qwen3Config(
+            **SMALL, num_key_value_heads=2, head_dim=32, use_sliding_window=True, sliding_window=7, max_window_layers=0
         )
     ),
     "qwen3": Qwen3ForCausalLM(Qwen3Config(**SMALL, num_key_value_heads=2, head_dim=32)),
@@ -81,7 +90,7 @@ def our_logits(model: Decoder, tokens_BT: torch.Tensor) -> torch.Tensor:
     batch, length = tokens_BT.shape
     positions = torch.arange(length).repeat(batch)
     with torch.no_grad():
-        flat = model(tokens_BT.flatten(), positions, Rectangular(batch=batch), lambda h, w: h @ w.t())
+        flat = model(tokens_BT.flatten(), positions, over_sequences(model.shape, batch=batch), lambda h, w: h @ w.t())
     return flat.view(batch, length, -1)
 
 
@@ -175,7 +184,15 @@ def test_export_in_several_files_loads_back(tmp_path: Path, monkeypatch: pytest.
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
         ({"mlp_bias": True}, "mlp_bias"),
         ({"hidden_act": "gelu"}, "gelu"),
-        ({"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 16}, "sliding-window"),
+        (
+            {
+                "model_type": "qwen2",
+                "use_sliding_window": True,
+                "sliding_window": 16,
+                "layer_types": ["sliding_attention", "full_attention"],
+            },
+            "sliding window before others without one",
+        ),
     ],
 )
 def test_what_the_decoder_lacks_is_refused_by_name(change: dict[str, object], words: str) -> None:
@@ -184,12 +201,26 @@ def test_what_the_decoder_lacks_is_refused_by_name(change: dict[str, object], wo
         ModelShape.from_hf(config)
 
 
-def test_a_window_is_full_attention_up_to_its_length() -> None:
-    config = FAMILIES["mistral-window"].config.to_dict()
-    shape = ModelShape.of_config(config, length=40)
-    assert (shape.foreign, shape.window, shape.positions, shape.max_positions) == ("", 40, 40, 64)
-    longer = ModelShape.of_config(config, length=41)
-    assert "sliding window of 40 is shorter than sequences of 41" in longer.foreign
+@pytest.mark.parametrize("family", ["mistral-window", "qwen2-window", "qwen3-window"])
+def test_a_window_matters(family: str, tmp_path: Path) -> None:
+    """The comparison with transformers could not tell a window that is ignored if it changed nothing."""
+    randomise(FAMILIES[family]).save_pretrained(tmp_path)
+    ours = weights.load(tmp_path)
+    everything = Decoder(replace(ours.shape, window=None, full_layers=0))
+    everything.load_state_dict(ours.state_dict())
+    tokens = torch.randint(0, 96, (1, 40), generator=torch.Generator().manual_seed(0))
+    apart = (our_logits(ours, tokens) - our_logits(everything, tokens)).abs().amax(-1).flatten()
+    assert ours.shape.window is not None
+    assert apart[: ours.shape.window].max() < 1e-5
+    assert apart[ours.shape.window :].min() > 1e-3
+
+
+def test_a_shape_recorded_with_positions_that_end_with_the_window() -> None:
+    shape = ModelShape.from_hf(FAMILIES["mistral-window"].config.to_dict())
+    assert (shape.foreign, shape.window, shape.full_layers, shape.positions) == ("", 16, 0, 64)
+    before = replace(shape, positions=16, max_positions=64)
+    assert weights.hf_config(before) == weights.hf_config(shape)
+    assert ModelShape.from_json(before.to_json(), source="plan.json") == before
 
 
 # Folders that are not quite as their config.json says

@@ -22,6 +22,9 @@ TOKENIZER = ByteTokenizer()
 WINDOW = 96
 
 
+MODELS = [{}, {"kv_heads": 4}, {"kv_heads": 1, "qk_norm": True, "tied": True}, {"window": 11, "full_layers": 1}]
+
+
 def made(**changes: object) -> Decoder:
     shape = {
         "layers": 3, "hidden": 32, "heads": 4, "kv_heads": 2, "head_dim": 8, "intermediate": 48, "vocab": 272,
@@ -34,7 +37,7 @@ def made(**changes: object) -> Decoder:
     return model
 
 
-@pytest.fixture(scope="module", params=[{}, {"kv_heads": 4}, {"kv_heads": 1, "qk_norm": True, "tied": True}])
+@pytest.fixture(scope="module", params=MODELS)
 def model(request: pytest.FixtureRequest) -> Decoder:
     return made(**request.param)
 

@@ -61,6 +61,7 @@ def both(model: Decoder, prompts: list[list[int]], *, rows: int, samples: int, *
     [
         pytest.param({}, 0, marks=pytest.mark.long),
         ({"kv_heads": 1, "qk_norm": True, "tied": True}, 20),
+        ({"layers": 2, "window": 6, "full_layers": 1}, 20),
         pytest.param({"kv_heads": 4}, 20, marks=pytest.mark.long),
     ],
 )
@@ -73,6 +74,12 @@ def test_rows_that_share_prompts_and_beginnings_write_what_they_would_alone(
 def test_prompts_are_read_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("flatout.sample.pool.READ_TOKENS", 7)
     both(made(), prompts_of([10, 2, 16], begin=18), rows=4, samples=1, max_tokens=2)
+
+
+def test_a_window_may_begin_in_any_range(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the common prefix, in the prompt, among the generated tokens, and in a block after others."""
+    monkeypatch.setattr("flatout.kernels.decode.BLOCK", 16)
+    both(made(window=20), prompts_of([3, 30, 1], begin=24), rows=4, samples=2, max_tokens=26)
 
 
 def test_rows_that_end_early_make_room_and_close_up() -> None:

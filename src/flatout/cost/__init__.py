@@ -81,12 +81,12 @@ def flops_per_token(
 ) -> Flops:
     """Operations for one token of training.
 
-    `mean_context` is how many positions a token attends to on average: (T + 1) / 2 in a causal sequence of T,
-    less when packed documents end inside it. Frozen weights pass a gradient through but get none themselves.
-    *Common* stays what others report, who count frozen weights as if they were trained.
+    `mean_context` is how many positions a token attends to on average, if packed documents end inside a sequence;
+    otherwise that of the shape counts, which a sliding window shortens. Frozen weights pass a gradient through but get
+    none themselves. *Common* stays what others report, who count frozen weights as if they were trained.
     """
-    context = (sequence_length + 1) / 2 if mean_context is None else mean_context
-    attention = 4 * shape.layers * shape.q_width * context
+    context = shape.context(sequence_length)
+    attention = 4 * shape.layers * shape.q_width * (context if mean_context is None else min(context, mean_context))
     linear = 2 * shape.matmul_weights
     blocks = 2 * shape.layers * shape.block_matmul_weights
     # In a bank a token needs one adapter; that the matmuls also multiply the columns of the others is not work done.

@@ -18,7 +18,7 @@ from flatout.files import typed
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 # Fields of `ModelShape` that came after the first release.
-_LATER = ("out_bias", "rope_scaling", "window", "max_positions", "foreign")
+_LATER = ("out_bias", "rope_scaling", "window", "full_layers", "max_positions", "foreign")
 # What run folders call `foreign`.
 _FOREIGN = "adapter"
 # Positions of a model whose config.json names no limit.
@@ -132,8 +132,10 @@ class ModelShape:
     norm_eps: float = 1e-5
     out_bias: bool = False
     rope_scaling: RopeScaling | None = None
-    # A sliding window equals full attention up to its length: `positions` ends there, and `max_positions` is theirs.
+    # A token attends to this many tokens, itself included, in all layers but the first `full_layers`.
     window: int | None = None
+    full_layers: int = 0
+    # The positions of the model itself, in run folders whose `positions` end with the window.
     max_positions: int | None = None
     # Why our decoder cannot run the model, which then runs as transformers builds it; the numbers are its nearest.
     foreign: str = ""
@@ -148,6 +150,7 @@ class ModelShape:
         for name, most in LARGEST.items():
             if (value := getattr(self, name)) is not None or name not in _LATER:
                 _whole(value, f"the model's {name}", most=most)
+        _whole(self.full_layers, "the model's full_layers", most=self.layers, least=0)
         for name in ("tied", "qk_norm", "qkv_bias", "out_bias"):
             _flag(getattr(self, name), f"the model's {name}")
         _real(self.rope_theta, "the model's rope_theta", least=1.0 if self.rope_scaling else 0.0)
@@ -188,6 +191,14 @@ class ModelShape:
         tables = self.vocab * self.hidden * (1 if self.tied else 2)
         return self.layers * block + tables + self.hidden
 
+    def context(self, length: int) -> float:
+        """How many positions a token of a causal sequence of this length attends to, on average over all layers."""
+        full = (length + 1) / 2
+        if self.window is None or self.window >= length:
+            return full
+        within = self.window - self.window * (self.window - 1) / (2 * length)
+        return (self.full_layers * full + (self.layers - self.full_layers) * within) / self.layers
+
     def to_json(self) -> dict[str, Any]:
         """What came later is left out where it says nothing, so that older runs keep their identity."""
         values = asdict(self) | {"rope_scaling": self.rope_scaling and self.rope_scaling.to_json()}
@@ -203,18 +214,12 @@ class ModelShape:
         return typed(cls, values, source=source)
 
     @classmethod
-    def of_config(cls, config: Mapping[str, Any], *, length: int | None = None) -> ModelShape:
-        """The shape of any causal model for sequences of `length`: our decoder's, or the nearest to a foreign model."""
+    def of_config(cls, config: Mapping[str, Any]) -> ModelShape:
+        """The shape of any causal model: our decoder's, or the nearest to a foreign model."""
         try:
-            shape = cls.from_hf(config)
+            return cls.from_hf(config)
         except Unsupported as refusal:
             return cls.nearest(config, why=str(refusal))
-        if length is not None and shape.window is not None and length > shape.window:
-            why = (
-                f"its sliding window of {shape.window} is shorter than sequences of {length}, and this decoder has none"
-            )
-            return cls.nearest(config, why=why)
-        return shape
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> ModelShape:
@@ -232,7 +237,6 @@ class ModelShape:
             f"{scaling if isinstance(scaling, str) else shown(scaling)} rope scaling": scaling
             not in ("default", "linear", "llama3", "yarn"),
             f"partial_rotary_factor {shown(turned)}": turned not in (None, 1.0),
-            "sliding-window attention in some layers": kind != "mistral" and _slides(config),
             "mlp_bias": bool(config.get("mlp_bias")),
             f"hidden_act {shown(act)}": act not in ("silu", "swish"),
         }
@@ -241,7 +245,7 @@ class ModelShape:
         _require(config, "hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers", "vocab_size")
         heads, hidden = _size(config, "num_attention_heads", "heads"), _size(config, "hidden_size", "hidden")
         positions = _size(config, "max_position_embeddings", "positions", 2048)
-        window = _size({"sliding_window": 4096, **config}, "sliding_window", "window", 0) if kind == "mistral" else 0
+        window, full_layers = _window(config)
         biased = _said(config, "attention_bias") and kind in ("llama", "qwen3")
         theta = next((one for one in (rope.get("rope_theta"), config.get("rope_theta")) if one is not None), 10000.0)
         return cls(
@@ -252,7 +256,7 @@ class ModelShape:
             head_dim=_size(config, "head_dim", "head_dim", 128 if kind == "qwen3" else hidden // heads),
             intermediate=_size(config, "intermediate_size", "intermediate"),
             vocab=_size(config, "vocab_size", "vocab"),
-            positions=min(positions, window or positions),
+            positions=positions,
             tied=_said(config, "tie_word_embeddings"),
             qk_norm=kind == "qwen3",
             qkv_bias=kind == "qwen2" or biased,
@@ -260,8 +264,8 @@ class ModelShape:
             rope_theta=_real(theta, "config.json: rope_theta"),
             norm_eps=_real(config.get("rms_norm_eps", 1e-6), "config.json: rms_norm_eps", most=1.0),
             rope_scaling=RopeScaling.from_hf(rope, positions=positions),
-            window=window or None,
-            max_positions=positions if window else None,
+            window=window,
+            full_layers=full_layers,
         )
 
     @classmethod
@@ -321,13 +325,22 @@ def _require(config: Mapping[str, Any], *names: str) -> None:
         raise UsageError(f"the model's config.json lacks {', '.join(missing)}, which its shape needs")
 
 
-def _slides(config: Mapping[str, Any]) -> bool:
-    """Whether some layers of a Qwen model see a window only."""
+def _window(config: Mapping[str, Any]) -> tuple[int | None, int]:
+    """The sliding window, if there is one, and how many of the first layers have none."""
+    layers = _size(config, "num_hidden_layers", "layers")
+    if config.get("model_type") == "mistral":
+        return _size({"sliding_window": 4096, **config}, "sliding_window", "window", 0) or None, 0
     if not config.get("use_sliding_window") or not config.get("sliding_window"):
-        return False
+        return None, 0
+    full = _size(config, "max_window_layers", "window", 0)
     if isinstance(kinds := config.get("layer_types"), list):
-        return "sliding_attention" in kinds
-    return _size(config, "max_window_layers", "window", 0) < _size(config, "num_hidden_layers", "layers")
+        full = kinds.count("full_attention")
+        if kinds != ["full_attention"] * full + ["sliding_attention"] * (layers - full):
+            raise Unsupported(
+                "the model's config.json asks for layers with a sliding window before others without one, which this "
+                "decoder lacks"
+            )
+    return (_size(config, "sliding_window", "window"), full) if full < layers else (None, 0)
 
 
 # What an adapter may sit on, in the order in which fused projections stack them.

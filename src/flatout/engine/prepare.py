@@ -16,7 +16,21 @@ from flatout.data.stream import Batch
 from flatout.engine.objective import HeadLoss
 from flatout.engine.resolve import Active
 from flatout.losses import RowLoss, capped, linear_cross_entropy, row_loss
-from flatout.model import Attend, Block, Decoder, Foreign, Masked, Model, Padded, Rectangular, Short, Varlen, lora, nf4
+from flatout.model import (
+    Attend,
+    Block,
+    Decoder,
+    Foreign,
+    Masked,
+    Model,
+    Padded,
+    Rectangular,
+    Short,
+    Sliding,
+    Varlen,
+    lora,
+    nf4,
+)
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -199,24 +213,38 @@ class EightBits:
 
 
 def attend_for(batch: Batch, *, active: Active) -> Attend:
-    """The attention that fits a batch's layout."""
-    if batch.cu_seqlens is None:
-        return Rectangular(batch=batch.num_sequences, repeat_kv=active.repeat_kv)
+    """The attention that fits a batch's layout. A sliding window that no sequence exceeds is no window."""
+    window, longest = active.window, batch.longest or batch.sequence_length
+    if window is None or longest <= window:
+        return _attend(batch, active=active, window=None)
+    within = _attend(batch, active=active, window=window)
+    if not active.full_layers:
+        return within
+    return Sliding(full=_attend(batch, active=active, window=None), within=within, full_layers=active.full_layers)
+
+
+def _attend(batch: Batch, *, active: Active, window: int | None) -> Attend:
     longest = batch.longest or batch.sequence_length
+    if batch.cu_seqlens is None and (window is None or not active.varlen):
+        return Rectangular(batch=batch.num_sequences, repeat_kv=active.repeat_kv, window=window)
+    if batch.cu_seqlens is None:
+        size, length = batch.tokens.numel(), batch.sequence_length
+        ends = torch.arange(0, size + 1, length, dtype=torch.int32, device=active.device)
+        return Varlen(cu_seqlens=ends, longest=length, repeat_kv=active.repeat_kv, window=window)
     if active.attention == "transformers":  # its documents become rows; how many, and how long, is read from the device
         lengths = batch.cu_seqlens.diff()
         return Padded.of(batch.cu_seqlens, tokens=batch.tokens.numel(), longest=int(lengths.max()), trim=True)
-    if active.attention == "short" and longest <= SHORT_DOCUMENT:
+    if active.attention == "short" and longest <= SHORT_DOCUMENT and window is None:
         return Short(cu_seqlens=batch.cu_seqlens, longest=longest)
     if active.varlen:
-        return Varlen(cu_seqlens=batch.cu_seqlens, longest=longest, repeat_kv=active.repeat_kv)
+        return Varlen(cu_seqlens=batch.cu_seqlens, longest=longest, repeat_kv=active.repeat_kv, window=window)
     # Eager code on a CPU takes any number of documents; elsewhere the number must be the same for every batch.
     trim = active.device.type == "cpu" and active.compile == "none"
-    apart = Padded.of(batch.cu_seqlens, tokens=batch.tokens.numel(), longest=longest, trim=trim)
+    apart = Padded.of(batch.cu_seqlens, tokens=batch.tokens.numel(), longest=longest, trim=trim, window=window)
     scores, masked = apart.documents * longest**2, batch.num_sequences * batch.sequence_length**2
     if scores < masked and apart.documents * longest <= MOST_PADDING * batch.tokens.numel():
         return apart
-    return Masked.of(batch.cu_seqlens, batch=batch.num_sequences, length=batch.sequence_length)
+    return Masked.of(batch.cu_seqlens, batch=batch.num_sequences, length=batch.sequence_length, window=window)
 
 
 def recompiles() -> int | None:

@@ -40,6 +40,8 @@ class Active:
     fused_loss: bool = False
     fp8: bool = False
     graphs: bool = False
+    window: int | None = None  # of the layers after the first `full_layers`
+    full_layers: int = 0
 
 
 def check_build(hardware: Hardware) -> None:
@@ -93,17 +95,19 @@ def resolve(plan: Plan, *, local_rank: int, deterministic: bool) -> Active:
         # Batches without short documents use the library's kernel.
         backend = "flash" if requested.attention == "short" else requested.attention
         attention, repeat_kv, facts["attention"] = _attention(backend, plan.job.shape, dtype, device)
-    varlen = False
+    varlen, window = False, plan.job.shape.window
+    slides = window is not None and plan.job.sequence_length > window
     if plan.job.packing == "documents" and plan.job.shape.foreign:
         facts["attention"] = "documents padded to rows, attention as transformers chooses it"
-    elif plan.job.packing == "documents":
+    elif plan.job.packing == "documents" or slides:
         sm = plan.job.hardware.sm
         varlen = on_gpu and dtype != torch.float32 and sm is not None and sm >= (8, 0)
         why = "on a CPU" if not on_gpu else "in fp32" if dtype == torch.float32 else "below SM 8.0"
-        facts["attention"] = (
-            "variable-length flash kernel" if varlen else f"documents padded or masked: no kernel for them {why}"
+        what = (
+            "documents padded or masked: no kernel for them" if plan.job.packing == "documents" else "masked: no kernel"
         )
-        repeat_kv = False
+        facts["attention"] = "variable-length flash kernel" if varlen else f"{what} {why}"
+        repeat_kv = repeat_kv and plan.job.packing != "documents"  # layers without a window use the other kernel
         if varlen and (problem := _try_varlen(plan.job.shape, dtype, device)):
             repeat_kv = True
             facts["attention"] += f", keys and values repeated for it: {problem}"
@@ -129,6 +133,8 @@ def resolve(plan: Plan, *, local_rank: int, deterministic: bool) -> Active:
         fused_optimizer=requested.fused_optimizer,
         facts=facts,
         graphs=requested.graphs and problem is None,
+        window=window,
+        full_layers=plan.job.shape.full_layers,
         **kernels,
     )
 

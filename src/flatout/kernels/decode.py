@@ -8,7 +8,7 @@ Legend: N queries, H query heads, G key/value heads, D head width, T tiles, Q qu
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -25,9 +25,10 @@ LEAST, FULL, READING = 16, 64, 128
 
 @triton.jit(do_not_specialize=["N"])
 def _read(
-    q, k, v, out, sums, tops, totals, queries, starts, seen, N, q_row, q_head, pool_head, scale,
+    q, k, v, out, sums, tops, totals, queries, starts, seen, firsts, N, q_row, q_head, pool_head, scale,
     H: tl.constexpr, GROUPS: tl.constexpr, D: tl.constexpr, QUERIES: tl.constexpr, ROWS: tl.constexpr,
-    WIDTH: tl.constexpr, BLOCK: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr, PRECISION: tl.constexpr,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr, WINDOW: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(0)
     group = tl.program_id(1)
@@ -54,15 +55,24 @@ def _read(
             total = tl.load(totals + at, mask=known, other=0.0)
             summed = tl.load(sums + at[:, None] * D + d[None, :], mask=inside, other=0.0)
         begin = group.to(tl.int64) * pool_head + start * D
-        for first in range(0, most, BLOCK):
+        least = 0
+        if WINDOW:
+            low = tl.load(firsts + tile * QUERIES + which, mask=which < QUERIES, other=0)
+            least = tl.min(tl.where(known, low, most), axis=0) // BLOCK * BLOCK
+        for first in range(least, most, BLOCK):
             j = first + tl.arange(0, BLOCK)
             there = (j < most)[:, None] & (d < D)[None, :]
             place = begin + j[:, None] * D + d[None, :]
             keys = tl.load(k + place, mask=there, other=0.0)
             score = tl.dot(x, tl.trans(keys), input_precision=PRECISION) * scale
-            score = tl.where(j[None, :] < limit[:, None], score, -1e30)
+            visible = j[None, :] < limit[:, None]
+            if WINDOW:
+                visible = visible & (j[None, :] >= low[:, None])
+            score = tl.where(visible, score, -1e30)
             higher = tl.maximum(top, tl.max(score, axis=1))
             share = tl.exp2(score - higher[:, None])
+            if WINDOW:  # a query may see none of these keys
+                share = tl.where(visible, share, 0.0)
             kept = tl.exp2(top - higher)
             values = tl.load(v + place, mask=there, other=0.0)
             summed = summed * kept[:, None] + tl.dot(share.to(values.dtype), values, input_precision=PRECISION)
@@ -96,15 +106,23 @@ def _keep(
 @dataclass(frozen=True, kw_only=True)
 class Tiles:
     """The range of the pool that each query reads: tile t starts at `starts[t]`, and its query i reads `seen[t, i]`
-    tokens. An unused query is -1 and reads 0; queries beyond the given ones are skipped."""
+    tokens, without those before `firsts[t, i]` if there is a window. An unused query is -1 and reads 0; queries beyond
+    the given ones are skipped."""
 
     queries_TQ: Tensor
     seen_TQ: Tensor
     starts_T: Tensor
+    firsts_TQ: Tensor | None = None
 
     @property
     def num_tiles(self) -> int:
         return self.queries_TQ.shape[0]
+
+    def within(self, window: int, position_N: Tensor, begin: Tensor | int) -> Tiles:
+        """The same ranges for queries at these positions that see a window; the ranges begin at position `begin`."""
+        at_TQ = position_N[self.queries_TQ.long().clamp(0, len(position_N) - 1)]
+        firsts_TQ = (at_TQ - window + 1 - begin).clamp(min=0).to(torch.int32)
+        return replace(self, firsts_TQ=firsts_TQ)
 
     def first(self, num_tiles: int) -> Tiles:
         return Tiles(
@@ -165,9 +183,10 @@ def read(q_NHD: Tensor, k_GPD: Tensor, v_GPD: Tensor, ranges: list[Tiles], *, pa
         rows, wide = max(LEAST, width(queries * groups)), max(16, width(d))
         _read[(tiles.num_tiles, k_GPD.shape[0])](
             q_NHD, k_GPD, v_GPD, out, *state, tiles.queries_TQ, tiles.starts_T, tiles.seen_TQ,
+            tiles.seen_TQ if tiles.firsts_TQ is None else tiles.firsts_TQ,
             n, q_NHD.stride(0), q_NHD.stride(1), k_GPD.stride(0), scale,
             H=heads, GROUPS=groups, D=d, QUERIES=queries, ROWS=rows, WIDTH=wide, BLOCK=BLOCK,
-            FIRST=i == 0, LAST=i == len(ranges) - 1,
+            FIRST=i == 0, LAST=i == len(ranges) - 1, WINDOW=tiles.firsts_TQ is not None,
             PRECISION="ieee" if q_NHD.dtype == torch.float32 else "tf32",
             num_warps=(2 if rows <= LEAST else 8 if rows * wide > 64 * 128 else 4) * (q_NHD.element_size() // 2),
             num_stages=_stages(rows * wide, 2 * BLOCK * wide, q_NHD),

@@ -1,6 +1,6 @@
 """The decoder and its weights, in and out of Hugging Face format; foreign models as transformers builds them."""
 
-from flatout.model.attention import Attend, Masked, Padded, Rectangular, Short, Varlen
+from flatout.model.attention import Attend, Masked, Padded, Rectangular, Short, Sliding, Varlen
 from flatout.model.critic import Critic
 from flatout.model.decoder import Block, Decoder
 from flatout.model.foreign import Foreign
@@ -20,6 +20,7 @@ __all__ = [
     "Routed",
     "Router",
     "Short",
+    "Sliding",
     "Varlen",
     "load_adapted",
     "load_model",

@@ -21,7 +21,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from flatout.config.settings import Recompute
 from flatout.cost import ModelShape
 from flatout.model import rope
-from flatout.model.attention import Attend
+from flatout.model.attention import Attend, Sliding
 from flatout.model.nf4 import Nf4, linear4
 
 if TYPE_CHECKING:
@@ -220,8 +220,9 @@ class Decoder(nn.Module):
         """The final, normalised hidden state of each token; under a bank, with the adapters weighted by `mix_NE`."""
         residual_NC, cos, sin = self.enter(tokens_N, positions_N)
         delta_NC: Tensor | None = None
-        for block in self.blocks:
-            residual_NC, delta_NC = block(residual_NC, delta_NC, cos, sin, attend, mix_NE)
+        for layer, block in enumerate(self.blocks):
+            within = attend.in_layer(layer) if isinstance(attend, Sliding) else attend
+            residual_NC, delta_NC = block(residual_NC, delta_NC, cos, sin, within, mix_NE)
         assert delta_NC is not None
         return self.leave(residual_NC, delta_NC)
 

@@ -184,6 +184,11 @@ def to_transformers(model: Decoder) -> Any:
 def hf_config(shape: ModelShape) -> dict[str, Any]:
     """The config.json that describes this shape to transformers."""
     kind, name = _architecture(shape)
+    sliding: dict[str, Any] = {}
+    if kind.startswith("qwen") and shape.window:
+        layers = ["full_attention"] * shape.full_layers
+        layers += ["sliding_attention"] * (shape.layers - shape.full_layers)
+        sliding = {"use_sliding_window": True, "max_window_layers": shape.full_layers, "layer_types": layers}
     positions = shape.max_positions or shape.positions
     scaling: dict[str, Any] = shape.rope_scaling.to_json() if shape.rope_scaling else {"rope_type": "default"}
     return {
@@ -205,13 +210,14 @@ def hf_config(shape: ModelShape) -> dict[str, Any]:
         # The same for versions of transformers that do not know `rope_parameters`.
         "rope_scaling": scaling if shape.rope_scaling else None,
         "sliding_window": shape.window,
+        **sliding,
         "attention_bias": shape.out_bias,
     }
 
 
 def _architecture(shape: ModelShape) -> tuple[str, str]:
     """The Hugging Face architecture of this shape; a shape without one is refused."""
-    if shape.window:
+    if shape.window and not shape.qk_norm and not shape.qkv_bias:
         return "mistral", "MistralForCausalLM"
     if shape.qk_norm:
         if shape.qkv_bias != shape.out_bias:

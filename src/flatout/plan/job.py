@@ -162,7 +162,7 @@ def job_of(
 def shape_of(settings: Settings) -> ModelShape:
     """The shape of the configured model, from its own numbers or from a Hugging Face config.json."""
     model, length = settings.model, settings.data.sequence_length
-    shape = _own_shape(settings) if model.name is None else named_shape(model, length=length)
+    shape = _own_shape(settings) if model.name is None else named_shape(model)
     if length > shape.positions:
         raise UsageError(
             f"data.sequence_length {length} is longer than the model's {shape.positions} positions: "
@@ -193,12 +193,12 @@ def _own_shape(settings: Settings) -> ModelShape:
     )
 
 
-def named_shape(model: ModelSettings, *, length: int | None = None) -> ModelShape:
-    """The shape of a model in a folder or on the hub, for sequences of at most `length`."""
+def named_shape(model: ModelSettings) -> ModelShape:
+    """The shape of a model in a folder or on the hub."""
     if model.name is None:
         raise UsageError("model.name is missing: give a folder or a name on the hub")
     config = hub.config_of(model.name, revision=model.revision, trust=model.trust)
-    return ModelShape.of_config(config, length=length)
+    return ModelShape.of_config(config)
 
 
 def adapters_of(lora: LoraSettings, *, bank: Sequence[str] = ()) -> Adapters | None:

@@ -109,13 +109,15 @@ def passes(lengths: Sequence[int], most: int) -> Iterator[list[tuple[int, int, i
 class Cache:
     k_LRGSD: Tensor
     v_LRGSD: Tensor
+    window: int | None
+    full_layers: int
 
     @classmethod
     def make(cls, shape: ModelShape, *, rows: int, length: int, dtype: torch.dtype, device: torch.device) -> Cache:
         size = (shape.layers, rows, shape.kv_heads, length, shape.head_dim)
         # Zeros, because masked values are multiplied by zero and must stay finite.
         k, v = (torch.zeros(size, dtype=dtype, device=device) for _ in range(2))
-        return cls(k_LRGSD=k, v_LRGSD=v)
+        return cls(k_LRGSD=k, v_LRGSD=v, window=shape.window, full_layers=shape.full_layers)
 
     @property
     def rows(self) -> int:
@@ -154,13 +156,17 @@ class Cached:
         seen = min(cache.length, -(-longest // block) * block)
         self.k_LRGSD = cache.k_LRGSD[:, first : first + rows, :, :seen]
         self.v_LRGSD = cache.v_LRGSD[:, first : first + rows, :, :seen]
-        at_RQ = starts_R[:, None] + torch.arange(self.width, device=device)
-        # Padding queries attend to the row's tokens too, so that no softmax is over an empty set.
-        self.mask_RQS = torch.arange(seen, device=device) <= at_RQ[:, :, None]
-        self._layer = 0
+        # Padding queries attend to what the row's last one does, so that no softmax is over an empty set.
+        at_RQ = starts_R[:, None] + torch.arange(self.width, device=device).clamp(max=counts[:, None] - 1)
+        key_S = torch.arange(seen, device=device)
+        self.mask_RQS = self.within_RQS = key_S <= at_RQ[:, :, None]
+        if cache.window is not None:
+            self.within_RQS = self.mask_RQS & (key_S > at_RQ[:, :, None] - cache.window)
+        self._layer, self._full_layers = 0, cache.full_layers
 
     def __call__(self, q_NHD: Tensor, k_NGD: Tensor, v_NGD: Tensor) -> Tensor:
         k_RGSD, v_RGSD = self.k_LRGSD[self._layer], self.v_LRGSD[self._layer]
+        mask_RQS = self.mask_RQS if self._layer < self._full_layers else self.within_RQS
         self._layer += 1
         k_RGSD[self.row_N, :, self.positions_N] = k_NGD
         v_RGSD[self.row_N, :, self.positions_N] = v_NGD
@@ -171,7 +177,7 @@ class Cached:
         q_RQHD = q_NHD.new_zeros(rows, self.width, heads, head_dim)
         q_RQHD[self.row_N, self.offset_N] = q_NHD
         q = q_RQHD.view(rows, self.width, kv_heads, groups, head_dim).permute(0, 2, 1, 3, 4).flatten(2, 3)
-        mask = self.mask_RQS.repeat_interleave(groups, dim=1)[:, None]
+        mask = mask_RQS.repeat_interleave(groups, dim=1)[:, None]
         out = F.scaled_dot_product_attention(q, k_RGSD, v_RGSD, attn_mask=mask)
         out_RQHD: Tensor = out.unflatten(2, (self.width, groups)).permute(0, 2, 1, 3, 4).flatten(2, 3)
         return out_RQHD[self.row_N, self.offset_N]

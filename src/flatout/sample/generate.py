@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 
 from flatout.data.tokenizer import Tokenizer
-from flatout.model import Decoder, Rectangular
+from flatout.model import Decoder
+from flatout.model.attention import over_sequences
 from flatout.sample.cache import BLOCK, READ_TOKENS, Cache, Cached, Rows, Store, logits, logits_after
 from flatout.sample.draw import numbered, row_key
 from flatout.sample.reader import Reader
@@ -167,7 +168,8 @@ class Generator:
             def head(hidden_NC: Tensor, weight_VC: Tensor, targets: Tensor = targets) -> Tensor:
                 return _logprobs(hidden_NC, weight_VC, targets)
 
-            yield (-self.model(tokens[:-1], positions, Rectangular(batch=1), head)).tolist()
+            attend = over_sequences(self.model.shape, batch=1)
+            yield (-self.model(tokens[:-1], positions, attend, head)).tolist()
 
     def _rounds(
         self, prompts: Sequence[Prompt], waiting: deque[_Row], sampling: Sampling, *, watched: bool = False

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from flatout.data.tokenizer import Tokenizer
 from flatout.kernels.uniform import uniform
-from flatout.model import Decoder, Rectangular
+from flatout.model import Decoder
+from flatout.model.attention import over_sequences
 from flatout.sample.draw import draw, numbered, row_key
 from flatout.sample.request import Completion, Keys, Prompt, Sampling, Status
 
@@ -27,7 +28,10 @@ def logits_of(model: Decoder) -> Logits:
         tokens_T = tokens_T.to(model.embedding.device)
         positions_T = torch.arange(len(tokens_T), device=tokens_T.device)
         out: Tensor = model(
-            tokens_T, positions_T, Rectangular(batch=1), lambda hidden, weight: hidden @ weight.to(hidden.dtype).t()
+            tokens_T,
+            positions_T,
+            over_sequences(model.shape, batch=1),
+            lambda hidden, weight: hidden @ weight.to(hidden.dtype).t(),
         )
         return out
 

@@ -67,7 +67,7 @@ class Pool:
     def __init__(self, model: Decoder, *, rows: int, own: int, prompts: int, samples: int) -> None:
         """Holds `own` tokens of each row and `prompts` tokens of all prompts, with this many samples of each."""
         shape, device, dtype = model.shape, model.embedding.device, model.compute_dtype
-        self.model, self.rows, self.own = model, rows, own
+        self.model, self.rows, self.own, self.full_layers = model, rows, own, shape.full_layers
         size = (shape.layers, shape.kv_heads, rows * own + prompts, shape.head_dim)
         # Zeros, because masked values are multiplied by zero and must stay finite.
         self.k_LGPD, self.v_LGPD = (torch.zeros(size, dtype=dtype, device=device) for _ in range(2))
@@ -169,6 +169,13 @@ class Pool:
         attend = _DecodeAttend(self, position_R)
         return logits_after(self.model, token_R, position_R, attend, attend.rows_R)
 
+    def within(self, ranges: list[Tiles], position_N: Tensor, begins: Sequence[Tensor | int]) -> list[Tiles]:
+        """The ranges, which begin at these positions, in layers with a sliding window; the same without one."""
+        window = self.model.shape.window
+        if window is None:
+            return ranges
+        return [tiles.within(window, position_N, begin) for tiles, begin in zip(ranges, begins, strict=True)]
+
     # Places
 
     def move(self, source: Sequence[int], to: Sequence[int]) -> None:
@@ -250,15 +257,18 @@ class _PrefillAttend:
             shape = pool.model.shape
             self.partial = Partial.make(queries=total, heads=shape.heads, head_dim=shape.head_dim, device=device)
         self.positions_N = torch.from_numpy(positions + pool.shared).to(device)
+        begins: list[Tensor | int] = [0, pool.shared] if pool.shared else [0]
+        self.within = pool.within(self.ranges, self.positions_N, begins)
         self.places_N = torch.from_numpy(places).to(device)
         self.last_R = torch.from_numpy(np.cumsum(lengths) - 1).to(device)
         self._layer = 0
 
     def __call__(self, q_NHD: Tensor, k_NGD: Tensor, v_NGD: Tensor) -> Tensor:
         k_GPD, v_GPD = self.pool.k_LGPD[self._layer], self.pool.v_LGPD[self._layer]
+        ranges = self.ranges if self._layer < self.pool.full_layers else self.within
         self._layer += 1
         keep(k_NGD, v_NGD, k_GPD, v_GPD, self.places_N)
-        return read(q_NHD, k_GPD, v_GPD, self.ranges, partial=self.partial)
+        return read(q_NHD, k_GPD, v_GPD, ranges, partial=self.partial)
 
 
 class _DecodeAttend:
@@ -278,15 +288,19 @@ class _DecodeAttend:
         )
         everybody = pool._everybody.first(cdiv(rows, pool._everybody.queries_TQ.shape[1]))
         self.ranges = [pool._prompts.first(pool._tiles), own]
+        begins: list[Tensor | int] = [pool.shared, pool._begin_R[:rows, None]]
         if pool.shared:
             self.ranges.insert(0, everybody)
+            begins.insert(0, 0)
+        self.within = pool.within(self.ranges, position_R, begins)
         self._layer = 0
 
     def __call__(self, q_NHD: Tensor, k_NGD: Tensor, v_NGD: Tensor) -> Tensor:
         k_GPD, v_GPD = self.pool.k_LGPD[self._layer], self.pool.v_LGPD[self._layer]
+        ranges = self.ranges if self._layer < self.pool.full_layers else self.within
         self._layer += 1
         keep(k_NGD, v_NGD, k_GPD, v_GPD, self.places_R)
-        return read(q_NHD, k_GPD, v_GPD, self.ranges, partial=self.pool._partial)
+        return read(q_NHD, k_GPD, v_GPD, ranges, partial=self.pool._partial)
 
 
 def _per_prompt(groups: int, samples: int) -> int:

@@ -8,7 +8,8 @@ from dataclasses import replace
 import torch
 
 from flatout.data.tokenizer import Tokenizer
-from flatout.model import Decoder, Padded, Router, lora
+from flatout.model import Decoder, Router, lora
+from flatout.model.attention import over_documents
 from flatout.model.router import prompt_states
 from flatout.sample.cache import READ_TOKENS
 from flatout.sample.generate import Generator
@@ -40,7 +41,7 @@ class RoutedSampler:
             tokens = torch.tensor([token for prompt in several for token in prompt], device=device)
             positions = torch.cat([torch.arange(length) for length in lengths]).to(device)
             ends = torch.tensor([0, *lengths]).cumsum(0).to(device, torch.int32)
-            attend = Padded.of(ends, tokens=len(tokens), longest=max(lengths))
+            attend = over_documents(self._model.shape, ends, tokens=len(tokens), longest=max(lengths))
             whole = torch.ones(len(tokens), device=device)
             logits_DE = router(prompt_states(self._model, tokens, positions, attend, whole, ends))
             sure, which = (logits_DE / router.temperature).softmax(-1).max(-1)
