@@ -311,7 +311,7 @@ def test_every_micro_batch_casts_the_weights_and_adds_to_their_gradients() -> No
 def test_short_documents_do_not_make_the_libraries_attention_free() -> None:
     short = flops_per_token(SMALL, sequence_length=1024, mean_context=40)
     assert seconds(flops=short, documents="varlen") > 1.1 * seconds(flops=short)
-    long = flops_per_token(SMALL, sequence_length=1024, mean_context=4096)
+    long = flops_per_token(SMALL, sequence_length=8192)
     assert seconds(flops=long, documents="varlen") == seconds(flops=long)
     assert seconds(flops=short) < seconds(flops=short, documents="short") < seconds(flops=short, documents="varlen")
 
@@ -377,7 +377,15 @@ def test_each_family_brings_its_own_details() -> None:
         ({"rope_scaling": {"rope_type": "llama3", "factor": 32.0}}, "lacks low_freq_factor, high_freq_factor"),
         ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "dynamic rope scaling"),
         ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e6}}, "yarn rope scaling but lacks factor"),
-        ({"model_type": "qwen2", "sliding_window": 4096, "use_sliding_window": True}, "sliding-window attention"),
+        (
+            {
+                "model_type": "qwen2",
+                "sliding_window": 4096,
+                "use_sliding_window": True,
+                "layer_types": ["sliding_attention", "full_attention"] * 16,
+            },
+            "layers with a sliding window before others without one",
+        ),
         ({"mlp_bias": True}, "mlp_bias"),
         ({"partial_rotary_factor": 0.25}, "partial_rotary_factor 0.25"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),

@@ -275,6 +275,23 @@ def test_torchrun_trains_and_is_preempted_with_75(
     assert not any(psutil.pid_exists(rank.pid) for rank in ranks.values())
 
 
+def test_the_first_error_under_torchrun_comes_last(config: Path, tmp_path: Path) -> None:
+    """torchrun ends with a report of its own, which says nothing of the cause."""
+    (tmp_path / "broken.py").write_text(
+        "import os, time\n"
+        "def objective(batch, head):\n"
+        "    if os.environ['RANK'] == '1':\n"
+        "        raise ValueError('the cause')\n"
+        "    return {'loss': head.cross_entropy(batch.targets)}\n"
+    )
+    options = ("--on", "torchrun", "--ranks", 2, "--restarts", 1, "--run", tmp_path / "run")
+    process = launched(config, "train.objective=broken:objective", *options, cwd=tmp_path)
+    assert process.wait() == 4
+    said = (tmp_path / "said").read_text()
+    assert said.endswith("ValueError: the cause\n"), said[-3000:]
+    assert "rank 1 failed first\nTraceback" in said
+
+
 def test_torchrun_on_two_nodes_meets_at_the_first() -> None:
     text = command(job(restarts=2), rendezvous="host:29500")
     assert text[text.index("--rdzv-endpoint") + 1] == "host:29500"

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from recipes_processes import trajectory, weights_hash
+from tests.recipes.recipes_processes import trajectory, weights_hash
 from tests.waiting import wait_until
 from tests.warm import Started, flatout
 

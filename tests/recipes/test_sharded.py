@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.recipes import test_rl
+from tests.recipes import test_rl, test_router
 from tests.recipes.recipes_processes import events, trajectory
 from tests.warm import two_ranks
 
@@ -98,6 +98,39 @@ def one_rank(folder: str, changes: str) -> None:
     torch.set_num_threads(1)
     test_rl.letters.__wrapped__(pytest.MonkeyPatch())
     run(test_rl.settings(**json.loads(changes), plan={"micro_batch": 1, "sharding": "full"}), folder=Path(folder))
+
+
+@pytest.mark.parametrize("sharding", ["full", "none"])
+@STEPS
+def test_a_router(sharding: str, steps: int, flatout: Call, tmp_path: Path) -> None:
+    """All phases. Balance and consistency are of the documents of a micro-batch, so it is the same one."""
+    lengths = {"teach_steps": steps, "router_steps": steps, "joint_steps": steps}
+    values = test_router.changed(router=lengths, train={"steps": steps}, plan={"micro_batch": 2})
+    job = test_router.written(tmp_path, values)
+    assert flatout("train", job, "--run", tmp_path / "one").returncode == 0
+    two_ranks("train", job, f"plan.sharding={sharding}", "--run", tmp_path / "two", cwd=tmp_path)
+    for phase in ("taught", "phase-1", "phase-2", "."):
+        same(tmp_path / "one" / phase, tmp_path / "two" / phase, steps=steps, norm=1e-2)
+        ones, twos = events(tmp_path / "one" / phase, "eval"), events(tmp_path / "two" / phase, "eval")
+        assert [e["val_loss"] for e in ones] == pytest.approx([e["val_loss"] for e in twos], abs=1e-5)
+    scored = [[(e["phase"], e.get("confusion")) for e in events(tmp_path / run, "phase")] for run in ("one", "two")]
+    assert scored[0] == scored[1]
+    assert len(scored[0]) == 3
+
+
+def test_the_phases_of_a_router_on_two_ranks_and_on_one(flatout: Call, tmp_path: Path) -> None:
+    whole, folder = tmp_path / "whole", tmp_path / "run"
+    job = test_router.written(tmp_path, test_router.changed(plan={"micro_batch": 2}))
+    assert flatout("train", job, "--run", whole).returncode == 0
+    two_ranks("train", job, SHARDED, "router.phase=1", "--run", folder, cwd=tmp_path)
+    start = f"router.start={folder}"
+    alone = flatout("train", job, "router.phase=2", "router.teach_steps=null", start, "--run", tmp_path / "second")
+    assert alone.returncode == 0, alone.stderr
+    start = f"router.start={tmp_path / 'second'}"
+    last = tmp_path / "third"
+    two_ranks("train", job, SHARDED, "router.phase=3", "router.teach_steps=null", start, "--run", last, cwd=tmp_path)
+    for phase, other in (("phase-1", folder), ("phase-2", tmp_path / "second"), (".", last)):
+        same(whole / phase, other, steps=4, norm=1e-2)
 
 
 def test_saved_on_two_resumed_on_one_and_back(flatout: Call, config: Path, tmp_path: Path) -> None:

@@ -83,11 +83,18 @@ app.add_typer(data.app, name="data")
 app.add_typer(config.app, name="config")
 
 
+def _report(text: str) -> None:
+    from flatout.probe import launched
+
+    launched.report_error(text)
+
+
 def main() -> None:
     """Runs the command. Every FlatoutError becomes one message and an exit code."""
     try:
         app()
     except FlatoutError as error:
+        _report(f"error: {error}\n")
         if os.environ.get("RANK", "0") != "0":
             sys.exit(error.exit_code)  # rank 0 prints the message
         shared.fail(str(error), exit_code=error.exit_code)
@@ -96,5 +103,7 @@ def main() -> None:
     except Exception:  # a bug in flatout
         from flatout.record import redact
 
-        sys.stderr.write(redact(traceback.format_exc()))
+        text = redact(traceback.format_exc())
+        _report(text)
+        sys.stderr.write(text)
         sys.exit(FlatoutError.exit_code)

@@ -332,7 +332,7 @@ def _window(config: Mapping[str, Any]) -> tuple[int | None, int]:
         return _size({"sliding_window": 4096, **config}, "sliding_window", "window", 0) or None, 0
     if not config.get("use_sliding_window") or not config.get("sliding_window"):
         return None, 0
-    full = _size(config, "max_window_layers", "window", 0)
+    full = _size(config, "max_window_layers", "window", 28)  # the default of transformers
     if isinstance(kinds := config.get("layer_types"), list):
         full = kinds.count("full_attention")
         if kinds != ["full_attention"] * full + ["sliding_attention"] * (layers - full):

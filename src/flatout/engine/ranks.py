@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,6 +20,8 @@ from flatout.probe import launched
 _LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "NCCL error", "remote process exited")
 # How many collectives of this process wait for other ranks just now.
 _waits = 0
+# The group that this process has joined.
+_group: Ranks | None = None
 
 VARIABLES = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
 
@@ -108,6 +110,14 @@ class Ranks:
             if told and not self.first:
                 raise FirstRankFailed(told)
 
+    def on_first(self, work: Callable[[], object]) -> bool:
+        """Works on the first rank while the others wait. Returns on every rank whether the result is true."""
+        found = False
+        with self.first_leads():
+            if self.first:
+                found = bool(work())
+        return self.any(found)
+
     def any(self, flag: bool) -> bool:
         """Whether the flag is set on any rank. The hosts wait for each other, the devices do not."""
         if self.world == 1:
@@ -173,7 +183,11 @@ def _join(backend: str, ranks: Ranks) -> None:
 
 @contextmanager
 def joined(ranks: Ranks, *, num_gpus: int) -> Iterator[Ranks]:
-    """Joins the process group for the duration of the block; does nothing for one rank."""
+    """Joins the process group for the duration of the block, unless there is one rank or it has joined already."""
+    global _group
+    if _group is not None:
+        yield _group
+        return
     cuda = num_gpus > 0
     if cuda and ranks.local_rank >= num_gpus:
         raise UsageError(
@@ -188,7 +202,8 @@ def joined(ranks: Ranks, *, num_gpus: int) -> Iterator[Ranks]:
         torch.cuda.set_device(ranks.local_rank)
     _join("nccl" if cuda else "gloo", ranks)
     try:
-        yield replace(ranks, host_group=dist.new_group(backend="gloo") if cuda else None)
+        _group = replace(ranks, host_group=dist.new_group(backend="gloo") if cuda else None)
+        yield _group
     except RuntimeError as error:
         if not any(word in str(error) for word in _LOST):
             raise
@@ -197,4 +212,5 @@ def joined(ranks: Ranks, *, num_gpus: int) -> Iterator[Ranks]:
             f"{first_line(error).split('. ')[0]}"
         ) from None
     finally:
+        _group = None
         dist.destroy_process_group()

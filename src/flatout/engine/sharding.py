@@ -1,7 +1,7 @@
 """Weights sharded over ranks by FSDP2: every rank holds some rows of each matrix and gathers a block when it runs.
 
-What is small stays whole on every rank: norm gains, biases and adapters. Their gradients are summed as those of
-replicated weights. The optimizer must be built after `shard`, which replaces the parameters.
+What is small stays whole on every rank: norm gains, biases, adapters and their router. Their gradients are summed as
+those of replicated weights. The optimizer must be built after `shard`, which replaces the parameters.
 """
 
 from __future__ import annotations
@@ -32,6 +32,8 @@ def shard(model: Model, *, active: Active, ranks: Ranks, mesh: Any = None) -> No
     narrow = None if active.dtype == torch.float32 else active.dtype
     policy = MixedPrecisionPolicy(param_dtype=narrow, reduce_dtype=torch.float32, cast_forward_inputs=False)
     whole = {parameter for parameter in model.parameters() if not is_split(parameter, ranks.world)}
+    if model.router is not None:  # it runs before the root's forward pass
+        whole.update(model.router.parameters())
     options: dict[str, Any] = {"mesh": mesh, "mp_policy": policy, "ignored_params": whole}
     for parameter in whole:
         parameter.data = parameter.data.to(active.device)

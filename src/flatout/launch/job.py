@@ -14,6 +14,8 @@ from flatout.probe.launched import JOB, RESTARTS
 
 # A restart would end the same way, or is not wanted.
 FINAL = (0, UsageError.exit_code, EnvironmentLacks.exit_code, PREEMPTED_EXIT, INTERRUPTED_EXIT)
+# In the message of a rank that ended only because another did.
+_FOLLOWED = ("lost the connection to another rank", "the first rank failed")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +50,11 @@ class Job:
     def environment(self, *, restart: int) -> dict[str, str]:
         """By it a rank knows its job, ends with its launcher, and resumes after a restart."""
         return {JOB: f"{self.name}-{self.folder.absolute()}", RESTARTS: str(restart), "WORLD_SIZE": str(self.world)}
+
+
+def followed(text: str) -> bool:
+    """Whether a rank with this message ended only because another did."""
+    return any(words in text for words in _FOLLOWED)
 
 
 def ended(rank: int, code: int) -> str:

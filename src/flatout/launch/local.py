@@ -15,15 +15,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import FrameType
 
-from flatout.launch.job import FINAL, Job, ended, exit_code_of
+from flatout.launch.job import FINAL, Job, ended, exit_code_of, followed
 
 POLL_S = 0.05
 # Once a rank has failed, the others have this long to notice and to say what they know.
 GRACE_S = 5.0
 # The lines that are shown of the rank that failed first.
 TAIL = 40
-# In the message of a rank that ended only because another did.
-FOLLOWED = "lost the connection to another rank"
 
 
 @dataclass(kw_only=True)
@@ -117,7 +115,7 @@ def _wait(ranks: Sequence[Rank]) -> list[Rank]:
 
 def explained(failed: Sequence[Rank]) -> str:
     """Which rank failed first and how, its last lines at the end."""
-    by_itself = [rank for rank in failed if not any(FOLLOWED in line for line in rank.lines)]
+    by_itself = [rank for rank in failed if not followed("".join(rank.lines))]
     first = (by_itself or list(failed))[0]
     return ended(first.number, first.process.returncode) + "".join(first.lines)
 

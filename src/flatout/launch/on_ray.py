@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from flatout.errors import PREEMPTED_EXIT, EnvironmentLacks, RunFailed
-from flatout.launch.job import FINAL, Job, ended, exit_code_of
-from flatout.launch.local import FOLLOWED, GRACE_S, TAIL
+from flatout.launch.job import FINAL, Job, ended, exit_code_of, followed
+from flatout.launch.local import GRACE_S, TAIL
 from flatout.tasks.workers import GRADERS, RAY
 
 # Longer than Ray needs to place an actor where there is room for it.
@@ -219,6 +219,6 @@ def _explained(ray: Any, actors: list[Any], codes: list[int | None]) -> str:
     """Which rank failed first and how, its last lines at the end; as `local.explained` for processes."""
     failed = [(rank, code, _said(ray, actors[rank])) for rank, code in enumerate(codes) if code]
     # One that ended because another did says so; one that was told to stop has saved.
-    by_itself = [each for each in failed if FOLLOWED not in each[2] and each[1] != PREEMPTED_EXIT]
+    by_itself = [each for each in failed if not followed(each[2]) and each[1] != PREEMPTED_EXIT]
     rank, code, said = (by_itself or failed)[0]
     return said + ended(rank, code) if code < 0 else ended(rank, code) + said

@@ -8,12 +8,15 @@ import socket
 import subprocess
 import sys
 from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import FrameType
 
 import psutil
 
 from flatout.errors import PREEMPTED_EXIT, RunFailed, UsageError
-from flatout.launch.job import Job
+from flatout.launch.job import Job, followed
+from flatout.probe.launched import ERRORS
 from flatout.record import Run
 from flatout.record.events import Ended
 
@@ -57,9 +60,30 @@ def _reached(rendezvous: str) -> Here | None:
 
 
 def run(job: Job, *, rendezvous: str | None = None) -> int:
-    """Runs torchrun on this node. It always ends with 1 when a rank failed or was preempted: the run knows better."""
+    """Runs torchrun on this node. After its own report of a failure comes the error of the rank that failed first."""
+    with TemporaryDirectory(prefix="flatout-") as errors:
+        code = _run(job, rendezvous=rendezvous, errors=errors)
+        if code == RunFailed.exit_code:
+            sys.stderr.write(_first_error(Path(errors)))
+        return code
+
+
+def _first_error(folder: Path) -> str:
+    """The error of the last attempt that came first, of a rank that did not only follow another."""
+    attempts: dict[int, list[Path]] = {}
+    for path in sorted(folder.iterdir(), key=lambda path: path.stat().st_mtime_ns):
+        attempts.setdefault(int(path.name.partition("-")[0]), []).append(path)
+    if not attempts:
+        return ""  # a rank that was killed leaves none: torchrun's report names it
+    last = [(path.name.partition("-")[2], path.read_text()) for path in attempts[max(attempts)]]
+    rank, text = ([one for one in last if not followed(one[1])] or last)[0]
+    return f"rank {rank} failed first\n{text}"
+
+
+def _run(job: Job, *, rendezvous: str | None, errors: str) -> int:
+    """torchrun always ends with 1 when a rank failed or was preempted: the run knows better."""
     stopped: list[int] = []
-    environment = {**os.environ, **job.environment(restart=0)}
+    environment = {**os.environ, **job.environment(restart=0), ERRORS: errors}
     del environment["WORLD_SIZE"]
     if rendezvous is not None and job.nodes > 1 and (here := _reached(rendezvous)) is not None:
         environment.setdefault("GLOO_SOCKET_IFNAME", here.interface)

@@ -73,7 +73,9 @@ def prompt_states(
     model: Decoder, tokens_N: Tensor, positions_N: Tensor, attend: Attend, prompt_N: Tensor, cu_seqlens: Tensor
 ) -> Tensor:
     """The mean of the base model's last hidden states over the prompt of each document; 0 where there is none."""
-    hidden_NC = model.hidden(tokens_N, positions_N, attend).float() * prompt_N[:, None]
+    # By the forward pass of the root, which gathers sharded weights.
+    hidden_NC: Tensor = model(tokens_N, positions_N, attend, lambda hidden_NC, _: hidden_NC)
+    hidden_NC = hidden_NC.float() * prompt_N[:, None]
     both = torch.cat((hidden_NC, prompt_N[:, None]), dim=1)
     # In the order of the tokens, so that the same batch always gives the same sums.
     sums = torch.segment_reduce(both, "sum", offsets=cu_seqlens.long(), axis=0, unsafe=True)

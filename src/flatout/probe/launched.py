@@ -6,13 +6,17 @@ import ctypes
 import os
 import signal
 import socket
+from contextlib import suppress
+from pathlib import Path
 
 import psutil
 
-from flatout.record import Run
+from flatout.record import Run, redact
 
 # Set by `flatout launch` for the processes it starts: the name of the job, and how often it was restarted.
 JOB, RESTARTS = "FLATOUT_JOB", "FLATOUT_RESTARTS"
+# A folder for the error messages of ranks, if the launcher cannot read what they print.
+ERRORS = "FLATOUT_ERRORS"
 _COUNTS = (RESTARTS, "TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
 _PR_SET_PDEATHSIG = 1
 
@@ -47,6 +51,13 @@ def continues(folder: os.PathLike[str] | str) -> bool:
     """Whether an earlier attempt of this job created the run in this folder, so that a restart resumes it."""
     name = job() if restarts() else None
     return name is not None and Run.is_at(str(folder)) and Run.open(str(folder)).environment.get("job") == name
+
+
+def report_error(text: str) -> None:
+    """Leaves the message with which this rank ends for its launcher, if that asked for it."""
+    if folder := os.environ.get(ERRORS):
+        with suppress(OSError):  # it is on the screen already
+            Path(folder, f"{restarts()}-{os.environ.get('RANK', '0')}").write_text(redact(text))
 
 
 def end_with_launcher() -> None:

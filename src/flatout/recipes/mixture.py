@@ -233,9 +233,10 @@ class Steps:
     def micro_batches(self, step: int, *, rank: int = 0, world: int = 1, micro_batch: int) -> list[Batch]:
         single = self.single(step)
         packed = self._packed if single is None else self._singles[single]
-        batches = packed.micro_batches(step, rank=rank, world=world, micro_batch=micro_batch)
-        documents = sum(_num_documents(batch) for batch in batches)
-        per_document = sum(batch.num_target_tokens for batch in batches) / max(1, documents)
+        ranks = [packed.micro_batches(step, rank=r, world=world, micro_batch=micro_batch) for r in range(world)]
+        batches, everything = ranks[rank], [batch for of_rank in ranks for batch in of_rank]
+        documents = sum(_num_documents(batch) for batch in everything)
+        per_document = sum(batch.num_target_tokens for batch in everything) / max(1, documents)
         temperature = torch.tensor([self.temperature(step)])
         of_step = {PER_DOCUMENT: torch.tensor([per_document]), TEMPERATURE: temperature}
         return [

@@ -30,6 +30,7 @@ from flatout.config.settings import (
 from flatout.data.tokenizer import load_tokenizer
 from flatout.engine.checkpoint import as_os_error
 from flatout.engine.opening import Opened, open_model
+from flatout.engine.ranks import Ranks, from_environment, joined
 from flatout.engine.resolve import check_build
 from flatout.engine.trained import chosen_checkpoint, open_trained, router_of
 from flatout.errors import UsageError
@@ -43,7 +44,6 @@ from flatout.recipes.sampling import Stopped, free_memory
 from flatout.recipes.sealed import Seals, unwritable
 from flatout.recipes.session import Session, begun, identity_of, open_session
 from flatout.recipes.setup import base_of, plan_for
-from flatout.recipes.stages import single_rank
 from flatout.record import Outcome, Run, Sink, events
 from flatout.record.routed import AdapterScore, PhaseScored
 from flatout.sample import RoutedSampler, Sampler, Sampling, plain_prompt, sampler_of
@@ -103,15 +103,19 @@ def _require(names: Sequence[str], found: Sequence[str], *, start: str) -> None:
 
 
 @contextmanager
-def opened(settings: Settings, *, folder: Path, resume: bool, sinks: Sequence[Sink]) -> Iterator[tuple[Session, bool]]:
-    """The run folder, and whether an earlier attempt began in it."""
-    ranks, hardware = single_rank("router"), detect()
+def opened(
+    settings: Settings, *, folder: Path, resume: bool, sinks: Sequence[Sink], train: Callable[..., Outcome]
+) -> Iterator[Phases]:
+    """The phases in their run folder, which an earlier attempt may have begun."""
+    hardware = detect()
     check_build(hardware)
-    plan = plan_for(settings, hardware=hardware, ranks=ranks)
-    torch.set_num_threads(plan.decisions.threads)
-    resume = begun(folder, ranks, resume=resume)
-    with open_session(settings, plan=plan, ranks=ranks, folder=folder, resume=resume, sinks=sinks) as session:
-        yield session, resume
+    with joined(from_environment(), num_gpus=hardware.num_gpus) as ranks:
+        folder = Path(ranks.agree(str(folder)))
+        plan = plan_for(settings, hardware=hardware, ranks=ranks)
+        torch.set_num_threads(plan.decisions.threads)
+        resume = begun(folder, ranks, resume=resume)
+        with open_session(settings, plan=plan, ranks=ranks, folder=folder, resume=resume, sinks=sinks) as session:
+            yield Phases(settings=settings, session=session, ranks=ranks, resume=resume, train=train)
 
 
 def equipped(model: Model, *, settings: Settings, names: Sequence[str]) -> None:
@@ -167,8 +171,11 @@ class Saved:
 
 @dataclass(frozen=True, kw_only=True)
 class Phases:
+    """The stages. All ranks train; the first one writes what a later stage reads, and scores, while the others wait."""
+
     settings: Settings
     session: Session
+    ranks: Ranks
     resume: bool
     train: Callable[..., Outcome]
 
@@ -185,8 +192,8 @@ class Phases:
         settings, to = self.settings, self.session.run.stage_dir("base").absolute()
         if settings.router.teach_steps is None:
             return settings.model
-        if to.exists():
-            self._seals.check_folder(to)
+        if self.ranks.on_first(to.exists):
+            self.ranks.on_first(lambda: self._seals.check_folder(to))
         else:
             self._teach(settings.router.teach_steps, to)
         return ModelSettings(name=str(to))
@@ -196,7 +203,7 @@ class Phases:
         settings, folder = self._of_phase(phase, base), self.folder_of(phase)
         last = folder == self.session.run.path.absolute()
         free_memory()
-        if (done := _finished(folder)) is not None:
+        if self.ranks.on_first(lambda: _finished(folder)) and (done := _finished(folder)) is not None:
             return done
         if last:
             resume = self.resume and self.session.run.checkpoints_dir.is_dir()
@@ -210,6 +217,12 @@ class Phases:
 
     def score(self, phase: str, how: Sequence[str]) -> None:
         """Scores every task after a phase, unless that was done for these very weights."""
+        free_memory()
+        self.ranks.on_first(lambda: self._score(phase, how))
+        if self.ranks.any(bool(self.session.stop)):
+            raise Stopped(self.session.stop.signal.name if self.session.stop.signal else "SIGTERM")
+
+    def _score(self, phase: str, how: Sequence[str]) -> None:
         folder, path = self.folder_of(phase), self.session.run.samples_dir / f"phase-{phase}.json"
         sources, router = sources_of(self.settings), self.settings.router
         identity = identity_of(
@@ -221,7 +234,6 @@ class Phases:
                 return
         except FileNotFoundError:
             pass
-        free_memory()
         model = open_model(str(folder), bank=True)
         measured = Measured(settings=self.settings, model=model)
         found = [score for one in how for score in measured.scores(one)]
@@ -234,8 +246,6 @@ class Phases:
         )
         self._seals.write(path, asdict(Saved(identity=identity, scored=json.loads(json.dumps(event.to_json())))))
         self.session.recorder.event(event)
-        if self.session.stop:
-            raise Stopped(self.session.stop.signal.name if self.session.stop.signal else "SIGTERM")
 
     @property
     def _seals(self) -> Seals:
@@ -274,8 +284,8 @@ class Phases:
         solutions = [pair for pairs in each for pair in pairs]
         spec = self._tokenizer(solutions)
         tokenizer = load_tokenizer(spec, documents=None, cache=Path())
-        rows = [row_of(tokenizer, prompt, answer) for prompt, answer in solutions]
-        self._seals.write_rows(path, "".join(json.dumps(row) + "\n" for row in rows))
+        text = "".join(f"{json.dumps(row_of(tokenizer, prompt, answer))}\n" for prompt, answer in solutions)
+        self.ranks.on_first(lambda: self._seals.write_rows(path, text))
         train = replace(
             settings.train,
             steps=steps,
@@ -290,6 +300,9 @@ class Phases:
         self._told(outcome, folder)
         if outcome.stopped_by.startswith("SIG"):
             raise Stopped(outcome.stopped_by)
+        self.ranks.on_first(lambda: self._write_base(folder, to))
+
+    def _write_base(self, folder: Path, to: Path) -> None:
         trained = open_trained(Run.open(folder))
         try:
             with self._seals.writing_folder(to) as partial:
@@ -303,26 +316,33 @@ class Phases:
         spec, folder = sft.tokenizer_of(self.settings), self.session.run.stage_dir("bpe").absolute()
         if not spec.startswith("bpe:"):
             return spec
-        if folder.exists():
-            self._seals.check_folder(folder)
-            return str(folder)
 
         def texts() -> Iterator[str]:
             return (f"{plain_prompt(prompt)} {answer}" for prompt, answer in solutions)
 
-        try:
-            with self._seals.writing_folder(folder) as partial:
-                load_tokenizer(spec, documents=texts, cache=partial)
-        except OSError as error:
-            raise unwritable(folder, error) from None
+        def write() -> None:
+            if folder.exists():
+                return self._seals.check_folder(folder)
+            try:
+                with self._seals.writing_folder(folder) as partial:
+                    load_tokenizer(spec, documents=texts, cache=partial)
+            except OSError as error:
+                raise unwritable(folder, error) from None
+
+        self.ranks.on_first(write)
         return str(folder)
 
     def _begun(self, folder: Path) -> bool:
         """Whether the stage has begun. What is left of one that was killed before is removed."""
-        files.sweep(folder)
-        if self.resume and folder.is_dir() and not Run.is_at(folder) and not any(p.is_dir() for p in folder.iterdir()):
-            files.remove(folder)
-        return Run.is_at(folder)
+
+        def begun() -> bool:
+            files.sweep(folder)
+            unstarted = self.resume and folder.is_dir() and not Run.is_at(folder)
+            if unstarted and not any(path.is_dir() for path in folder.iterdir()):
+                files.remove(folder)
+            return Run.is_at(folder)
+
+        return self.ranks.on_first(begun)
 
     def _told(self, outcome: Outcome, folder: Path) -> None:
         self.session.recorder.event(events.StageTrained.of(outcome, folder))

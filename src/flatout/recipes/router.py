@@ -23,7 +23,7 @@ from flatout.recipes.batches import Streamed
 from flatout.recipes.loop import train
 from flatout.recipes.material import Material
 from flatout.recipes.mixture import Steps, open_mixture
-from flatout.recipes.phases import Phases, equipped, opened, prepared
+from flatout.recipes.phases import equipped, opened, prepared
 from flatout.recipes.routing import ByRouter, Oracle, RoutedLoss
 from flatout.recipes.sampling import Stopped
 from flatout.recipes.setup import steps_of
@@ -35,10 +35,8 @@ from flatout.record import Outcome, Sink
 
 def run(settings: Settings, *, folder: Path, resume: bool = False, sinks: Sequence[Sink] = ()) -> Outcome:
     settings = prepared(settings)
-    with opened(settings, folder=folder, resume=resume, sinks=sinks) as (session, resume):
-        phases = Phases(
-            settings=settings, session=session, resume=resume, train=partial(train, open_material=solutions)
-        )
+    training = partial(train, open_material=solutions)
+    with opened(settings, folder=folder, resume=resume, sinks=sinks, train=training) as phases:
         try:
             # The base: a published model, or a random one that first learns a little of everything.
             base = phases.base()

@@ -108,7 +108,7 @@ def set_up(
             session = stack.enter_context(
                 open_session(settings, plan=plan, ranks=ranks, folder=folder, resume=resume, sinks=sinks)
             )
-        elif not resume:
+        elif ranks.first and not resume:
             session.run.replan(plan.to_json())
 
         hang_s = settings.train.hang_s

@@ -72,6 +72,7 @@ class Validation:
         self.tasks_every = (wanted.tasks_every or wanted.every) if questions else None
         self.engine, self.ledger, self.session = engine, ledger, session
         self.batches, self.questions = batches, questions
+        self.has_loss = engine.ranks.any(bool(batches))  # a small set may leave some ranks without a part
         self.loss_step: int | None = None  # step of the last measurement
         self.tasks_step: int | None = None
         # The last measurement, if it is the best so far.
@@ -82,7 +83,7 @@ class Validation:
 
         `since` is the step of the last call, by default the step before.
         """
-        loss = bool(self.batches) and self.loss_step != step and (last or every(self.every, step, since=since))
+        loss = self.has_loss and self.loss_step != step and (last or every(self.every, step, since=since))
         tasks = self.tasks_step != step and (last or every(self.tasks_every, step, since=since))
         return loss, tasks and self.questions is not None
 
