@@ -14,8 +14,9 @@ from typing import Any
 import pytest
 import yaml
 from tests.data.talks import tokenizer_folder
+from tests.recipes.recipes_processes import trajectory
 from tests.waiting import wait_until
-from tests.warm import Started, flatout
+from tests.warm import Started, flatout, two_ranks
 
 from flatout.config import from_mapping
 from flatout.config.settings import DataSettings
@@ -376,12 +377,38 @@ def test_a_row_is_learnt_after_the_very_prompt_it_was_sampled_with(tmp_path: Pat
     assert answer in (" It is <answer>3</answer><|endoftext|>", "It is <answer>3</answer><|im_end|>\n")
 
 
-def test_several_ranks_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("MASTER_ADDR", "localhost")
-    with pytest.raises(UsageError, match="one device, not on 2 ranks"):
-        rft.run(from_mapping(config(tmp_path)), folder=tmp_path / "run")
+@pytest.mark.slow
+def test_two_ranks_share_the_chunks(trained: tuple[Path, str], tmp_path: Path) -> None:
+    """The same dataset, the same training, the same scores."""
+    folder, _ = trained
+    values = config(tmp_path) | {"model": {"name": str(folder / "run/student")}}
+    values["data"].pop("tokenizer")
+    values["rft"] |= {"teach": None, "teach_steps": 1, "teach_lr": None}
+    values["plan"]["micro_batch"] = 5
+    file = write(tmp_path / "rft.yaml", values)
+    assert flatout("train", file, "--run", tmp_path / "one", cwd=tmp_path).returncode == 0
+    two_ranks("train", file, "--run", tmp_path / "two", cwd=tmp_path)
+    assert rows_of(tmp_path / "one") == rows_of(tmp_path / "two")
+    ones, twos = trajectory(tmp_path / "one"), trajectory(tmp_path / "two")
+    assert [row[1] for row in ones] == pytest.approx([row[1] for row in twos], abs=1e-5)
+    ends = [[e for e in Run.open(tmp_path / name).events() if e.kind == "rft"][-1].data for name in ("one", "two")]
+    assert ends[0]["accuracy"] == ends[1]["accuracy"]
+    # Each rank sampled its own chunks: three of 16 questions.
+    sampled = [
+        sum(json.loads(line)["kind"] == "chunk" for line in path.read_text().splitlines())
+        for path in (Run.open(tmp_path / "two").file("events", rank) for rank in (0, 1))
+    ]
+    assert sampled == [2, 1]
+
+
+@pytest.mark.slow
+def test_two_ranks_teach_and_shard(tmp_path: Path) -> None:
+    values = config(tmp_path)
+    file = write(tmp_path / "rft.yaml", values | {"plan": {"precision": "fp32", "threads": 1, "sharding": "full"}})
+    outcome = Started("sample", file, "--run", tmp_path / "alone", cwd=tmp_path)
+    assert "does not work with one rank" in outcome.communicate()[1]
+    two_ranks("sample", file, "--run", tmp_path / "two", cwd=tmp_path)
+    assert rows_of(tmp_path / "two")
 
 
 def test_other_settings_than_those_begun_with_are_refused(sampling: Path, tmp_path: Path) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,6 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 
-from flatout import files
 from flatout.config.settings import (
     CriteriaSettings,
     DataSettings,
@@ -30,21 +28,20 @@ from flatout.config.settings import (
 from flatout.data.tokenizer import load_tokenizer
 from flatout.engine.checkpoint import as_os_error
 from flatout.engine.opening import Opened, open_model
-from flatout.engine.ranks import Ranks, from_environment, joined
-from flatout.engine.resolve import check_build
+from flatout.engine.ranks import Ranks
 from flatout.engine.trained import chosen_checkpoint, open_trained, router_of
 from flatout.errors import UsageError
 from flatout.evaluate import Score, evaluate, wilson
-from flatout.hardware import detect
 from flatout.model import Decoder, Model, Router, lora, peft
 from flatout.model.loading import export_model
 from flatout.recipes import sft
 from flatout.recipes.mixture import row_of, sources_of
 from flatout.recipes.sampling import Stopped, free_memory
-from flatout.recipes.sealed import Seals, unwritable
-from flatout.recipes.session import Session, begun, identity_of, open_session
-from flatout.recipes.setup import base_of, plan_for
-from flatout.record import Outcome, Run, Sink, events
+from flatout.recipes.sealed import unwritable
+from flatout.recipes.session import Session, identity_of
+from flatout.recipes.setup import base_of
+from flatout.recipes.staged import Staged
+from flatout.record import Outcome, Run, events
 from flatout.record.routed import AdapterScore, PhaseScored
 from flatout.sample import RoutedSampler, Sampler, Sampling, plain_prompt, sampler_of
 from flatout.tasks import Messages
@@ -100,22 +97,6 @@ def _require(names: Sequence[str], found: Sequence[str], *, start: str) -> None:
     if missing := [name for name in names if name not in found]:
         has = ", ".join(sorted(found)) or "none"
         raise UsageError(f"router.start: {start} has no adapter for {', '.join(missing)}; it has {has}")
-
-
-@contextmanager
-def opened(
-    settings: Settings, *, folder: Path, resume: bool, sinks: Sequence[Sink], train: Callable[..., Outcome]
-) -> Iterator[Phases]:
-    """The phases in their run folder, which an earlier attempt may have begun."""
-    hardware = detect()
-    check_build(hardware)
-    with joined(from_environment(), num_gpus=hardware.num_gpus) as ranks:
-        folder = Path(ranks.agree(str(folder)))
-        plan = plan_for(settings, hardware=hardware, ranks=ranks)
-        torch.set_num_threads(plan.decisions.threads)
-        resume = begun(folder, ranks, resume=resume)
-        with open_session(settings, plan=plan, ranks=ranks, folder=folder, resume=resume, sinks=sinks) as session:
-            yield Phases(settings=settings, session=session, ranks=ranks, resume=resume, train=train)
 
 
 def equipped(model: Model, *, settings: Settings, names: Sequence[str]) -> None:
@@ -174,10 +155,16 @@ class Phases:
     """The stages. All ranks train; the first one writes what a later stage reads, and scores, while the others wait."""
 
     settings: Settings
-    session: Session
-    ranks: Ranks
-    resume: bool
+    staged: Staged
     train: Callable[..., Outcome]
+
+    @property
+    def session(self) -> Session:
+        return self.staged.session
+
+    @property
+    def ranks(self) -> Ranks:
+        return self.staged.ranks
 
     @property
     def wanted(self) -> tuple[str, ...]:
@@ -193,7 +180,7 @@ class Phases:
         if settings.router.teach_steps is None:
             return settings.model
         if self.ranks.on_first(to.exists):
-            self.ranks.on_first(lambda: self._seals.check_folder(to))
+            self.ranks.on_first(lambda: self.staged.seals.check_folder(to))
         else:
             self._teach(settings.router.teach_steps, to)
         return ModelSettings(name=str(to))
@@ -206,10 +193,10 @@ class Phases:
         if self.ranks.on_first(lambda: _finished(folder)) and (done := _finished(folder)) is not None:
             return done
         if last:
-            resume = self.resume and self.session.run.checkpoints_dir.is_dir()
+            resume = self.staged.resume and self.session.run.checkpoints_dir.is_dir()
             outcome = self.train(settings, folder=self.session.run.path, resume=resume, session=self.session)
         else:
-            outcome = self.train(_quiet(settings), folder=folder, resume=self._begun(folder))
+            outcome = self.train(_quiet(settings), folder=folder, resume=self.staged.begun(folder))
             self._told(outcome, folder)
         if outcome.stopped_by.startswith("SIG"):
             raise Stopped(outcome.stopped_by)
@@ -230,7 +217,7 @@ class Phases:
             how=[list(how), router.questions, router.answer_tokens, [source.valid for source in sources]],
         )
         try:
-            if self._seals.read(path, Saved).identity == identity:
+            if self.staged.seals.read(path, Saved).identity == identity:
                 return
         except FileNotFoundError:
             pass
@@ -244,17 +231,8 @@ class Phases:
             scores=tuple(found),
             **measured.routing(),
         )
-        self._seals.write(path, asdict(Saved(identity=identity, scored=json.loads(json.dumps(event.to_json())))))
+        self.staged.seals.write(path, asdict(Saved(identity=identity, scored=json.loads(json.dumps(event.to_json())))))
         self.session.recorder.event(event)
-
-    @property
-    def _seals(self) -> Seals:
-        session = self.session
-        return Seals(
-            root=session.run.path,
-            run=session.run.id,
-            tell=lambda text: session.recorder.event(events.Notice(text=text)),
-        )
 
     def _of_phase(self, phase: str, base: ModelSettings) -> Settings:
         settings, router = self.settings, self.settings.router
@@ -285,7 +263,7 @@ class Phases:
         spec = self._tokenizer(solutions)
         tokenizer = load_tokenizer(spec, documents=None, cache=Path())
         text = "".join(f"{json.dumps(row_of(tokenizer, prompt, answer))}\n" for prompt, answer in solutions)
-        self.ranks.on_first(lambda: self._seals.write_rows(path, text))
+        self.ranks.on_first(lambda: self.staged.seals.write_rows(path, text))
         train = replace(
             settings.train,
             steps=steps,
@@ -296,7 +274,7 @@ class Phases:
         )
         data = replace(settings.data, source="jsonl", path=str(path), sources=(), on_bad_row="skip", max_bad_share=1.0)
         alike = replace(settings, recipe="sft", data=replace(data, tokenizer=spec), train=train, lora=LoraSettings())
-        outcome = sft.run(_quiet(alike), folder=folder, resume=self._begun(folder))
+        outcome = sft.run(_quiet(alike), folder=folder, resume=self.staged.begun(folder))
         self._told(outcome, folder)
         if outcome.stopped_by.startswith("SIG"):
             raise Stopped(outcome.stopped_by)
@@ -305,7 +283,7 @@ class Phases:
     def _write_base(self, folder: Path, to: Path) -> None:
         trained = open_trained(Run.open(folder))
         try:
-            with self._seals.writing_folder(to) as partial:
+            with self.staged.seals.writing_folder(to) as partial:
                 trained.tokenizer.save(partial)
                 export_model(trained.model, partial, dtype=torch.float32, eos_token_id=trained.tokenizer.eos_id)
         except (OSError, SafetensorError) as error:
@@ -322,27 +300,15 @@ class Phases:
 
         def write() -> None:
             if folder.exists():
-                return self._seals.check_folder(folder)
+                return self.staged.seals.check_folder(folder)
             try:
-                with self._seals.writing_folder(folder) as partial:
+                with self.staged.seals.writing_folder(folder) as partial:
                     load_tokenizer(spec, documents=texts, cache=partial)
             except OSError as error:
                 raise unwritable(folder, error) from None
 
         self.ranks.on_first(write)
         return str(folder)
-
-    def _begun(self, folder: Path) -> bool:
-        """Whether the stage has begun. What is left of one that was killed before is removed."""
-
-        def begun() -> bool:
-            files.sweep(folder)
-            unstarted = self.resume and folder.is_dir() and not Run.is_at(folder)
-            if unstarted and not any(path.is_dir() for path in folder.iterdir()):
-                files.remove(folder)
-            return Run.is_at(folder)
-
-        return self.ranks.on_first(begun)
 
     def _told(self, outcome: Outcome, folder: Path) -> None:
         self.session.recorder.event(events.StageTrained.of(outcome, folder))

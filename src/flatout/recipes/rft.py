@@ -10,18 +10,11 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch
-
-from flatout import files
 from flatout.config.settings import Settings
-from flatout.engine.resolve import check_build
-from flatout.hardware import detect
 from flatout.recipes.sampling import Kept, Stopped
-from flatout.recipes.sealed import Seals
-from flatout.recipes.session import begun, open_session
-from flatout.recipes.setup import plan_for
-from flatout.recipes.stages import RunTasks, Stages, by_question, nothing_trained, single_rank, total
-from flatout.record import Outcome, Sink, events
+from flatout.recipes.staged import opened
+from flatout.recipes.stages import RunTasks, Stages, by_question, nothing_trained, total
+from flatout.record import Outcome, Sink
 
 
 def run(
@@ -33,21 +26,10 @@ def run(
     train: bool = True,
 ) -> Outcome:
     """Without `train`, samples and writes the dataset of the first round, and stops there."""
-    began, tasks, ranks = time.monotonic(), RunTasks.of(settings), single_rank()
-    hardware = detect()
-    check_build(hardware)
-    plan = plan_for(settings, hardware=hardware, ranks=ranks)
-    torch.set_num_threads(plan.decisions.threads)  # also for sampling and measuring, before any training
-    resume = begun(folder, ranks, resume=resume)
-    with open_session(settings, plan=plan, ranks=ranks, folder=folder, resume=resume, sinks=sinks) as session:
-        seals = Seals(
-            root=session.run.path,
-            run=session.run.id,
-            tell=lambda text: session.recorder.event(events.Notice(text=text)),
-        )
-        stages = Stages(settings=settings, tasks=tasks, plan=plan, session=session, resume=resume, seals=seals)
-        for written_into in (session.run.path, session.run.samples_dir, *session.run.samples_dir.glob("round-*/")):
-            files.sweep(written_into)
+    began, tasks = time.monotonic(), RunTasks.of(settings)
+    with opened(settings, folder=folder, resume=resume, sinks=sinks) as staged:
+        stages = Stages(settings=settings, tasks=tasks, staged=staged)
+        stages.sweep()
         try:
             # The student: a published model, one of our own runs, or a model that first learns the task's format.
             student = stages.student()
@@ -73,8 +55,8 @@ def run(
                 # Its score now; in the next round it is itself the sampled model.
                 sampled = str(stages.folder_of(number))
                 scores.append(stages.score(sampled, number=number))
-            stages.verdict(scores, counts=total(chunks), seconds=None if resume else time.monotonic() - began)
+            stages.verdict(scores, counts=total(chunks), seconds=None if staged.resume else time.monotonic() - began)
             return outcome
         except Stopped as stopped:
-            signal = session.stop.signal
+            signal = staged.session.stop.signal
             return nothing_trained(stopped_by=signal.name if signal else str(stopped))

@@ -23,11 +23,12 @@ from flatout.recipes.batches import Streamed
 from flatout.recipes.loop import train
 from flatout.recipes.material import Material
 from flatout.recipes.mixture import Steps, open_mixture
-from flatout.recipes.phases import equipped, opened, prepared
+from flatout.recipes.phases import Phases, equipped, prepared
 from flatout.recipes.routing import ByRouter, Oracle, RoutedLoss
 from flatout.recipes.sampling import Stopped
 from flatout.recipes.setup import steps_of
 from flatout.recipes.sft import tokenizer_of
+from flatout.recipes.staged import opened
 from flatout.recipes.stages import nothing_trained
 from flatout.recipes.validation import held_out
 from flatout.record import Outcome, Sink
@@ -35,8 +36,8 @@ from flatout.record import Outcome, Sink
 
 def run(settings: Settings, *, folder: Path, resume: bool = False, sinks: Sequence[Sink] = ()) -> Outcome:
     settings = prepared(settings)
-    training = partial(train, open_material=solutions)
-    with opened(settings, folder=folder, resume=resume, sinks=sinks, train=training) as phases:
+    with opened(settings, folder=folder, resume=resume, sinks=sinks) as staged:
+        phases = Phases(settings=settings, staged=staged, train=partial(train, open_material=solutions))
         try:
             # The base: a published model, or a random one that first learns a little of everything.
             base = phases.base()

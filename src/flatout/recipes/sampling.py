@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, TypeVar
@@ -24,6 +24,7 @@ import torch
 from flatout.config.settings import RftSettings
 from flatout.data.tokenizer import Tokenizer
 from flatout.engine.faults import is_out_of_memory
+from flatout.engine.ranks import Ranks
 from flatout.errors import RunFailed, UsageError
 from flatout.recipes.sealed import Seals
 from flatout.record import Event
@@ -145,8 +146,9 @@ class Graders:
     Answers that are graded quickly go to a worker several at a time, because a request costs a few milliseconds.
     """
 
-    def __init__(self, spec: str, *, count: int | None = None) -> None:
-        count = count or max(1, min(MOST_GRADERS, (os.cpu_count() or 2) - 1))
+    def __init__(self, spec: str, *, count: int | None = None, ranks: int = 1) -> None:
+        """`ranks` share the cores, unless there is a `count`."""
+        count = count or max(1, min(MOST_GRADERS, ((os.cpu_count() or 2) - 1) // ranks))
         self._all = [Grader(spec) for _ in range(count)]
         self._free: SimpleQueue[Grader] = SimpleQueue()
         for grader in self._all:
@@ -253,6 +255,7 @@ class Sampled:
     fitting: Fitting
     identity: str
     seals: Seals | None = None  # None: for a folder that belongs to no run
+    ranks: Ranks = field(default_factory=Ranks)
     tell: Report = _discard
     memory: Callable[[], Mapping[str, float]] = dict
     stop: Callable[[], bool] = bool
@@ -260,23 +263,35 @@ class Sampled:
     def collect(
         self, questions: Sequence[int], *, folder: Path, before: Mapping[int, Sequence[Kept]] | None = None
     ) -> list[Chunk]:
-        """All chunks; existing ones are read from file. `before`: the completions that earlier rounds kept."""
-        size = self.rft.chunk
-        progress = _Progress(self, len(questions))
-        chunks, seals = [], self.seals or Seals(root=folder)
-        with Graders(self.spec) as graders:
-            for number, at in enumerate(range(0, len(questions), size)):
-                path, part = folder / f"{number:05d}.json", questions[at : at + size]
+        """All chunks; existing ones are read from file. `before`: the completions that earlier rounds kept.
+
+        Ranks take chunks in turn, and read those of the others when all are done.
+        """
+        size, seals, ranks = self.rft.chunk, self.seals or Seals(root=folder), self.ranks
+        parts = [questions[at : at + size] for at in range(0, len(questions), size)]
+        mine = range(ranks.rank, len(parts), ranks.world)
+        progress = _Progress(self, sum(len(parts[number]) for number in mine))
+        found, stopped = dict[int, Chunk](), False
+
+        def read(number: int) -> Chunk:
+            return Chunk.read(folder / f"{number:05d}.json", seals, identity=self.identity)
+
+        with Graders(self.spec, ranks=ranks.world) as graders, suppress(Stopped):
+            stopped = True
+            for number in mine:
                 try:
-                    chunk = Chunk.read(path, seals, identity=self.identity)
+                    chunk = read(number)
                 except FileNotFoundError:
-                    chunk = self._chunk(part, graders, progress, before or {})
-                    chunk.write(path, seals)
+                    chunk = self._chunk(parts[number], graders, progress, before or {})
+                    chunk.write(folder / f"{number:05d}.json", seals)
                     graders.forget()
                     gc.collect()
-                chunks.append(chunk)
+                found[number] = chunk
                 progress.finished(chunk)
-        return chunks
+            stopped = False
+        if ranks.any(stopped):
+            raise Stopped
+        return [found.get(number) or read(number) for number in range(len(parts))]
 
     def _chunk(
         self, questions: Sequence[int], graders: Graders, progress: _Progress, before: Mapping[int, Sequence[Kept]]

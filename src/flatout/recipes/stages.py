@@ -27,16 +27,16 @@ from flatout.config.tasks import held_out
 from flatout.data.tokenizer import Tokenizer, load_tokenizer
 from flatout.engine.checkpoint import as_os_error
 from flatout.engine.opening import Opened, open_model
-from flatout.engine.ranks import Ranks, from_environment
+from flatout.engine.ranks import Ranks
 from flatout.engine.trained import chosen_checkpoint, export_whole, open_trained
 from flatout.errors import RunFailed, UsageError
 from flatout.evaluate import Score, chosen, compare, evaluate
-from flatout.plan import Plan
 from flatout.recipes import sft
 from flatout.recipes.questions import questions_of
 from flatout.recipes.sampling import Chunk, Counts, Fitting, Kept, Sampled, Stopped, free_memory
 from flatout.recipes.sealed import Seals, seal_of, unwritable
 from flatout.recipes.session import Session, device_memory, identity_of
+from flatout.recipes.staged import Staged
 from flatout.record import Outcome, Run, Speed, events
 from flatout.sample import Sampler, Sampling, plain_prompt, sampler_of, stop_texts
 from flatout.tasks import Messages, Worked, open_task, with_prompt
@@ -93,28 +93,47 @@ class Measured(Score):
 
 @dataclass(frozen=True, kw_only=True)
 class Stages:
-    """The stages of `rft`, one method each."""
+    """The stages of `rft`, one method each.
+
+    All ranks train and sample; the first one writes what a later stage reads, and scores, while the others wait.
+    """
 
     settings: Settings
     tasks: RunTasks
-    plan: Plan
-    session: Session
-    resume: bool
-    seals: Seals
+    staged: Staged
+
+    @property
+    def session(self) -> Session:
+        return self.staged.session
+
+    @property
+    def ranks(self) -> Ranks:
+        return self.staged.ranks
+
+    @property
+    def seals(self) -> Seals:
+        return self.staged.seals
+
+    def sweep(self) -> None:
+        """Removes the temporary files that a killed attempt left."""
+        run = self.session.run
+        if self.ranks.first:
+            for folder in (run.path, run.samples_dir, *run.samples_dir.glob("round-*/")):
+                files.sweep(folder)
 
     def student(self) -> str:
         """The name or folder of the student, for recipe sft."""
         settings, run = self.settings, self.session.run
         name, to = settings.model.name, run.stage_dir("student").absolute()
-        if to.exists():
-            self.seals.check_folder(to)
+        if self.ranks.on_first(to.exists):
+            self.ranks.on_first(lambda: self.seals.check_folder(to))
         elif settings.rft.teach is not None:
             outcome = self._teach(run.stage_dir("taught"))
             if outcome.stopped_by.startswith("SIG"):
                 raise Stopped(outcome.stopped_by)
-            self._as_folder(Run.open(run.stage_dir("taught")), to)
+            self.ranks.on_first(lambda: self._as_folder(Run.open(run.stage_dir("taught")), to))
         elif name is not None and Run.is_named_by(name):
-            self._as_folder(Run.open(name), to)
+            self.ranks.on_first(lambda: self._as_folder(Run.open(name), to))
         elif name is not None and settings.model.revision is not None:
             return str(hub.folder(name, weights=True, revision=settings.model.revision))
         else:
@@ -123,7 +142,14 @@ class Stages:
 
     def score(self, name: str, *, number: int) -> Score:
         """Accuracy on the held-out questions with greedy decoding after round `number`; 0 is before the first."""
-        rft, path = self.settings.rft, self.session.run.samples_dir / f"score-{number}.json"
+        path = self.session.run.samples_dir / f"score-{number}.json"
+        self.ranks.on_first(lambda: self._score(name, path, number=number))
+        if self.ranks.any(bool(self.session.stop)):
+            raise Stopped
+        return self.seals.read(path, Measured)
+
+    def _score(self, name: str, path: Path, *, number: int) -> None:
+        rft = self.settings.rft
         how = [self.tasks.measured, rft.valid_questions, self.settings.sample.max_tokens]
         try:
             known = self.seals.read(path, Measured)
@@ -131,7 +157,7 @@ class Stages:
             known = None
         # Changed weights, as after more steps, are measured again.
         if known is not None and known.identity == identity_of(how=how, weights=weights_of(name)):
-            return known
+            return
         model = self._opened(name)
         sampling = Sampling(max_tokens=self.settings.sample.max_tokens, stop_ids=model.stop_ids)
 
@@ -149,8 +175,6 @@ class Stages:
         identity = identity_of(how=how, weights=model.checksum or weights_of(name))
         self.seals.write(path, score.to_json() | {"identity": identity})
         self.session.recorder.event(events.StudentScored(round=number, **score.brief()))
-        self._stop_if_requested()
-        return score
 
     def samples(self, name: str, *, number: int, before: Mapping[int, Sequence[Kept]]) -> list[Chunk]:
         settings, session = self.settings, self.session
@@ -197,6 +221,7 @@ class Stages:
             fitting=fitting,
             identity=identity,
             seals=self.seals,
+            ranks=self.ranks,
             tell=session.recorder.event,
             memory=partial(device_memory, device, session.monitor),
             stop=lambda: bool(session.stop),
@@ -214,7 +239,7 @@ class Stages:
             row(tokenizer, task.prompt(one.question), one.text) | {"index": one.question, "sample": one.sample}
             for one in kept
         )
-        self.seals.write_rows(path, "".join(json.dumps(one) + "\n" for one in rows))
+        self.ranks.on_first(lambda: self.seals.write_rows(path, "".join(f"{json.dumps(one)}\n" for one in rows)))
         self.session.recorder.event(events.DatasetMade(round=number, path=str(path), **counts.to_json()))
         if len(kept) < least:
             raise RunFailed(
@@ -232,7 +257,7 @@ class Stages:
             return sft.run(
                 settings,
                 folder=run.path,
-                resume=self.resume and run.checkpoints_dir.is_dir(),
+                resume=self.staged.resume and run.checkpoints_dir.is_dir(),
                 session=self.session,
             )
         return self._stage(settings, self.folder_of(number))
@@ -267,7 +292,7 @@ class Stages:
         tokenizer = load_tokenizer(sft.tokenizer_of(settings), documents=None, cache=Path())
         path = run.samples_dir / "solutions.jsonl"
         solved = (row(tokenizer, prompted.prompt(i), task.solution(i)) for i in chosen(prompted.size, limit=None))
-        self.seals.write_rows(path, "".join(json.dumps(one) + "\n" for one in solved))
+        self.ranks.on_first(lambda: self.seals.write_rows(path, "".join(f"{json.dumps(one)}\n" for one in solved)))
         train = replace(
             settings.train,
             steps=rft.teach_steps,
@@ -291,17 +316,10 @@ class Stages:
             criteria=CriteriaSettings(),
             profile=ProfileSettings(),
         )
-        self._remove_unstarted(folder)
-        outcome = sft.run(quiet, folder=folder, resume=Run.is_at(folder))
+        outcome = sft.run(quiet, folder=folder, resume=self.staged.begun(folder))
         self.session.recorder.event(events.StageTrained.of(outcome, folder))
         free_memory()
         return outcome
-
-    def _remove_unstarted(self, folder: Path) -> None:
-        """Removes the incomplete folder of a stage that was killed before it started, so that it starts again."""
-        files.sweep(folder)
-        if self.resume and folder.is_dir() and not Run.is_at(folder) and not any(p.is_dir() for p in folder.iterdir()):
-            files.remove(folder)
 
     def _as_folder(self, run: Run, to: Path) -> None:
         """Exports the model of a run as a sealed Hugging Face folder, atomically."""
@@ -327,13 +345,9 @@ class Stages:
     def _fitting(self, model: Opened) -> Fitting:
         return Fitting(
             lambda rows: sampler_of(model, rows=rows),
-            rows=self.plan.rows or ROWS,
+            rows=self.staged.plan.rows or ROWS,
             tell=self.session.recorder.event,
         )
-
-    def _stop_if_requested(self) -> None:
-        if self.session.stop:
-            raise Stopped
 
 
 # --- from settings to settings -----------------------------------------------------------------------------
@@ -356,13 +370,6 @@ def row(tokenizer: Tokenizer, prompt: Messages, answer: str) -> dict[str, Any]:
 
 
 # --- helpers ----------------------------------------------------------------------------------------------
-
-
-def single_rank(recipe: str = "rft") -> Ranks:
-    ranks = from_environment()
-    if ranks.world > 1:
-        raise UsageError(f"recipe {recipe} runs on one device, not on {ranks.world} ranks: start it without torchrun")
-    return ranks
 
 
 def weights_of(name: str) -> str:
