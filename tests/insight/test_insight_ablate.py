@@ -7,6 +7,7 @@ import random
 import signal
 import subprocess
 import sys
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from flatout.cli import app
 from flatout.cli.ablate import seconds_of
 from flatout.config import load
 from flatout.errors import RunFailed, UsageError
+from flatout.insight import processes
 from flatout.insight import trials as trials_module
 from flatout.insight.ablate import BEFORE, PLAN, _variants, ablate, not_in_effect
 from flatout.insight.report.ablation import html
@@ -43,7 +45,7 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(trials_module, "flatout_command", lambda *_: STAND_IN)
     monkeypatch.setenv("STARTED", str(tmp_path / "started"))
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    monkeypatch.setattr(trials_module, "GRACE_S", 1.0)
+    monkeypatch.setattr(processes, "GRACE_S", 1.0)
     path = tmp_path / "job.yaml"
     path.write_text(CONFIG)
     return path
@@ -139,9 +141,9 @@ def test_the_shortest_budget_measures_the_plan_against_the_start(config: Path) -
 
 SEARCH = """
 import sys
-import flatout.insight.trials as trials
+from flatout.insight import processes, trials
 trials.flatout_command = lambda *_: [sys.executable, "-m", "tests.insight.stand_in"]
-trials.GRACE_S = 1.0
+processes.GRACE_S = 1.0
 from flatout.cli import main
 main()
 """
@@ -190,6 +192,34 @@ sample: {max_tokens: 6}
 train: {batch_tokens: 1024, steps: 4}
 plan: {threads: 1}
 """
+
+
+@pytest.mark.slow
+def test_the_next_process_imports_while_a_trial_runs(tmp_path: Path) -> None:
+    """The same measurement: the same loss, the code of a switch first, and imports count as start-up."""
+    config = tmp_path / "small.yaml"
+    config.write_text(CONFIG)
+    loud = "import flatout.recipes.loop as loop\nloop.WAIT_STEPS = 7\nprint(loop.WAIT_STEPS)\nraise SystemExit(3)"
+    found = {}
+    for ahead in (False, True):
+        with closing(Trials(config, [], folder=tmp_path / str(ahead), steps=2)) as trials:
+            trials.ahead = ahead
+            found[ahead] = [trials.run(Trial(settings={}, seed=seed), name="plain") for seed in (0, 1)]
+            stopped = trials.run(Trial(settings={}, seed=0, code=loud), name="its code ends it")
+            assert stopped.problem is not None
+            assert stopped.problem.startswith("exit 3")
+            next_one = trials._next
+            assert (next_one is not None) == ahead
+        if next_one is not None:
+            assert next_one._process.poll() is not None, "no process outlives the search"
+    for plain, early in zip(found[False], found[True], strict=True):
+        assert plain.problem is None
+        assert early.problem is None
+        assert early.loss == plain.loss
+        assert early.start_s is not None
+        assert early.seconds > 0
+        # What was imported while another trial ran counts as the start of this one.
+        assert early.start_s > 0.5
 
 
 @pytest.mark.long

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -80,7 +81,8 @@ def ablate(
         base=planned(config, overrides),
         say=say,
     )
-    found = verb.ablate(trials, blocks=blocks, budget_s=seconds, switches=switches, only=only or ())
+    with closing(trials):
+        found = verb.ablate(trials, blocks=blocks, budget_s=seconds, switches=switches, only=only or ())
     write_atomic(trials.folder / "ablation.json", json.dumps(found.to_json(), indent=1).encode())
     write_atomic(trials.folder / "ablation.html", html(found, name=config.stem).encode())
     if as_json:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
+from contextlib import closing
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
@@ -68,13 +69,15 @@ def tune(
     base = planned(config, overrides)
     made = Trials(config, overrides or [], folder=folder, steps=steps, limit_s=limit, base=base, say=say)
     if search == "lr":
-        rates = verb.search_lr(made)
+        with closing(made):
+            rates = verb.search_lr(made)
         values, found = ({} if rates.best == rates.lr else {"train.lr": rates.best}), rates.to_json()
         unconfirmed = rates.unconfirmed
     else:
         seconds = None if budget is None else seconds_of(budget)
         job = job_of(settings, hardware=detect(), num_ranks=1)
-        tuned = verb.tune(made, job, most=trials or 20, budget_s=seconds)
+        with closing(made):
+            tuned = verb.tune(made, job, most=trials or 20, budget_s=seconds)
         values, found, unconfirmed = tuned.values, tuned.to_json(), tuned.unconfirmed
     write_atomic(folder / "tuned.json", json.dumps(found, indent=1).encode())
     if as_json:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
+from contextlib import closing
 from pathlib import Path
 
 from flatout.config import load, to_mapping
@@ -50,16 +51,16 @@ def prove_run(
         return []
     if len(fixes) > 1:
         fixes[ALL_TOGETHER] = {key: value for settings in fixes.values() for key, value in settings.items()}
-    trials = Trials(config, [], folder=folder, say=say)
     rounds: list[tuple[list[Measured], dict[str, Measured]]] = []
-    for repeat in range(repeats):
-        # A trial is known by its settings and seed, so the second unchanged one has a seed of its own.
-        seed, second = 2 * repeat, 2 * repeat + 1
-        plain = [trials.run(Trial(settings={}, seed=seed), name="unchanged")]
-        order = list(fixes) if repeat % 2 == 0 else list(reversed(fixes))
-        changed = {cause: trials.run(Trial(settings=fixes[cause], seed=seed), name=cause) for cause in order}
-        plain.append(trials.run(Trial(settings={}, seed=second), name="unchanged again"))
-        rounds.append((plain, changed))
+    with closing(Trials(config, [], folder=folder, say=say)) as trials:
+        for repeat in range(repeats):
+            # A trial is known by its settings and seed, so the second unchanged one has a seed of its own.
+            seed, second = 2 * repeat, 2 * repeat + 1
+            plain = [trials.run(Trial(settings={}, seed=seed), name="unchanged")]
+            order = list(fixes) if repeat % 2 == 0 else list(reversed(fixes))
+            changed = {cause: trials.run(Trial(settings=fixes[cause], seed=seed), name=cause) for cause in order}
+            plain.append(trials.run(Trial(settings={}, seed=second), name="unchanged again"))
+            rounds.append((plain, changed))
     return [_proof(cause, [(plain, changed[cause]) for plain, changed in rounds]) for cause in fixes]
 
 

@@ -2,7 +2,7 @@
 
 A finished trial is one file in the folder of the search, so a search that was killed continues without repeating one. A
 trial that crashes, hangs or runs out of memory is kept too, with its cause. The processes of a trial end with the
-search, whatever ends it (`supervisor`).
+search, whatever ends it (`processes`).
 """
 
 from __future__ import annotations
@@ -13,8 +13,6 @@ import json
 import math
 import os
 import shutil
-import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -32,8 +30,8 @@ from flatout.config.settings import RftSettings, RouterSettings, Settings
 from flatout.errors import UsageError
 from flatout.files import read_json, typed, write_atomic
 from flatout.hardware import detect
-from flatout.insight import supervisor
 from flatout.insight.compare import BLOCK_STEPS
+from flatout.insight.processes import CORES, Ended, Process
 from flatout.insight.story import tell
 from flatout.record import WARM_STEPS, Event, Run, redact
 from flatout.record.events import (
@@ -45,7 +43,7 @@ from flatout.record.events import (
     SamplingProgress,
 )
 
-SEARCH, TRIALS, LOCK = "search.json", "trials", "lock"
+SEARCH, TRIALS, LOCK, IMPORTED = "search.json", "trials", "lock", "imported"
 # Settings that have no effect without tasks.
 OF_TASKS = ("criterion", "tasks_every", "task_limit", "task_tokens")
 # Steps of a trial after its warm-up.
@@ -54,7 +52,6 @@ STEPS = BLOCK_STEPS
 ROWS = "sample.rows"
 # A trial that lasts longer has hung, unless the first ones took long too.
 LIMIT_S, LIMIT_TIMES = 600.0, 10.0
-GRACE_S = 10.0
 OUT_OF_MEMORY = "out of memory"
 _MEMORY_WORDS = ("out of memory", "outofmemory", "cannot allocate memory")
 _SHOWN = 300
@@ -121,6 +118,8 @@ class Trials:
             raise UsageError("trials are single processes: run this command without torchrun")
         self.samples, self.on_gpu = RECIPES[self.settings.recipe].samples, detect().gpu is not None
         self.limit_s, self.steps, self.say = limit_s, steps, say
+        self.ahead = self.on_gpu and len(os.sched_getaffinity(0)) >= CORES
+        self._next: Process | None = None
         self.found: dict[str, Measured] = {}
         self.spent_s = 0.0  # by the trials of this call
         load(config, overrides=[*self.overrides, *self._given(Trial(settings={}, seed=0))])  # or a mistake is named
@@ -175,14 +174,14 @@ class Trials:
         began = time.time()
         with tempfile.TemporaryDirectory(dir=self.folder, prefix="trial-") as scratch:
             run = Path(scratch) / "run"
-            returncode, said, timed_out = self._process(trial, run)
+            ended = self._process(trial, run)
             seconds = time.time() - began
-            if timed_out:
+            if ended.timed_out:
                 found = self._failed(trial, seconds, f"it did not end within {self.limit_s:.0f} s and was stopped")
-            elif returncode and not (self.samples and _sampled_all(run)):
-                found = self._failed(trial, seconds, _cause(returncode, said))
+            elif ended.returncode and not (self.samples and _sampled_all(run)):
+                found = self._failed(trial, seconds, _cause(ended.returncode, ended.said))
             else:
-                found = self._measured(trial, Run.open(run), seconds=seconds, began=began)
+                found = self._measured(trial, Run.open(run), seconds=seconds, began=_command_time(run, began=began))
         self.found[found.key] = found
         self.spent_s += found.seconds
         file = self.folder / TRIALS / f"{found.key}.json"
@@ -192,48 +191,25 @@ class Trials:
         self.say(f"{name}: {found.problem or f'{found.tokens_per_s or math.nan:,.0f} tokens/s'} ({seconds:.0f} s)")
         return found
 
-    def _process(self, trial: Trial, run: Path) -> tuple[int, str, bool]:
-        """The exit code, the end of what it wrote on stderr, and whether it had to be stopped."""
-        given = [*self._given(trial), "--run", str(run)]
+    def _process(self, trial: Trial, run: Path) -> Ended:
+        arguments = [str(self.config), *self.overrides, *self._given(trial), "--run", str(run)]
         verb = "sample" if self.samples else "train"
-        command = [*flatout_command(trial.code, verb), str(self.config), *self.overrides, *given]
-        watched = [sys.executable, "-I", "-S", supervisor.__file__]
-        mask = " ".join(str(int(number)) for number in signal.pthread_sigmask(signal.SIG_BLOCK, ()))
-        control, ours = os.pipe()
-        status, theirs = os.pipe()
-        errors = run.parent / "errors"
+        if self.ahead:
+            process, self._next = self._next or Process.waiting(), None
+            process.tell([verb, *arguments], code=trial.code, times=run.parent / IMPORTED)
+            self._next = Process.waiting()
+        else:
+            process = Process([*flatout_command(trial.code, verb), *arguments])
         try:
-            with errors.open("wb") as file:
-                process = subprocess.Popen(
-                    [*watched, str(control), str(theirs), str(GRACE_S), "stop", mask, *command],
-                    stdout=subprocess.DEVNULL,
-                    stderr=file,
-                    stdin=subprocess.DEVNULL,
-                    pass_fds=(control, theirs),
-                )
-            os.close(control)
-            os.close(theirs)
-            control = theirs = -1
-            timed_out = False
-            try:
-                process.wait(self.limit_s)
-            except subprocess.TimeoutExpired:
-                timed_out = True
-            finally:
-                os.close(ours)  # the supervisor then stops everything that still runs
-                ours = -1
-                process.wait()
-            told = os.read(status, 1 << 16)
+            return process.wait(self.limit_s)
         finally:
-            for descriptor in (control, ours, status, theirs):
-                if descriptor >= 0:
-                    os.close(descriptor)
-        said = errors.read_bytes()[-(1 << 14) :].decode(errors="replace")
-        ended: dict[str, Any] = json.loads(told) if told else {"error": "the supervisor process was killed"}
-        if "error" in ended:
-            return 1, str(ended["error"]), timed_out
-        code: int | None = ended["returncode"]
-        return (1 if code is None else code), said, timed_out
+            process.close()
+
+    def close(self) -> None:
+        """Ends the process that waits for another trial."""
+        if self._next is not None:
+            self._next.close()
+            self._next = None
 
     def _given(self, trial: Trial) -> list[str]:
         """The overrides of a trial. What makes it short comes last."""
@@ -358,6 +334,15 @@ def flatout_command(code: str, verb: str) -> list[str]:
     """The command, behind the code of a switch."""
     start = ["-c", f"{code}\nfrom flatout.cli import main; main()"] if code else ["-m", "flatout"]
     return [sys.executable, *start, verb]
+
+
+def _command_time(run: Path, *, began: float) -> float:
+    """When a trial would have begun, had it not imported ahead of its turn, at `began`."""
+    try:
+        imported_s, ready = json.loads((run.parent / IMPORTED).read_text())
+    except FileNotFoundError:
+        return began
+    return float(max(began, ready) - imported_s)
 
 
 def _word(value: Any) -> str:
