@@ -133,6 +133,24 @@ def test_a_budget_is_kept_and_what_it_leaves_out_is_said(config: Path) -> None:
     assert sum(row.blocks for row in again.values()) > sum(row.blocks for row in rows.values())
 
 
+def test_one_table_alone(config: Path) -> None:
+    simulated: Any = Simulated(config, chance=random.Random(0), noise=0.002)
+    found = ablate(simulated, only=SOME, tables=["without"])
+    assert {row.question for row in found.rows} == {None, "without"}
+    assert BEFORE not in {row.name for row in found.rows}, "nothing is compared with it"
+    rows = {row.name: row for row in found.rows}
+    assert rows[PLAN].verdict == "reference"
+    assert rows["- mixed precision"].verdict == "slower"
+    found = ablate(Simulated(config, chance=random.Random(0)), only=SOME, tables=["alone"])  # type: ignore[arg-type]
+    assert {row.question for row in found.rows} == {None, "alone"}
+
+
+def test_the_start_has_an_eighth_of_the_concurrent_sequences() -> None:
+    [switch] = [one for one in SWITCHES if one.name == "concurrent sequences"]
+    assert before_of(switch, {"sample.rows": 512}) == {"sample.rows": 64}
+    assert before_of(switch, {"sample.rows": 4}) == {"sample.rows": 1}
+
+
 def test_the_shortest_budget_measures_the_plan_against_the_start(config: Path) -> None:
     simulated: Any = Simulated(config, chance=random.Random(0))
     found = ablate(simulated, only=SOME, budget_s=1.0)

@@ -46,6 +46,9 @@ def ablate(
     blocks: Annotated[int, typer.Option(help="repeats of every variant, in turn", min=1, max=16)] = 4,
     budget: Budget = None,
     only: Annotated[list[str] | None, typer.Option(help="measure only this switch; may be repeated")] = None,
+    table: Annotated[
+        list[str] | None, typer.Option(help="measure only alone, without or cumulative; may be repeated")
+    ] = None,
     limit: Limit = 600.0,
     run: SearchFolder = None,
     as_json: AsJson = False,
@@ -71,6 +74,9 @@ def ablate(
     names = {switch.name for switch in switches}
     if unknown := next((name for name in only or () if name not in names), None):
         raise UsageError(f"--only {unknown!r} is not a switch; choose from: {', '.join(sorted(names))}")
+    tables = [one for one in verb.QUESTIONS if one in (table or ())]
+    if unknown := next((name for name in table or () if name not in verb.QUESTIONS), None):
+        raise UsageError(f"--table {unknown!r} is not a table; choose from: {', '.join(verb.QUESTIONS)}")
     if not switches:
         raise UsageError(f"{baseline} has the same settings as {config}, so there is nothing to measure")
     trials = Trials(
@@ -82,14 +88,16 @@ def ablate(
         say=say,
     )
     with closing(trials):
-        found = verb.ablate(trials, blocks=blocks, budget_s=seconds, switches=switches, only=only or ())
+        found = verb.ablate(
+            trials, blocks=blocks, budget_s=seconds, switches=switches, only=only or (), tables=tables or verb.QUESTIONS
+        )
     write_atomic(trials.folder / "ablation.json", json.dumps(found.to_json(), indent=1).encode())
     write_atomic(trials.folder / "ablation.html", html(found, name=config.stem).encode())
     if as_json:
         print_json(found.to_json())
         return
-    for table in _tables(found):
-        out.print(table, highlight=False)
+    for made in _tables(found):
+        out.print(made, highlight=False)
         out.print()
     for row in found.rows:
         if row.time is not None and row.time.needed_more and row.problem is None:

@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from flatout import parity
 from flatout.errors import RunFailed
@@ -33,6 +33,7 @@ BLOCKS, MOST_BLOCKS = parity.LOOKS[0], parity.LOOKS[-1]
 HEADS = ("", "claim", "tokens/s", "speed", "MFU", "memory", "start-up", "loss", "verdict")
 
 Question = Literal["alone", "without", "cumulative"]
+QUESTIONS: tuple[Question, ...] = get_args(Question)
 LossVerdict = Literal["equal", "different", "not enough evidence"]
 
 
@@ -129,6 +130,7 @@ def ablate(
     budget_s: float | None = None,
     switches: Sequence[Switch] = SWITCHES,
     only: Sequence[str] = (),
+    tables: Collection[Question] = QUESTIONS,
 ) -> Ablation:
     """Measures every switch; those of the guides, or those that lead from a baseline to the configuration."""
     seed = trials.settings.seed
@@ -138,8 +140,8 @@ def ablate(
     session = _Session(trials, blocks=blocks, budget_s=budget_s)
     known = [switch for switch in switches if applies(switch, trials.settings)]
     variants, left_out = _variants(known, first.decisions, only=only, on_gpu=trials.on_gpu)
-    session.measure(variants)
-    if steps := _cumulative(variants, session, known=known):
+    session.measure(_in_tables(variants, tables))
+    if "cumulative" in tables and (steps := _cumulative(variants, session, known=known)):
         session.measure(steps, references=[BEFORE], first_seed=seed + MOST_BLOCKS)
     return Ablation(
         rows=session.rows(),
@@ -183,6 +185,17 @@ def _variants(
                 )
             )
     return found, left_out
+
+
+def _in_tables(variants: Sequence[Variant], tables: Collection[Question]) -> list[Variant]:
+    """Those of some tables. The starting point is measured where something is compared with it."""
+    if "alone" in tables or "cumulative" in tables:
+        return [one for one in variants if one.switch is None or one.question in tables or one.question == "alone"]
+    return [
+        replace(one, reference=None) if one.name == PLAN else one
+        for one in variants
+        if one.name == PLAN or one.question == "without"
+    ]
 
 
 def _code(known: Sequence[Switch], on: Sequence[Switch] = ()) -> str:

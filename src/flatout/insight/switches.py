@@ -17,9 +17,11 @@ from flatout.config.settings import Settings
 # Numerics: the same training with other rounding, so the loss must stay equal. Recipe: another training.
 Kind = Literal["numerics", "recipe"]
 PLAN, PRESET = "plan.", "plan.preset"
+# The setting of concurrent sequences.
+ROWS = "sample.rows"
 # Decisions that follow from others.
 FOLLOW = ("plan.accumulation", "plan.loss_chunk")
-# A starting point of the micro-batch.
+# A starting point of the micro-batch and of concurrent sequences.
 EIGHTH = "an eighth of the plan's"
 
 
@@ -95,7 +97,7 @@ SWITCHES = (
         name="concurrent sequences",
         task="T06",
         claim="GPU use 95 %",
-        before={"sample.rows": 8},
+        before={ROWS: EIGHTH},
         trains=False,
         samples=True,
     ),
@@ -139,6 +141,8 @@ SWITCHES = (
 def before_of(switch: Switch, full: Mapping[str, Any]) -> dict[str, Any]:
     """The values where the switch is off."""
     found = dict(switch.before)
+    if found.get(ROWS) == EIGHTH:
+        found[ROWS] = max(1, (full.get(ROWS) or 8) // 8)
     if found.get("plan.micro_batch") == EIGHTH:
         size, sequences = full["micro_batch"], full["micro_batch"] * full["accumulation"]
         found["plan.micro_batch"] = max(one for one in range(1, max(1, size // 8) + 1) if sequences % one == 0)

@@ -33,6 +33,7 @@ from flatout.hardware import detect
 from flatout.insight.compare import BLOCK_STEPS
 from flatout.insight.processes import CORES, Ended, Process
 from flatout.insight.story import tell
+from flatout.insight.switches import ROWS
 from flatout.record import WARM_STEPS, Event, Run, redact
 from flatout.record.events import (
     ChunkSampled,
@@ -42,14 +43,13 @@ from flatout.record.events import (
     SamplingBegan,
     SamplingProgress,
 )
+from flatout.record.rollouts import RolloutsGraded
 
 SEARCH, TRIALS, LOCK, IMPORTED = "search.json", "trials", "lock", "imported"
 # Settings that have no effect without tasks.
 OF_TASKS = ("criterion", "tasks_every", "task_limit", "task_tokens")
 # Steps of a trial after its warm-up.
 STEPS = BLOCK_STEPS
-# The setting of concurrent sequences.
-ROWS = "sample.rows"
 # A trial that lasts longer has hung, unless the first ones took long too.
 LIMIT_S, LIMIT_TIMES = 600.0, 10.0
 OUT_OF_MEMORY = "out of memory"
@@ -236,6 +236,7 @@ class Trials:
         losses = [step.loss for step in warm if step.loss is not None]
         if not losses or not all(map(math.isfinite, losses)):
             return self._failed(trial, seconds, "its loss is not finite")
+        rolled = next((event for event in reversed(events) if isinstance(event, RolloutsGraded)), None)
         return replace(
             _of(trial, seconds),
             start_s=steps[0].time - began,
@@ -246,7 +247,8 @@ class Trials:
             peak_gib=story.peak_gib,
             loss=fmean(losses),
             last_loss=fmean(losses[-max(1, len(losses) // 4) :]),
-            decisions={choice.name: choice.value for choice in story.choices},
+            decisions={choice.name: choice.value for choice in story.choices}
+            | ({} if rolled is None else {ROWS: rolled.rows}),
             active=dict(story.active),
         )
 

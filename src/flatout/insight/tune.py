@@ -19,8 +19,8 @@ from flatout import parity
 from flatout.errors import FlatoutError, RunFailed, UsageError
 from flatout.insight.ablate import compared
 from flatout.insight.compare import finite
-from flatout.insight.switches import FOLLOW, PLAN
-from flatout.insight.trials import ROWS, Measured, Trial, Trials
+from flatout.insight.switches import FOLLOW, PLAN, ROWS
+from flatout.insight.trials import Measured, Trial, Trials
 from flatout.parity import Difference
 from flatout.plan import Job, decide
 from flatout.plan.batch import MOST_ROWS
