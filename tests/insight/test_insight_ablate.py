@@ -29,6 +29,8 @@ from flatout.insight.ablate import BEFORE, PLAN, _variants, ablate, not_in_effec
 from flatout.insight.report.ablation import html
 from flatout.insight.switches import SWITCHES, Switch, applies, before_of, of_baseline
 from flatout.insight.trials import Measured, Trial, Trials
+from flatout.record import StepRecord
+from flatout.record.records import Span
 
 ROOT = Path(__file__).parents[2]
 STAND_IN = [sys.executable, "-m", "tests.insight.stand_in"]
@@ -143,6 +145,17 @@ def test_one_table_alone(config: Path) -> None:
     assert rows["- mixed precision"].verdict == "slower"
     found = ablate(Simulated(config, chance=random.Random(0)), only=SOME, tables=["alone"])  # type: ignore[arg-type]
     assert {row.question for row in found.rows} == {None, "alone"}
+
+
+def test_on_a_gpu_a_step_lasts_as_long_as_on_the_device(config: Path, tmp_path: Path) -> None:
+    """The host's clock says little about the first steps, in which it runs ahead."""
+    spans = (Span(phase="forward", seconds=0.02), Span(phase="optimize", seconds=0.01), Span(phase="save", seconds=9.0))
+    step = StepRecord(attempt=1, step=3, time=0.0, seconds=0.004, tokens=100, padded_tokens=100, loss=1.0, spans=spans)
+    trials = Trials(config, [], folder=tmp_path / "search")
+    trials.on_gpu = True
+    assert trials._training_s(step) == pytest.approx(0.03)
+    trials.on_gpu = False
+    assert trials._training_s(replace(step, seconds=9.05)) == pytest.approx(0.05)
 
 
 def test_the_start_has_an_eighth_of_the_concurrent_sequences() -> None:

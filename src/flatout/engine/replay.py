@@ -7,6 +7,7 @@ graphs are enough. Used by `Engine`, with gradients that are accumulated in plac
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -71,6 +72,7 @@ class Replay:
         for parameter in self._parameters:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
+        gc.collect()  # what is left of a recomputed pass holds nodes of the parameters, which belong to another stream
         forward, backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
         gradient = torch.ones((), device=batch.tokens.device)
         self._memory = self._memory or torch.cuda.graph_pool_handle()

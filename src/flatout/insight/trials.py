@@ -34,7 +34,7 @@ from flatout.insight.compare import BLOCK_STEPS
 from flatout.insight.processes import CORES, Ended, Process
 from flatout.insight.story import tell
 from flatout.insight.switches import ROWS
-from flatout.record import WARM_STEPS, Event, Run, redact
+from flatout.record import WARM_STEPS, Event, Run, StepRecord, redact
 from flatout.record.events import (
     ChunkSampled,
     DatasetMade,
@@ -43,6 +43,7 @@ from flatout.record.events import (
     SamplingBegan,
     SamplingProgress,
 )
+from flatout.record.records import BESIDE
 from flatout.record.rollouts import RolloutsGraded
 
 SEARCH, TRIALS, LOCK, IMPORTED = "search.json", "trials", "lock", "imported"
@@ -230,7 +231,7 @@ class Trials:
         warm = [step for step in steps[WARM_STEPS * size :] if step.tokens and step.training_s > 0]
         # Only the first step of a phase generates, so a phase is measured as a whole.
         parts = [warm[at : at + size] for at in range(0, len(warm) - size + 1, size)]
-        spent = [sum(step.training_s for step in part) / sum(step.tokens for step in part) for part in parts]
+        spent = [sum(map(self._training_s, part)) / sum(step.tokens for step in part) for part in parts]
         if not spent:
             return self._failed(trial, seconds, "it took no step after its warm-up")
         losses = [step.loss for step in warm if step.loss is not None]
@@ -241,7 +242,7 @@ class Trials:
             _of(trial, seconds),
             start_s=steps[0].time - began,
             log_time=parity.typical(spent),
-            log_total=math.log(sum(step.training_s for step in warm) / sum(step.tokens for step in warm)),
+            log_total=math.log(sum(map(self._training_s, warm)) / sum(step.tokens for step in warm)),
             tokens_per_s=story.speed.tokens_per_s,
             mfu=story.speed.mfu,
             peak_gib=story.peak_gib,
@@ -251,6 +252,11 @@ class Trials:
             | ({} if rolled is None else {ROWS: rolled.rows}),
             active=dict(story.active),
         )
+
+    def _training_s(self, step: StepRecord) -> float:
+        """On a GPU by the device's clock: the host runs ahead in the first steps, and waits for the last one."""
+        spent = sum(span.seconds for span in step.spans if span.phase not in BESIDE)
+        return spent if self.on_gpu and spent > 0 else step.training_s
 
     def _sampled(self, trial: Trial, run: Run, events: Sequence[Event], *, seconds: float, began: float) -> Measured:
         """A trial that samples is measured by its chunks; the first one warms up."""
