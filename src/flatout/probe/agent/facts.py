@@ -106,7 +106,16 @@ def own_cores() -> int:
 
 def version_of(name: str) -> str | None:
     module = sys.modules.get(name)
-    return None if module is None else str(getattr(module, "__version__", "unknown"))
+    if module is None:
+        return None
+    if found := getattr(module, "__version__", None):
+        return str(found)
+    from importlib import metadata
+
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return "unknown"
 
 
 def matmul_precision(torch: Any) -> str:
