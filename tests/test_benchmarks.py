@@ -9,12 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from benchmarks.ablations import JOBS, rows_of
 from benchmarks.doctor_gpu import PLANTED, Budget, findings_table, judged, parsed, table
 from benchmarks.parity import compared
 from benchmarks.peers import measured as peer
 from benchmarks.results import Call, command_line, measuring, read, upper_95
 from tests.waiting import HANG_S
 
+from flatout.config import load
 from flatout.insight.attach import Watched
 from flatout.insight.diagnose import CAUSES
 from flatout.insight.doctor import Examined
@@ -187,3 +189,28 @@ def test_acceleration_is_measured_on_a_tiny_shape(tmp_path: Path) -> None:
     losses = [float(line.split("'loss': ")[1].split("}")[0]) for line in lines]
     assert max(losses) - min(losses) < 1e-2, "the variants compute the same"
     assert "head and loss" in done.stdout
+
+
+def test_the_rows_of_an_ablation() -> None:
+    known = {"tokens_per_s": 10.0, "peak_gib": None, "start_s": 2.0, "problem": None, "blocks": 4}
+    time, loss = {"ratio": 2.0, "low": 1.6, "high": 2.5}, {"ratio": 1.001, "low": 0.999, "high": 1.003}
+    few = {"ratio": 1.0, "low": 0.0, "high": None}  # too few pairs for an interval
+    found = {
+        "rows": [
+            known | {"name": "- this", "time": time, "loss_difference": loss},
+            known | {"name": "- that", "time": few, "loss_difference": None, "blocks": 1},
+            known | {"name": "- other", "problem": "out of memory", "time": None, "loss_difference": None},
+        ]
+    }
+    rows = {(row.variant, row.metric): row for row in rows_of("rl", found, Call(benchmark="ablations", commit="abc"))}
+    speed = rows["rl: - this", "times_as_fast"]
+    assert (speed.value, speed.low, speed.high, speed.repeats) == (0.5, 0.4, 0.625, 4)
+    assert rows["rl: - this", "loss_ratio"].value == 1.001
+    assert ("rl: - that", "times_as_fast") not in rows
+    assert not [variant for variant, _ in rows if "other" in variant]
+
+
+@pytest.mark.parametrize("job", JOBS)
+def test_the_jobs_of_the_ablations_are_valid(job: str, tmp_path: Path) -> None:
+    (tmp_path / "job.yaml").write_text(JOBS[job])
+    assert load(tmp_path / "job.yaml").settings.recipe in ("pretrain", "sft", "rft", "rl")
