@@ -365,6 +365,8 @@ def test_what_a_config_may_leave_out() -> None:
 def test_each_family_brings_its_own_details() -> None:
     qwen2 = ModelShape.from_hf(LLAMA | {"model_type": "qwen2", "sliding_window": 4096, "use_sliding_window": False})
     qwen3 = ModelShape.from_hf(LLAMA | {"model_type": "qwen3", "attention_bias": False})
+    llama = ModelShape.from_hf(LLAMA | {"sliding_window": 4096, "use_sliding_window": True})
+    assert llama.window is None, "llama has no windows, whatever its config.json says"
     assert (qwen2.qkv_bias, qwen2.qk_norm) == (True, False)
     assert (qwen3.qkv_bias, qwen3.qk_norm) == (False, True)
 

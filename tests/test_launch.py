@@ -26,7 +26,7 @@ from flatout.errors import UsageError
 from flatout.launch import Job, exit_code_of
 from flatout.launch.local import Rank, explained
 from flatout.launch.slurm import Resources, script
-from flatout.launch.torchrun import command
+from flatout.launch.torchrun import _first_error, command
 
 
 @pytest.fixture
@@ -290,6 +290,14 @@ def test_the_first_error_under_torchrun_comes_last(config: Path, tmp_path: Path)
     said = (tmp_path / "said").read_text()
     assert said.endswith("ValueError: the cause\n"), said[-3000:]
     assert "rank 1 failed first\nTraceback" in said
+
+
+def test_a_rank_that_followed_another_is_not_blamed(tmp_path: Path) -> None:
+    (tmp_path / "0-1").write_text("ValueError: of an earlier attempt\n")
+    (tmp_path / "1-0").write_text("error: rank 0 lost the connection to another rank, which ended first\n")
+    assert _first_error(tmp_path) == "", "the rank that was killed could not say anything"
+    (tmp_path / "1-1").write_text("ValueError: the cause\n")
+    assert _first_error(tmp_path) == "rank 1 failed first\nValueError: the cause\n"
 
 
 def test_torchrun_on_two_nodes_meets_at_the_first() -> None:

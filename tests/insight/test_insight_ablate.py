@@ -26,6 +26,7 @@ from flatout.errors import RunFailed, UsageError
 from flatout.insight import processes
 from flatout.insight import trials as trials_module
 from flatout.insight.ablate import BEFORE, PLAN, _variants, ablate, not_in_effect
+from flatout.insight.processes import Process
 from flatout.insight.report.ablation import html
 from flatout.insight.switches import SWITCHES, Switch, applies, before_of, of_baseline
 from flatout.insight.trials import Measured, Trial, Trials
@@ -253,6 +254,14 @@ def test_the_next_process_imports_while_a_trial_runs(tmp_path: Path) -> None:
         assert early.start_s > 0.5
 
 
+def test_a_waiting_process_that_ended_is_a_row_with_its_cause(tmp_path: Path) -> None:
+    process = Process([sys.executable, "-c", "raise SystemExit(7)"], stdin=subprocess.PIPE)
+    wait_until(lambda: not process.runs)
+    process.tell(["train", "x" * 100_000], code="", times=tmp_path / "times")
+    ended = process.wait(10.0)
+    assert (ended.returncode, ended.timed_out) == (7, False)
+
+
 @pytest.mark.long
 def test_a_trial_of_recipe_rft_samples(tmp_path: Path) -> None:
     config = tmp_path / "rft.yaml"
@@ -399,6 +408,8 @@ def test_a_baseline_gives_its_differences_as_switches(config: Path, tmp_path: Pa
     assert [(one.name, one.kind) for one in found] == [("train.lr", "recipe"), ("plan.recompute", "numerics")]
     assert found[0].after == {"train.lr": 1e-3}
     assert found[1].after == {}
+    sampling = load(gallery.find("rft-embedded").path).settings
+    assert all(applies(one, sampling) for one in of_baseline({"sample.rows": 8}, {"sample.rows": 2}, without=()))
 
 
 def test_every_switch_names_settings_that_exist(config: Path) -> None:

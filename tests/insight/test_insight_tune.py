@@ -22,7 +22,7 @@ from flatout.errors import UsageError
 from flatout.hardware import parse
 from flatout.insight import trials as trials_module
 from flatout.insight.trials import Measured, Trial
-from flatout.insight.tune import knobs_of, search_lr, tune
+from flatout.insight.tune import _as_heavy, _needed, knobs_of, search_lr, tune
 from flatout.plan import Job, job_of
 
 ROOT = Path(__file__).parents[2]
@@ -168,3 +168,10 @@ def test_interrupted_it_leaves_no_process(config: Path, tmp_path: Path) -> None:
     process.send_signal(signal.SIGINT)
     assert process.wait() == 130
     assert not psutil.pid_exists(int(started.read_text()))
+
+
+def test_a_start_that_ran_out_of_memory_rules_out_only_what_needs_as_much() -> None:
+    for name, size in (("sample.rows", "sample.rows"), ("micro_batch", "plan.micro_batch")):
+        failed = Measured(key="", settings={}, seed=0, problem="out of memory", decisions={name: 64})
+        assert _as_heavy({size: 64}, _needed(failed))
+        assert not _as_heavy({size: 32}, _needed(failed))

@@ -324,6 +324,24 @@ def test_killed_in_each_phase_it_goes_on_exactly(whole: Path, tmp_path: Path, ph
     assert weights_hash(broken) == weights_hash(whole)
 
 
+def test_restarted_by_a_launcher_the_last_phase_starts_anew(whole: Path, tmp_path: Path) -> None:
+    """The launcher gives no --resume: the run goes on, but its last phase had not begun."""
+    job, broken, launched = written(tmp_path, VALUES), tmp_path / "broken", {"FLATOUT_JOB": "one"}
+    script = SCRIPT.replace("AT", "8")
+    started = Started(
+        "train", job, "--run", broken, cwd=tmp_path, script=script, environment=launched | {"FLATOUT_RESTARTS": "0"}
+    )
+    wait_until((tmp_path / "there").exists, process=started)
+    started.send_signal(signal.SIGKILL)
+    assert started.wait() == -signal.SIGKILL
+    again = Started("train", job, "--run", broken, cwd=tmp_path, environment=launched | {"FLATOUT_RESTARTS": "1"})
+    _, said = again.communicate()
+    assert again.wait() == 0, said
+    assert weights_hash(broken) == weights_hash(whole)
+    assert scores(broken) == scores(whole)
+    assert Run.open(broken).plan["job"]["base"] == str(broken.absolute() / "base")
+
+
 def test_a_phase_that_stopped_early_is_not_trained_further(tmp_path: Path) -> None:
     values = changed(train={"steps": 12, "lr": 1e-12}, eval={"every": 2, "patience": 1}, router={"phase": "1"})
     job = written(tmp_path, values)

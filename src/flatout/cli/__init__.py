@@ -99,6 +99,7 @@ def main() -> None:
             sys.exit(error.exit_code)  # rank 0 prints the message
         shared.fail(str(error), exit_code=error.exit_code)
     except (PermissionError, IsADirectoryError, NotADirectoryError) as error:
+        _report(f"error: {error.filename}: {error.strerror}\n")
         shared.fail(f"{error.filename}: {error.strerror}", exit_code=EnvironmentLacks.exit_code)
     except Exception:  # a bug in flatout
         from flatout.record import redact

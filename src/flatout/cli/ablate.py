@@ -47,7 +47,7 @@ def ablate(
     budget: Budget = None,
     only: Annotated[list[str] | None, typer.Option(help="measure only this switch; may be repeated")] = None,
     table: Annotated[
-        list[str] | None, typer.Option(help="measure only alone, without or cumulative; may be repeated")
+        list[str] | None, typer.Option(help="measure only this table: alone, without or cumulative; may be repeated")
     ] = None,
     limit: Limit = 600.0,
     run: SearchFolder = None,

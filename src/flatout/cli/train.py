@@ -87,10 +87,13 @@ def sample(
         able = recipes_that(lambda recipe: recipe.samples)
         raise UsageError(f"{config} has recipe {settings.recipe}, which samples nothing: use one of recipe {able}")
     folder = _run_folder(settings, run, config=config, resume=resume)
+    from flatout.engine.ranks import from_environment
     from flatout.record import Run
 
     outcome = _carry_out(recipes.sample, settings, folder=folder, resume=resume)
     exit_if_stopped(outcome, folder, verb="sample", trust=trust)
+    if not from_environment().first:
+        return
     hint = json.dumps({"source": "jsonl", "path": str(Run.open(folder).samples_dir / "round-1.jsonl")})
     out.print(f"train on it with recipe sft and data: {hint}, or finish this run with\n  ", end="", highlight=False)
     print_plain(_resume_command("train", folder, trust=trust))
@@ -137,7 +140,7 @@ def exit_if_stopped(outcome: Outcome, folder: Path, *, verb: str = "train", trus
         safe = f"saved at step {outcome.steps}" if outcome.saved_step == outcome.steps else "nothing to save yet"
         if ranks.world > 1:
             begin = f"torchrun --nproc-per-node {ranks.world} -m flatout"
-            command = f"{begin} train {shlex.quote(f'{folder}/config.yaml')} {shlex.quote(f'run={folder}')} --resume"
+            command = f"{begin} {verb} {shlex.quote(f'{folder}/config.yaml')} {shlex.quote(f'run={folder}')} --resume"
             command += f" --trust-remote-code {shlex.quote(trust)}" if trust else ""
         else:
             command = _resume_command(verb, folder, trust=trust)

@@ -18,7 +18,7 @@ from flatout.files import typed
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 # Fields of `ModelShape` that came after the first release.
-_LATER = ("out_bias", "rope_scaling", "window", "full_layers", "max_positions", "foreign")
+_LATER = ("out_bias", "rope_scaling", "window", "full_layers", "foreign")
 # What run folders call `foreign`.
 _FOREIGN = "adapter"
 # Positions of a model whose config.json names no limit.
@@ -34,7 +34,6 @@ LARGEST = {
     "vocab": 2**24,
     "positions": UNLIMITED,
     "window": UNLIMITED,
-    "max_positions": UNLIMITED,
 }
 LARGEST_RANK = 2**14
 LARGEST_BANK = 64
@@ -135,8 +134,6 @@ class ModelShape:
     # A token attends to this many tokens, itself included, in all layers but the first `full_layers`.
     window: int | None = None
     full_layers: int = 0
-    # The positions of the model itself, in run folders whose `positions` end with the window.
-    max_positions: int | None = None
     # Why our decoder cannot run the model, which then runs as transformers builds it; the numbers are its nearest.
     foreign: str = ""
 
@@ -203,6 +200,8 @@ class ModelShape:
         """What came later is left out where it says nothing, so that older runs keep their identity."""
         values = asdict(self) | {"rope_scaling": self.rope_scaling and self.rope_scaling.to_json()}
         said = {name: value for name, value in values.items() if value or name not in _LATER}
+        if self.window is not None and not self.full_layers:  # as version 0.1 wrote it, which had no windows
+            said |= {"positions": min(self.window, self.positions), "max_positions": self.positions}
         # Under the name it has had in run folders from the start: checkpoints are identified by it.
         return said | ({_FOREIGN: said.pop("foreign")} if "foreign" in said else {})
 
@@ -211,6 +210,9 @@ class ModelShape:
         """Read back `to_json`."""
         if isinstance(values, Mapping) and _FOREIGN in values:
             values = {"foreign" if name == _FOREIGN else name: value for name, value in values.items()}
+        if isinstance(values, Mapping) and "max_positions" in values:
+            rest = {name: value for name, value in values.items() if name != "max_positions"}
+            values = rest | {"positions": values["max_positions"]}
         return typed(cls, values, source=source)
 
     @classmethod
@@ -330,7 +332,8 @@ def _window(config: Mapping[str, Any]) -> tuple[int | None, int]:
     layers = _size(config, "num_hidden_layers", "layers")
     if config.get("model_type") == "mistral":
         return _size({"sliding_window": 4096, **config}, "sliding_window", "window", 0) or None, 0
-    if not config.get("use_sliding_window") or not config.get("sliding_window"):
+    slides = config.get("model_type") in ("qwen2", "qwen3") and config.get("use_sliding_window")
+    if not slides or not config.get("sliding_window"):
         return None, 0
     full = _size(config, "max_window_layers", "window", 28)  # the default of transformers
     if isinstance(kinds := config.get("layer_types"), list):

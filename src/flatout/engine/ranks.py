@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -23,6 +24,8 @@ _waits = 0
 # The group that this process has joined.
 _group: Ranks | None = None
 
+# Ranks may wait this long for one that scores or samples.
+HOST_WAIT = timedelta(days=1)
 VARIABLES = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
 
 
@@ -118,6 +121,15 @@ class Ranks:
                 found = bool(work())
         return self.any(found)
 
+    def first_text(self, text: str) -> str:
+        """The text of the first rank that has one, on every rank; "" if none has."""
+        if self.world == 1:
+            return text
+        every = [""] * self.world
+        with _waiting():
+            dist.all_gather_object(every, text, group=self.host_group)
+        return next((one for one in every if one), "")
+
     def any(self, flag: bool) -> bool:
         """Whether the flag is set on any rank. The hosts wait for each other, the devices do not."""
         if self.world == 1:
@@ -202,7 +214,7 @@ def joined(ranks: Ranks, *, num_gpus: int) -> Iterator[Ranks]:
         torch.cuda.set_device(ranks.local_rank)
     _join("nccl" if cuda else "gloo", ranks)
     try:
-        _group = replace(ranks, host_group=dist.new_group(backend="gloo") if cuda else None)
+        _group = replace(ranks, host_group=dist.new_group(backend="gloo", timeout=HOST_WAIT))
         yield _group
     except RuntimeError as error:
         if not any(word in str(error) for word in _LOST):

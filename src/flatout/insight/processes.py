@@ -1,7 +1,7 @@
 """The processes of a search: each runs one command, and ends with all its descendants when the search does.
 
-On a GPU the next process imports torch while the present one trains, which takes as long as a short training, and
-waits for its arguments.
+Importing torch takes as long as a short training. So on a GPU the next process does it while the present one trains,
+and then waits for its arguments.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -69,6 +70,10 @@ class Process:
             os.close(control)
             os.close(theirs)
 
+    @property
+    def runs(self) -> bool:
+        return self._process.poll() is None
+
     @classmethod
     def waiting(cls) -> Process:
         """One that imports what a training needs, and waits for its arguments."""
@@ -78,11 +83,9 @@ class Process:
         """Its arguments, and code that it runs first. It writes to `times` how long it imported, and until when."""
         line = json.dumps({"arguments": list(arguments), "code": code, "times": str(times)}) + "\n"
         assert self._process.stdin is not None
-        try:
+        with suppress(BrokenPipeError):  # it has ended, and its exit code says why
             self._process.stdin.write(line.encode())
             self._process.stdin.flush()
-        except BrokenPipeError:
-            pass  # it has ended, and its exit code says why
 
     def wait(self, limit_s: float) -> Ended:
         timed_out = False
@@ -107,7 +110,8 @@ class Process:
         self._ours = -1
         self._process.wait()
         if self._process.stdin is not None:
-            self._process.stdin.close()
+            with suppress(BrokenPipeError):  # what it was not told
+                self._process.stdin.close()
         told = os.read(self._status, 1 << 16)
         os.close(self._status)
         return told

@@ -177,6 +177,7 @@ def of_baseline(ours: Mapping[str, Any], theirs: Mapping[str, Any], *, without: 
             before={key: value},
             after={} if key.startswith(PLAN) and key != PRESET else {key: ours.get(key)},
             kind="numerics" if key.startswith((PLAN, "log.")) else "recipe",
+            samples=True,
         )
         for key, value in theirs.items()
         if value != ours.get(key) and key not in (*FOLLOW, *without) and not key.startswith("criteria.")

@@ -195,13 +195,16 @@ class Trials:
     def _process(self, trial: Trial, run: Path) -> Ended:
         arguments = [str(self.config), *self.overrides, *self._given(trial), "--run", str(run)]
         verb = "sample" if self.samples else "train"
-        if self.ahead:
-            process, self._next = self._next or Process.waiting(), None
-            process.tell([verb, *arguments], code=trial.code, times=run.parent / IMPORTED)
-            self._next = Process.waiting()
-        else:
+        if not self.ahead:
             process = Process([*flatout_command(trial.code, verb), *arguments])
+        else:
+            if self._next is not None and not self._next.runs:
+                self.close()
+            process, self._next = self._next or Process.waiting(), None
         try:
+            if self.ahead:
+                process.tell([verb, *arguments], code=trial.code, times=run.parent / IMPORTED)
+                self._next = Process.waiting()
             return process.wait(self.limit_s)
         finally:
             process.close()
@@ -223,7 +226,8 @@ class Trials:
     def _measured(self, trial: Trial, run: Run, *, seconds: float, began: float) -> Measured:
         events = list(run.events())
         if ran_out := next((event for event in events if isinstance(event, MemoryRanOut)), None):
-            return self._failed(trial, seconds, f"{OUT_OF_MEMORY} with micro-batch {ran_out.micro_batch}")
+            found = self._failed(trial, seconds, f"{OUT_OF_MEMORY} with micro-batch {ran_out.micro_batch}")
+            return replace(found, decisions={"micro_batch": ran_out.micro_batch})
         if self.samples:
             return self._sampled(trial, run, events, seconds=seconds, began=began)
         story, steps = tell(run), list(run.latest_steps())
@@ -261,7 +265,8 @@ class Trials:
     def _sampled(self, trial: Trial, run: Run, events: Sequence[Event], *, seconds: float, began: float) -> Measured:
         """A trial that samples is measured by its chunks; the first one warms up."""
         if halved := next((event for event in events if isinstance(event, RowsHalved)), None):
-            return self._failed(trial, seconds, f"{OUT_OF_MEMORY} with {halved.rows} concurrent sequences")
+            found = self._failed(trial, seconds, f"{OUT_OF_MEMORY} with {halved.rows} concurrent sequences")
+            return replace(found, decisions={ROWS: halved.rows})
         chunks = [event for event in events if isinstance(event, ChunkSampled) and event.tokens]
         warm, began_with = chunks[1:], next(event for event in events if isinstance(event, SamplingBegan))
         if not warm:
@@ -345,7 +350,7 @@ def flatout_command(code: str, verb: str) -> list[str]:
 
 
 def _command_time(run: Path, *, began: float) -> float:
-    """When a trial would have begun, had it not imported ahead of its turn, at `began`."""
+    """The start of a trial for its start-up time: `began`, or earlier by the time of the imports it did ahead."""
     try:
         imported_s, ready = json.loads((run.parent / IMPORTED).read_text())
     except FileNotFoundError:
@@ -358,7 +363,7 @@ def _word(value: Any) -> str:
 
 
 def _sampled_all(run: Path) -> bool:
-    """Whether a run that failed had sampled all its questions: too few correct answers to train on are enough here."""
+    """Whether a run that failed had sampled all its questions, and only lacked correct answers to train on."""
     return Run.is_named_by(str(run)) and any(isinstance(event, DatasetMade) for event in Run.open(run).events())
 
 

@@ -250,13 +250,19 @@ def _next(model: Model, measured: Sequence[Measured], knobs: Mapping[str, Sequen
     """The combination that is predicted to be fastest, of those that were neither measured nor ruled out."""
     tried = {key(values_of(one, knobs)) for one in measured}
     tried |= {key(_own(one.settings)) for one in measured}
-    failed = [one.settings for one in measured if one.out_of_memory]
+    failed = [_needed(one) for one in measured if one.out_of_memory]
     possible = {
         key(values): values
         for values in model.candidates(values_of(_best(measured), knobs))
         if key(values) not in tried and not any(_as_heavy(values, settings) for settings in failed)
     }
     return min(possible.values(), key=model.predict, default=None)
+
+
+def _needed(failed: Measured) -> Choice:
+    """The settings of a trial that ran out of memory, with the sizes that the plan had chosen for it."""
+    planned = {ROWS: failed.decisions.get(ROWS), "plan.micro_batch": failed.decisions.get("micro_batch")}
+    return planned | {name: value for name, value in failed.settings.items() if value is not None}
 
 
 def _as_heavy(values: Choice, failed: Mapping[str, Any]) -> bool:

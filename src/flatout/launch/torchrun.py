@@ -73,11 +73,10 @@ def _first_error(folder: Path) -> str:
     attempts: dict[int, list[Path]] = {}
     for path in sorted(folder.iterdir(), key=lambda path: path.stat().st_mtime_ns):
         attempts.setdefault(int(path.name.partition("-")[0]), []).append(path)
-    if not attempts:
-        return ""  # a rank that was killed leaves none: torchrun's report names it
-    last = [(path.name.partition("-")[2], path.read_text()) for path in attempts[max(attempts)]]
-    rank, text = ([one for one in last if not followed(one[1])] or last)[0]
-    return f"rank {rank} failed first\n{text}"
+    for path in attempts[max(attempts)] if attempts else ():
+        if not followed(text := path.read_text()):
+            return f"rank {path.name.partition('-')[2]} failed first\n{text}"
+    return ""  # a rank that was killed leaves none: torchrun's report names it
 
 
 def _run(job: Job, *, rendezvous: str | None, errors: str) -> int:

@@ -189,7 +189,7 @@ def hf_config(shape: ModelShape) -> dict[str, Any]:
         layers = ["full_attention"] * shape.full_layers
         layers += ["sliding_attention"] * (shape.layers - shape.full_layers)
         sliding = {"use_sliding_window": True, "max_window_layers": shape.full_layers, "layer_types": layers}
-    positions = shape.max_positions or shape.positions
+    positions = shape.positions
     scaling: dict[str, Any] = shape.rope_scaling.to_json() if shape.rope_scaling else {"rope_type": "default"}
     return {
         "architectures": [name],

@@ -56,7 +56,7 @@ def continues(folder: os.PathLike[str] | str) -> bool:
 def report_error(text: str) -> None:
     """Leaves the message with which this rank ends for its launcher, if that asked for it."""
     if folder := os.environ.get(ERRORS):
-        with suppress(OSError):  # it is on the screen already
+        with suppress(OSError):  # then only the rank's own output says it
             Path(folder, f"{restarts()}-{os.environ.get('RANK', '0')}").write_text(redact(text))
 
 

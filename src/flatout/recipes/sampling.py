@@ -25,7 +25,7 @@ from flatout.config.settings import RftSettings
 from flatout.data.tokenizer import Tokenizer
 from flatout.engine.faults import is_out_of_memory
 from flatout.engine.ranks import Ranks
-from flatout.errors import RunFailed, UsageError
+from flatout.errors import FlatoutError, RunFailed, UsageError
 from flatout.recipes.sealed import Seals
 from flatout.record import Event
 from flatout.record.events import ChunkSampled, RowsHalved, SamplingProgress
@@ -271,26 +271,35 @@ class Sampled:
         parts = [questions[at : at + size] for at in range(0, len(questions), size)]
         mine = range(ranks.rank, len(parts), ranks.world)
         progress = _Progress(self, sum(len(parts[number]) for number in mine))
-        found, stopped = dict[int, Chunk](), False
+        found, error = dict[int, Chunk](), None
 
         def read(number: int) -> Chunk:
             return Chunk.read(folder / f"{number:05d}.json", seals, identity=self.identity)
 
-        with Graders(self.spec, ranks=ranks.world) as graders, suppress(Stopped):
-            stopped = True
-            for number in mine:
-                try:
-                    chunk = read(number)
-                except FileNotFoundError:
-                    chunk = self._chunk(parts[number], graders, progress, before or {})
-                    chunk.write(folder / f"{number:05d}.json", seals)
-                    graders.forget()
-                    gc.collect()
-                found[number] = chunk
-                progress.finished(chunk)
-            stopped = False
-        if ranks.any(stopped):
-            raise Stopped
+        here = int(os.environ.get("LOCAL_WORLD_SIZE", ranks.world))
+        try:
+            with Graders(self.spec, ranks=here) as graders:
+                for number in mine:
+                    try:
+                        chunk = read(number)
+                    except FileNotFoundError:
+                        chunk = self._chunk(parts[number], graders, progress, before or {})
+                        chunk.write(folder / f"{number:05d}.json", seals)
+                        graders.forget()
+                        gc.collect()
+                    found[number] = chunk
+                    progress.finished(chunk)
+        except (FlatoutError, Stopped) as raised:
+            error = raised
+        # All ranks end if one fails or is stopped, with its message.
+        failed = ranks.first_text(str(error) if isinstance(error, FlatoutError) else "")
+        stopped = ranks.any(isinstance(error, Stopped))
+        if error is not None:
+            raise error
+        if failed:
+            raise RunFailed(f"another rank failed: {failed}")
+        if stopped:
+            raise Stopped("SIGTERM")
         return [found.get(number) or read(number) for number in range(len(parts))]
 
     def _chunk(

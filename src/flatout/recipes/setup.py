@@ -82,7 +82,8 @@ def set_up(
         check_build(hardware)
         ranks = stack.enter_context(joined(from_environment(), num_gpus=hardware.num_gpus))
         folder = Path(ranks.agree(str(folder)))
-        resume = begun(folder, ranks, resume=resume)
+        # A recipe of several stages knows itself whether this one has begun.
+        resume = begun(folder, ranks, resume=resume) if session is None else ranks.any(ranks.first and resume)
         if resume:
             require_same_batches(settings, Run.open(folder))
 

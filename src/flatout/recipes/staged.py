@@ -24,7 +24,7 @@ from flatout.record.events import Notice
 
 @dataclass(frozen=True, kw_only=True)
 class Staged:
-    """Whether an earlier attempt began in the folder is `resume`."""
+    """`resume` is true if an earlier attempt began in the folder."""
 
     session: Session
     ranks: Ranks
@@ -33,7 +33,7 @@ class Staged:
     resume: bool
 
     def begun(self, folder: Path) -> bool:
-        """Whether a stage has begun. What is left of one that was killed before is removed, so that it starts again."""
+        """Whether a stage has begun. A stage that was killed while its folder was being made has not: it is removed."""
         self.ranks.on_first(lambda: self._remove_unstarted(folder))
         return Run.is_at(folder)
 
@@ -46,6 +46,7 @@ class Staged:
 
 @contextmanager
 def opened(settings: Settings, *, folder: Path, resume: bool, sinks: Sequence[Sink]) -> Iterator[Staged]:
+    """Joins the ranks, plans, and creates or opens the run folder."""
     hardware = detect()
     check_build(hardware)
     with joined(from_environment(), num_gpus=hardware.num_gpus) as ranks:

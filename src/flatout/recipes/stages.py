@@ -145,7 +145,7 @@ class Stages:
         path = self.session.run.samples_dir / f"score-{number}.json"
         self.ranks.on_first(lambda: self._score(name, path, number=number))
         if self.ranks.any(bool(self.session.stop)):
-            raise Stopped
+            raise Stopped("SIGTERM")
         return self.seals.read(path, Measured)
 
     def _score(self, name: str, path: Path, *, number: int) -> None:
@@ -233,6 +233,7 @@ class Stages:
         Training needs two: one to train on, one to validate with.
         """
         path, counts = self.session.run.samples_dir / f"round-{number}.jsonl", total(chunks)
+        counts = replace(counts, seconds=counts.seconds / self.ranks.world)  # they sample at the same time
         task, tokenizer = questions_of(self.tasks.student), load_tokenizer(student, documents=None, cache=Path())
         kept = [one for chunk in chunks for one in chunk.kept]
         rows = (
@@ -334,7 +335,8 @@ class Stages:
     def _opened(self, name: str) -> Opened:
         """Opens a model for sampling, after freeing the memory of the previous one."""
         free_memory()
-        model = open_model(name, trust=self.settings.model.trust)
+        pinned = self.staged.plan.job.pins.precision
+        model = open_model(name, dtype=pinned, trust=self.settings.model.trust)
         self._tell(model.notices)
         return model
 

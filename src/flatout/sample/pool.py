@@ -104,8 +104,12 @@ class Pool:
 
     @property
     def layout(self) -> tuple[int, ...]:
-        """Whether there is a common prefix, the size of the prompt tiles, and how many of them run."""
-        return int(self.shared > 0), self.per_tile, self._tiles
+        """The common prefix, the size of the prompt tiles, and how many of them run.
+
+        Of the prefix only whether there is one, unless there is a window: its tiles then begin behind the prefix.
+        """
+        prefix = int(self.shared > 0) if self.model.shape.window is None else self.shared
+        return prefix, self.per_tile, self._tiles
 
     def clear(self) -> None:
         """Removes all rows and prompts."""
