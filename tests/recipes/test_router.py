@@ -108,6 +108,8 @@ def test_steps_are_a_pure_function_of_the_step() -> None:
                     by_example[int(batch.columns[EXAMPLE][begin])] = batch.columns[NOISE][at].tolist()
         noise.append(by_example)
     assert noise[0] == noise[1], "noise depends on the example, not on its place"
+    packed = Packed(found.train, sequence_length=128, batch_sequences=8, seed=0, shuffle=True)
+    assert packed.counts(5) == (len(noise[0]), sum(batch.num_target_tokens for batch in whole))
     assert steps().temperature(0) == 1.0
     assert steps().temperature(99) == pytest.approx(0.1)
     single = [steps(singles=True).single(step) for step in range(100)]

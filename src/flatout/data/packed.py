@@ -61,6 +61,7 @@ class Packed:
         self._order = np.concatenate([np.asarray(members, np.int64) for members in bins])
         self._ends = np.cumsum([len(members) for members in bins], dtype=np.int64)
         self._offsets = np.concatenate([np.cumsum(self._places[list(m)]) - self._places[list(m)] for m in bins])
+        self._trained = self.examples.trained_counts
         # Padding is cut into segments too, none longer than the longest example.
         self.max_documents = max(
             len(members) + -(-(sequence_length - int(self._places[list(members)].sum())) // self.longest)
@@ -101,6 +102,12 @@ class Packed:
         first = step * self.batch_sequences + rank * share
         chosen = self.sequences(np.arange(first, first + share, dtype=np.int64)).tolist()
         return [self.batch(chosen[i : i + micro_batch]) for i in range(0, share, micro_batch)]
+
+    def counts(self, step: int) -> tuple[int, int]:
+        """The examples of a step on all ranks, and how many of their tokens are trained on."""
+        chosen = self.sequences(step * self.batch_sequences + np.arange(self.batch_sequences, dtype=np.int64))
+        examples = [example for sequence in chosen.tolist() for example in self.members(sequence)]
+        return len(examples), int(self._trained[examples].sum())
 
     def batches(self, micro_batch: int, *, task: str | None = None) -> list[Batch]:
         """All sequences once, in order; the last micro-batch may be smaller, and is filled up with empty sequences."""

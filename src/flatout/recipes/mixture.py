@@ -233,10 +233,9 @@ class Steps:
     def micro_batches(self, step: int, *, rank: int = 0, world: int = 1, micro_batch: int) -> list[Batch]:
         single = self.single(step)
         packed = self._packed if single is None else self._singles[single]
-        ranks = [packed.micro_batches(step, rank=r, world=world, micro_batch=micro_batch) for r in range(world)]
-        batches, everything = ranks[rank], [batch for of_rank in ranks for batch in of_rank]
-        documents = sum(_num_documents(batch) for batch in everything)
-        per_document = sum(batch.num_target_tokens for batch in everything) / max(1, documents)
+        batches = packed.micro_batches(step, rank=rank, world=world, micro_batch=micro_batch)
+        documents, targets = packed.counts(step)
+        per_document = targets / max(1, documents)
         temperature = torch.tensor([self.temperature(step)])
         of_step = {PER_DOCUMENT: torch.tensor([per_document]), TEMPERATURE: temperature}
         return [
@@ -270,13 +269,6 @@ class Steps:
             return torch.zeros(len(examples), self._num_adapters)
         uniform = _uniform(self._seed, f"noise {step}", examples, self._num_adapters)
         return torch.from_numpy(-np.log(-np.log(uniform))).float()
-
-
-def _num_documents(batch: Batch) -> int:
-    assert batch.cu_seqlens is not None
-    begins = batch.cu_seqlens[:-1].long()
-    real = begins[begins < batch.tokens.numel()]
-    return int((batch.columns[PROMPT][real] > 0).sum())
 
 
 def _uniform(seed: int, what: str, keys: NDArray[Any], count: int) -> NDArray[np.float64]:
