@@ -13,6 +13,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from tests.recipes import test_rft
 from tests.recipes.recipes_processes import events, trajectory, wait_for_step
 from tests.waiting import wait_until
 from tests.warm import Started
@@ -86,6 +87,26 @@ def test_a_stopped_rank_is_named(which: int, config: Path, tmp_path: Path, left:
     assert hung["rank"] == which
     assert hung["silent"] is True
     assert "all_reduce" in (run / f"stacks-rank0000{other}.txt").read_text()
+    ranks[which].send_signal(signal.SIGKILL)
+    ranks[which].wait()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("which", [0, 1])
+def test_a_rank_that_is_stopped_while_it_samples_is_named(which: int, tmp_path: Path, left: list[int]) -> None:
+    """Between two trainings, when nothing else watches."""
+    values, run = test_rft.config(tmp_path), tmp_path / "run"
+    values["rft"] |= {"teach_steps": 2, "oversample": 100_000, "adaptive": False, "first": 2}
+    values["train"]["hang_s"] = 4
+    file = test_rft.write(tmp_path / "rft.yaml", values)
+    ranks = two("sample", file, "--run", run, cwd=tmp_path)
+    left += [rank.pid for rank in ranks]
+    wait_until(lambda: Run.is_at(run) and events(run, "sample"), process=ranks[0])
+    ranks[which].send_signal(signal.SIGSTOP)
+    _, said = ranks[1 - which].communicate()
+    assert ranks[1 - which].returncode == 4
+    assert f"rank {which} has not answered for 6 s" in said
+    assert "Traceback" not in said
     ranks[which].send_signal(signal.SIGKILL)
     ranks[which].wait()
 

@@ -87,10 +87,16 @@ class Watch:
 
 
 class Watchdog:
-    """Started before the first step. `phases` is set once the engine exists; before that only silence counts."""
+    """Started before the first step. `phases` is set once the engine exists; before that only silence counts.
 
-    def __init__(self, run: Run, recorder: Recorder, ranks: Ranks, *, hang_s: float | None) -> None:
-        self.run, self.recorder, self.ranks, self.hang_s = run, recorder, ranks, hang_s
+    Between the trainings of a recipe of several stages another one looks after silence, with more patience than theirs.
+    """
+
+    def __init__(
+        self, run: Run, recorder: Recorder, ranks: Ranks, *, hang_s: float | None, name: str = "training"
+    ) -> None:
+        self.run, self.recorder, self.ranks, self.hang_s, self.name = run, recorder, ranks, hang_s, name
+        self.silent_s = min(SILENT_S, hang_s or SILENT_S) * (1.0 if name == "training" else 1.5)
         self.phases: Phases | None = None
         self._end = threading.Event()
         self._store: Any = None
@@ -102,7 +108,7 @@ class Watchdog:
     def __enter__(self) -> Watchdog:
         if self.hang_s is not None:
             if self.ranks.world > 1:
-                self._store = _store()
+                self._store = _store(self.name)
                 if self.ranks.rank and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
                     threading.Thread(target=self._watch_store, name="watchdog-store", daemon=True).start()
             self._thread.start()
@@ -121,7 +127,7 @@ class Watchdog:
 
     def _watch(self) -> None:
         assert self.hang_s is not None
-        silent_s = min(SILENT_S, self.hang_s)
+        silent_s = self.silent_s
         watch = Watch(world=self.ranks.world, silent_s=silent_s, now=time.monotonic())
         count, moved, orphaned = 0, (0, time.monotonic()), 0.0
         while not self._end.wait(BEAT_S):
@@ -156,7 +162,7 @@ class Watchdog:
         A rank that still moves is not ended, whatever the store does.
         """
         assert self.hang_s is not None
-        silent_s, looked, moved = min(SILENT_S, self.hang_s), time.monotonic(), (-1, 0.0)
+        silent_s, looked, moved = self.silent_s, time.monotonic(), (-1, 0.0)
         while not self._end.wait(BEAT_S):
             now, asked, moves = time.monotonic(), self._asked, self._beat(0).moves
             if moves != moved[0] or now - looked > 5 * BEAT_S:  # or this process paused, which is not the store's fault
@@ -172,7 +178,7 @@ class Watchdog:
             count=count,
             moves=0 if phases is None else phases.moves,
             step=-1 if phases is None else phases.step,
-            phase="set-up" if phases is None else phases.phase,
+            phase=("set-up" if self.name == "training" else self.name) if phases is None else phases.phase,
             waits=waiting.in_collective(),
         )
 
@@ -224,10 +230,11 @@ class Watchdog:
         os._exit(RunFailed.exit_code)
 
 
-def _store() -> Any:
+def _store(name: str) -> Any:
     """A connection of our own to the store that the ranks met at: the group's is in use by the main thread."""
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     library: Any = dist
     patience = timedelta(seconds=SILENT_S)
     store = library.TCPStore(address, port, is_master=False, timeout=patience, wait_for_workers=False)
-    return library.PrefixStore(f"flatout/watchdog/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return library.PrefixStore(f"flatout/watchdog/{name}/{attempt}", store)

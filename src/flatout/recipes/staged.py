@@ -13,6 +13,7 @@ from flatout import files
 from flatout.config.settings import Settings
 from flatout.engine.ranks import Ranks, from_environment, joined
 from flatout.engine.resolve import check_build
+from flatout.engine.watchdog import Watchdog
 from flatout.hardware import detect
 from flatout.plan import Plan
 from flatout.recipes.sealed import Seals
@@ -60,4 +61,6 @@ def opened(settings: Settings, *, folder: Path, resume: bool, sinks: Sequence[Si
                 run=session.run.id,
                 tell=lambda text: session.recorder.event(Notice(text=text)),
             )
-            yield Staged(session=session, ranks=ranks, plan=plan, seals=seals, resume=resume)
+            hang_s = settings.train.hang_s if ranks.world > 1 else None
+            with Watchdog(session.run, session.recorder, ranks, hang_s=hang_s, name="stages"):
+                yield Staged(session=session, ranks=ranks, plan=plan, seals=seals, resume=resume)
