@@ -311,3 +311,19 @@ def test_on_a_gpu_as_the_plain_sampler(dtype: torch.dtype) -> None:
         ids = [*prompts[completion.prompt], *completion.ids]
         forced = next(plain(model).surprisals([ids]))[-len(completion.ids) :]
         assert [-x for x in completion.logprobs] == pytest.approx(forced, abs=close)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("changes", [{}, {"window": 11, "full_layers": 1}], ids=["full", "window"])
+def test_on_a_gpu_common_prefixes_of_several_lengths(changes: dict[str, int]) -> None:
+    """The recorded step of one call is used by the next, whose prompts share another number of tokens."""
+    model = made(head_dim=64, hidden=256, **changes).cuda()
+    model.compute_dtype = torch.float32
+    sampler = Generator(model, TOKENIZER)
+    for seed, shared in enumerate((24, 31, 24, 40)):
+        [prefix] = prompts_of([shared], seed=seed)
+        prompts = [[*prefix, *rest] for rest in prompts_of([3, 9, 5, 7], seed=100 + seed)]
+        for completion in sampler.generate(prompts, sampling=Sampling(max_tokens=20), samples=3):
+            ids = [*prompts[completion.prompt], *completion.ids]
+            forced = next(plain(model).surprisals([ids]))[-len(completion.ids) :]
+            assert [-x for x in completion.logprobs] == pytest.approx(forced, abs=1e-3)
