@@ -28,7 +28,6 @@ from flatout.config.settings import (
 from flatout.data.tokenizer import load_tokenizer
 from flatout.engine.checkpoint import as_os_error
 from flatout.engine.opening import Opened, open_model
-from flatout.engine.ranks import Ranks
 from flatout.engine.trained import chosen_checkpoint, open_trained, router_of
 from flatout.errors import UsageError
 from flatout.evaluate import Score, evaluate, wilson
@@ -38,9 +37,9 @@ from flatout.recipes import sft
 from flatout.recipes.mixture import row_of, sources_of
 from flatout.recipes.sampling import Stopped, free_memory
 from flatout.recipes.sealed import unwritable
-from flatout.recipes.session import Session, identity_of
+from flatout.recipes.session import identity_of
 from flatout.recipes.setup import base_of
-from flatout.recipes.staged import Staged
+from flatout.recipes.staged import InStages
 from flatout.record import Outcome, Run, events
 from flatout.record.routed import AdapterScore, PhaseScored
 from flatout.sample import RoutedSampler, Sampler, Sampling, plain_prompt, sampler_of
@@ -151,20 +150,11 @@ class Saved:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Phases:
+class Phases(InStages):
     """The stages. All ranks train; the first one writes what a later stage reads, and scores, while the others wait."""
 
     settings: Settings
-    staged: Staged
     train: Callable[..., Outcome]
-
-    @property
-    def session(self) -> Session:
-        return self.staged.session
-
-    @property
-    def ranks(self) -> Ranks:
-        return self.staged.ranks
 
     @property
     def wanted(self) -> tuple[str, ...]:
@@ -180,7 +170,7 @@ class Phases:
         if settings.router.teach_steps is None:
             return settings.model
         if self.ranks.on_first(to.exists):
-            self.ranks.on_first(lambda: self.staged.seals.check_folder(to))
+            self.ranks.on_first(lambda: self.seals.check_folder(to))
         else:
             self._teach(settings.router.teach_steps, to)
         return ModelSettings(name=str(to))
@@ -217,7 +207,7 @@ class Phases:
             how=[list(how), router.questions, router.answer_tokens, [source.valid for source in sources]],
         )
         try:
-            if self.staged.seals.read(path, Saved).identity == identity:
+            if self.seals.read(path, Saved).identity == identity:
                 return
         except FileNotFoundError:
             pass
@@ -231,7 +221,7 @@ class Phases:
             scores=tuple(found),
             **measured.routing(),
         )
-        self.staged.seals.write(path, asdict(Saved(identity=identity, scored=json.loads(json.dumps(event.to_json())))))
+        self.seals.write(path, asdict(Saved(identity=identity, scored=json.loads(json.dumps(event.to_json())))))
         self.session.recorder.event(event)
 
     def _of_phase(self, phase: str, base: ModelSettings) -> Settings:
@@ -263,7 +253,7 @@ class Phases:
         spec = self._tokenizer(solutions)
         tokenizer = load_tokenizer(spec, documents=None, cache=Path())
         text = "".join(f"{json.dumps(row_of(tokenizer, prompt, answer))}\n" for prompt, answer in solutions)
-        self.ranks.on_first(lambda: self.staged.seals.write_rows(path, text))
+        self.ranks.on_first(lambda: self.seals.write_rows(path, text))
         train = replace(
             settings.train,
             steps=steps,
@@ -283,7 +273,7 @@ class Phases:
     def _write_base(self, folder: Path, to: Path) -> None:
         trained = open_trained(Run.open(folder))
         try:
-            with self.staged.seals.writing_folder(to) as partial:
+            with self.seals.writing_folder(to) as partial:
                 trained.tokenizer.save(partial)
                 export_model(trained.model, partial, dtype=torch.float32, eos_token_id=trained.tokenizer.eos_id)
         except (OSError, SafetensorError) as error:
@@ -300,9 +290,9 @@ class Phases:
 
         def write() -> None:
             if folder.exists():
-                return self.staged.seals.check_folder(folder)
+                return self.seals.check_folder(folder)
             try:
-                with self.staged.seals.writing_folder(folder) as partial:
+                with self.seals.writing_folder(folder) as partial:
                     load_tokenizer(spec, documents=texts, cache=partial)
             except OSError as error:
                 raise unwritable(folder, error) from None

@@ -45,6 +45,25 @@ class Staged:
             files.remove(folder)
 
 
+@dataclass(frozen=True, kw_only=True)
+class InStages:
+    """A recipe of several stages, and where it runs."""
+
+    staged: Staged
+
+    @property
+    def session(self) -> Session:
+        return self.staged.session
+
+    @property
+    def ranks(self) -> Ranks:
+        return self.staged.ranks
+
+    @property
+    def seals(self) -> Seals:
+        return self.staged.seals
+
+
 @contextmanager
 def opened(settings: Settings, *, folder: Path, resume: bool, sinks: Sequence[Sink]) -> Iterator[Staged]:
     """Joins the ranks, plans, and creates or opens the run folder."""

@@ -27,16 +27,15 @@ from flatout.config.tasks import held_out
 from flatout.data.tokenizer import Tokenizer, load_tokenizer
 from flatout.engine.checkpoint import as_os_error
 from flatout.engine.opening import Opened, open_model
-from flatout.engine.ranks import Ranks
 from flatout.engine.trained import chosen_checkpoint, export_whole, open_trained
 from flatout.errors import RunFailed, UsageError
 from flatout.evaluate import Score, chosen, compare, evaluate
 from flatout.recipes import sft
 from flatout.recipes.questions import questions_of
 from flatout.recipes.sampling import Chunk, Counts, Fitting, Kept, Sampled, Stopped, free_memory
-from flatout.recipes.sealed import Seals, seal_of, unwritable
-from flatout.recipes.session import Session, device_memory, identity_of
-from flatout.recipes.staged import Staged
+from flatout.recipes.sealed import seal_of, unwritable
+from flatout.recipes.session import device_memory, identity_of
+from flatout.recipes.staged import InStages
 from flatout.record import Outcome, Run, Speed, events
 from flatout.sample import Sampler, Sampling, plain_prompt, sampler_of, stop_texts
 from flatout.tasks import Messages, Worked, open_task, with_prompt
@@ -92,7 +91,7 @@ class Measured(Score):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Stages:
+class Stages(InStages):
     """The stages of `rft`, one method each.
 
     All ranks train and sample; the first one writes what a later stage reads, and scores, while the others wait.
@@ -100,19 +99,6 @@ class Stages:
 
     settings: Settings
     tasks: RunTasks
-    staged: Staged
-
-    @property
-    def session(self) -> Session:
-        return self.staged.session
-
-    @property
-    def ranks(self) -> Ranks:
-        return self.staged.ranks
-
-    @property
-    def seals(self) -> Seals:
-        return self.staged.seals
 
     def sweep(self) -> None:
         """Removes the temporary files that a killed attempt left."""
