@@ -243,6 +243,8 @@ def _require_here(gpu: str, *, sm: tuple[int, int] | None) -> None:
     arch_list = torch.cuda.get_arch_list()
     if refusal := unsupported_build(sm=sm, arch_list=arch_list, torch_version=torch.__version__):
         raise EnvironmentLacks(refusal)
+    if not torch.cuda.is_available():
+        raise EnvironmentLacks(f"{gpu} cannot be measured: this machine has no GPU, or no driver for it")
     here = torch.cuda.get_device_name()
     if here not in gpu.split(" + "):  # as `detect` joins cards of several kinds
         raise UsageError(f"{gpu} is not on this machine, which has {here}: only this machine can be measured")
