@@ -44,14 +44,14 @@ PLAIN = (
     COMMON
     + """
 SETUP
-model = build()
+model = build().to("DEVICE")
 WRAP
 parameters = model.parameters()
 optimizer = OPTIMIZER
 loader = LOADER
 for step, ids in enumerate(loader):
     with CONTEXT:
-        loss = loss_of(model, ids)
+        loss = loss_of(model, ids.to("DEVICE"))
     loss.backward()
     optimizer.step()
     optimizer.zero_grad()
@@ -79,7 +79,7 @@ class Module(L.LightningModule):
         self.log("val_loss", loss_of(self.model, batch))
     def configure_optimizers(self):
         return OPTIMIZER
-known = dict(max_steps=4, accelerator="cpu", logger=False, enable_progress_bar=False, enable_model_summary=False,
+known = dict(max_steps=4, accelerator="DEVICE", logger=False, enable_progress_bar=False, enable_model_summary=False,
              default_root_dir=sys.argv[1], num_sanity_val_steps=0)
 known.update(dict(ARGUMENTS))
 trainer = L.Trainer(**known)
@@ -93,7 +93,7 @@ ACCELERATE = (
     COMMON
     + """
 from accelerate import Accelerator
-known = dict(cpu=True)
+known = dict(cpu=ON_CPU)
 known.update(dict(ARGUMENTS))
 accelerator = Accelerator(**known)
 model = build()
@@ -126,7 +126,7 @@ rows = [{"input_ids": list(range(3, 3 + length)), "attention_mask": [1] * length
 config = LlamaConfig(vocab_size=64, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
                      pad_token_id=0, num_labels=2)
 model = MODEL
-known = dict(max_steps=4, per_device_train_batch_size=4, report_to=[], use_cpu=True, save_strategy="no",
+known = dict(max_steps=4, per_device_train_batch_size=4, report_to=[], use_cpu=ON_CPU, save_strategy="no",
              disable_tqdm=True, logging_steps=1)
 known.update(dict(ARGUMENTS))
 trainer = Trainer(model, TrainingArguments(sys.argv[1] + "/out", **known), train_dataset=rows, eval_dataset=rows,
@@ -324,12 +324,14 @@ def applied(fix: Fix, folder: Path) -> str:
     }
     text = fix.text(seen(step=step, **from_facts))
     parameters = "self.parameters()" if fix.framework == "lightning" else "parameters"
-    slots = {**DEFAULTS, "OPTIMIZER": f"torch.optim.AdamW({parameters})", **(fix.also or {})}
+    where = {"DEVICE": "cuda" if fix.needs_gpu else "cpu", "ON_CPU": str(not fix.needs_gpu)}
+    slots = {**DEFAULTS, **where, "OPTIMIZER": f"torch.optim.AdamW({parameters})", **(fix.also or {})}
     for slot, pattern in fix.into.items():
         found = re.search(pattern, text)
         assert found is not None, f"no code for {slot} in: {text}"
         code = found[1] if found.re.groups else found[0]
-        code = re.sub(r"=N\b", "=2", code).replace('"cuda"', '"cpu"')
+        code = re.sub(r"=N\b", "=2", code)
+        code = code if fix.needs_gpu else code.replace('"cuda"', '"cpu"')
         if "..." in code:
             code = code.replace("...", {"LOADER": "rows, batch_size=4", "OPTIMIZER": "lr=1e-3"}.get(slot, "folder"))
             code = re.sub(r"batch_size=4(.*batch_size=)", r"shuffle=False\1", code)
@@ -347,17 +349,19 @@ def applied(fix: Fix, folder: Path) -> str:
     return script
 
 
-MARKED = [
-    pytest.param(fix, id=f"{fix.framework}-{fix.name}", marks=() if fix.always else pytest.mark.live) for fix in FIXES
-]
+def marks_of(fix: Fix) -> list[pytest.MarkDecorator]:
+    if fix.needs_gpu:  # on a CPU the framework refuses it
+        return [pytest.mark.gpu]
+    return [] if fix.always else [pytest.mark.live]
+
+
+MARKED = [pytest.param(fix, id=f"{fix.framework}-{fix.name}", marks=marks_of(fix)) for fix in FIXES]
 
 
 @pytest.mark.parametrize("fix", MARKED)
 def test_a_script_with_the_fix_still_trains(fix: Fix, tmp_path: Path) -> None:
     for package in NEEDS[fix.framework]:
         pytest.importorskip(package)
-    if fix.needs_gpu:
-        pytest.skip("the fix is for a GPU: on a CPU the framework refuses it")
     script = applied(fix, tmp_path / "model")
     if fix.name == "loader":  # its workers are forked, as in a script; a process of `warm` would start them otherwise
         (tmp_path / "script.py").write_text(script)
