@@ -249,9 +249,14 @@ def test_the_next_process_imports_while_a_trial_runs(tmp_path: Path) -> None:
         assert early.problem is None
         assert early.loss == plain.loss
         assert early.start_s is not None
-        assert early.seconds > 0
-        # What was imported while another trial ran counts as the start of this one.
-        assert early.start_s > 0.5
+
+
+@pytest.mark.parametrize(("ready", "start"), [(98.0, 97.0), (101.5, 98.5)], ids=["before its turn", "in its turn"])
+def test_imports_ahead_of_its_turn_count_as_the_start_of_a_trial(tmp_path: Path, ready: float, start: float) -> None:
+    """A trial whose turn came at 100 s, after imports of 3 s."""
+    assert trials_module._command_time(tmp_path / "run", began=100.0) == 100.0, "it imported nothing ahead"
+    (tmp_path / "imported").write_text(json.dumps([3.0, ready]))
+    assert trials_module._command_time(tmp_path / "run", began=100.0) == start
 
 
 def test_a_waiting_process_that_ended_is_a_row_with_its_cause(tmp_path: Path) -> None:

@@ -84,6 +84,7 @@ app.add_typer(config.app, name="config")
 
 
 def _report(text: str) -> None:
+    """Tells a launcher the error with which this rank ends."""
     from flatout.probe import launched
 
     launched.report_error(text)

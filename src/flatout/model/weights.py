@@ -189,7 +189,6 @@ def hf_config(shape: ModelShape) -> dict[str, Any]:
         layers = ["full_attention"] * shape.full_layers
         layers += ["sliding_attention"] * (shape.layers - shape.full_layers)
         sliding = {"use_sliding_window": True, "max_window_layers": shape.full_layers, "layer_types": layers}
-    positions = shape.positions
     scaling: dict[str, Any] = shape.rope_scaling.to_json() if shape.rope_scaling else {"rope_type": "default"}
     return {
         "architectures": [name],
@@ -202,7 +201,7 @@ def hf_config(shape: ModelShape) -> dict[str, Any]:
         "num_key_value_heads": shape.kv_heads,
         "head_dim": shape.head_dim,
         "vocab_size": shape.vocab,
-        "max_position_embeddings": positions,
+        "max_position_embeddings": shape.positions,
         "tie_word_embeddings": shape.tied,
         "rms_norm_eps": shape.norm_eps,
         "rope_theta": shape.rope_theta,

@@ -547,8 +547,10 @@ class SamplingProgress(Event, kind="sampling"):
 
 @dataclass(frozen=True, kw_only=True)
 class ChunkSampled(Event, kind="chunk"):
-    """A sampled chunk of questions. `surprisal` is the mean negative log-probability of its tokens. The terminal shows
-    its progress instead."""
+    """A sampled chunk of questions. `surprisal` is the mean negative log-probability of its tokens.
+
+    It is recorded and not printed: the terminal shows `SamplingProgress`.
+    """
 
     samples: Count
     correct: Count
