@@ -22,7 +22,7 @@ from benchmarks.results import FOLDER, Call, Result, git_commit, table, write
 JOBS = {
     "pretrain": """recipe: pretrain
 model: {layers: 12, hidden: 768, heads: 12, vocab: 50304}
-data: {source: embedded, embedded_mb: 24, tokenizer: "bpe:16384", sequence_length: 1024}
+data: {source: embedded, embedded_mb: 6, tokenizer: "bpe:16384", sequence_length: 1024}
 train: {batch_tokens: 16384, steps: 1000, lr: 6.0e-4, warmup_steps: 100}
 plan: {preset: balanced}
 """,
@@ -44,7 +44,7 @@ lora: {rank: 16, alpha: 64}
 model: MODEL
 rl: {tasks: ["math:train?level=1&shots=4"], prompts: 32, samples: 8}
 data: {sequence_length: 1024}
-sample: {max_tokens: 128}
+sample: {max_tokens: 64}
 train: {steps: 300, lr: 1.0e-5, warmup_steps: 10}
 """,
 }
