@@ -31,12 +31,14 @@ from transformers import (
 
 from flatout import hub
 from flatout.config.settings import ModelSettings
-from flatout.cost import ModelShape
+from flatout.cost import Adapters, ModelShape
+from flatout.data.tokenizer import ByteTokenizer
 from flatout.errors import EnvironmentLacks, UsageError
 from flatout.losses import linear_cross_entropy
-from flatout.model import Foreign, Masked, Rectangular, load_model
-from flatout.model.loading import empty_model, export_model
+from flatout.model import Foreign, Masked, Padded, Rectangular, load_model
+from flatout.model.loading import empty_model, export_model, load_adapted
 from flatout.plan import named_shape
+from flatout.sample import HuggingFace
 
 SMALL = {
     "hidden_size": 32,
@@ -201,6 +203,36 @@ def test_the_compute_type_is_not_the_one_weights_are_kept_in(tmp_path: Path) -> 
     assert {p.grad.dtype for p in ours.parameters() if p.grad is not None} == {torch.float32}
 
 
+def test_inputs_of_adapters_are_not_widened_and_their_outputs_are_the_same(tmp_path: Path) -> None:
+    save("gemma", tmp_path)
+    shape = named_shape(ModelSettings(name=str(tmp_path)))
+    spec, bf16 = Adapters(rank=4, alpha=8.0), torch.bfloat16
+    ours = load_adapted(tmp_path, spec, shape=shape, device=torch.device("cpu"), compute_dtype=bf16)
+    assert isinstance(ours, Foreign)
+    layers: list[Any] = [module for module in ours.modules() if hasattr(module, "lora_A")]
+    for layer in layers:
+        torch.nn.init.normal_(layer.lora_B["default"].weight, std=0.1)
+    found = []
+    for widened in (False, True):
+        for layer in layers:
+            assert widened or layer.cast_input_dtype_enabled is False
+            layer.cast_input_dtype_enabled = widened
+        hidden = ours.hidden(TOKENS.flatten(), positions(TOKENS), Rectangular(batch=2))
+        trained = [weight for weight in ours.parameters() if weight.requires_grad]
+        found.append([hidden, *torch.autograd.grad(hidden.float().square().mean(), trained)])
+    assert len(layers) == 14
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one, other)
+
+    for layer in layers:
+        layer.cast_input_dtype_enabled = False
+    sampler = HuggingFace(ours.inner, ByteTokenizer(), window=64, compute_dtype=bf16)
+    with torch.no_grad():
+        logits_TV = ours(TOKENS[0], positions(TOKENS[:1]), Rectangular(batch=1), lambda h, w: h @ w.t()).float()
+    expected = -logits_TV[:-1].log_softmax(-1).gather(-1, TOKENS[0, 1:, None])[:, 0]
+    torch.testing.assert_close(torch.tensor(next(iter(sampler.surprisals([TOKENS[0].tolist()])))), expected)
+
+
 # Refusals
 
 
@@ -219,6 +251,60 @@ def test_a_head_that_is_more_than_a_matmul_is_refused(kind: str, words: str, tmp
     theirs.save_pretrained(tmp_path)
     with pytest.raises(UsageError, match=f"more than one matmul .*{words}"):
         opened(tmp_path)
+
+
+@pytest.mark.parametrize("kind", [*TRAINABLE, "gemma2"])
+def test_documents_of_a_packed_row_are_as_they_are_alone(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(kind, tmp_path)
+    ours = opened(tmp_path)
+    assert ours.packs is (kind != "opt"), "OPT counts its positions itself"
+    ends = torch.tensor([0, 9, 16, 24, 44, 48, 48], dtype=torch.int32)
+    places = torch.cat([torch.arange(int(length)) for length in ends.diff()])
+    rows: list[int] = []
+    body = ours._body
+
+    def counted(tokens_BT: torch.Tensor, *more: torch.Tensor) -> torch.Tensor:
+        rows.append(len(tokens_BT))
+        return body(tokens_BT, *more)
+
+    monkeypatch.setattr(ours, "_body", counted)
+
+    def found(**packed: int) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        attend = Padded.of(ends, tokens=48, longest=20, trim=True, **packed)
+        loss_of = torch.randn(48, 32, generator=torch.Generator().manual_seed(1))
+        hidden = ours.hidden(TOKENS.flatten(), places, attend)
+        weights = [weight for weight in ours.parameters() if weight.requires_grad]
+        gradients = torch.autograd.grad((hidden * loss_of).sum(), weights, allow_unused=True)
+        return hidden.detach(), [gradient for gradient in gradients if gradient is not None]
+
+    (expected, theirs), (packed, gradients) = found(), found(packed_rows=2)
+    assert rows == [5, 2 if ours.packs else 5]
+    torch.testing.assert_close(packed, expected, atol=1e-5, rtol=1e-4)
+    for one, other in zip(gradients, theirs, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-3, rtol=1e-3)
+
+
+def test_rows_are_packed_where_that_is_less_work(tmp_path: Path) -> None:
+    save("gpt2", tmp_path)
+    ours = opened(tmp_path)
+
+    def is_packed(lengths: list[int], *, rows: int) -> bool:
+        ends = torch.tensor([0, *lengths]).cumsum(0).int()
+        attend = Padded.of(ends, tokens=sum(lengths), longest=max(lengths), trim=True, packed_rows=rows)
+        return ours._is_less_packed(attend, tokens=sum(lengths))
+
+    assert is_packed([9, 7, 8, 20, 4], rows=2)
+    assert not is_packed([24, 24], rows=2), "one document in each row needs no mask"
+    assert not is_packed([20000] * 10 + [1000] * 200, rows=2), "the mask would have tens of gigabytes"
+
+
+def test_a_model_whose_rows_are_cut_into_chunks_is_not_packed(tmp_path: Path) -> None:
+    save("gpt2", tmp_path)
+    ours = opened(tmp_path)
+    ours.config.attention_chunk_size = 8
+    assert not ours._tells_documents_apart()
 
 
 def test_packed_documents_are_refused(tmp_path: Path) -> None:

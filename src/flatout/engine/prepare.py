@@ -231,9 +231,9 @@ def _attend(batch: Batch, *, active: Active, window: int | None) -> Attend:
         size, length = batch.tokens.numel(), batch.sequence_length
         ends = torch.arange(0, size + 1, length, dtype=torch.int32, device=active.device)
         return Varlen(cu_seqlens=ends, longest=length, repeat_kv=active.repeat_kv, window=window)
-    if active.attention == "transformers":  # its documents become rows; how many, and how long, is read from the device
-        lengths = batch.cu_seqlens.diff()
-        return Padded.of(batch.cu_seqlens, tokens=batch.tokens.numel(), longest=int(lengths.max()), trim=True)
+    if active.attention == "transformers":  # how many documents, and how long, is read from the device
+        size, longest = batch.tokens.numel(), int(batch.cu_seqlens.diff().max())
+        return Padded.of(batch.cu_seqlens, tokens=size, longest=longest, trim=True, packed_rows=batch.num_sequences)
     if active.attention == "short" and longest <= SHORT_DOCUMENT and window is None:
         return Short(cu_seqlens=batch.cu_seqlens, longest=longest)
     if active.varlen:

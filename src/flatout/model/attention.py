@@ -132,17 +132,25 @@ class Padded:
     documents: int
     longest: int
     window: int | None = None
+    packed_rows: int | None = None  # the equal rows that the documents fill, if a model may also take those
 
     @classmethod
     def of(
-        cls, cu_seqlens: Tensor, *, tokens: int, longest: int, trim: bool = False, window: int | None = None
+        cls,
+        cu_seqlens: Tensor,
+        *,
+        tokens: int,
+        longest: int,
+        trim: bool = False,
+        window: int | None = None,
+        packed_rows: int | None = None,
     ) -> Padded:
         """From cumulative document ends. `trim` drops empty documents, which on a GPU would mean a synchronization."""
         index = torch.arange(tokens, device=cu_seqlens.device)
         document = torch.bucketize(index, cu_seqlens[1:], right=True)
         documents = int((cu_seqlens < tokens).sum()) if trim else len(cu_seqlens) - 1
         places_N = document * longest + index - cu_seqlens[document]
-        return cls(places_N=places_N, documents=documents, longest=longest, window=window)
+        return cls(places_N=places_N, documents=documents, longest=longest, window=window, packed_rows=packed_rows)
 
     def __call__(self, q_NHD: Tensor, k_NGD: Tensor, v_NGD: Tensor) -> Tensor:
         size = self.documents * self.longest

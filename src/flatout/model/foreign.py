@@ -2,7 +2,8 @@
 
 The interface is `hidden`, `head_weight`, `blocks` and a `forward` that joins the first two in a head. Its batches are
 rectangles, padded on the right: a causal model's tokens never attend to later ones, and padding has no targets. Packed
-documents become such rows. 8 bits and the fused kernels of our own decoder are refused by name when planning. A head
+documents stay packed if the model tells them apart by their positions, which is tried when it is loaded; else each
+becomes a row. 8 bits and the fused kernels of our own decoder are refused by name when planning. A head
 that caps its logits is known (`cap`); any other that is more than one matmul is refused. Trainable weights are fp32 as
 everywhere; here autocast casts them to the compute type. Dropout is off, as in our own decoder, so that a step is
 the same each time, recomputed or not.
@@ -44,6 +45,8 @@ UNHEARD = re.compile(
 # Keys of config.json that count modules or matrices, and the largest accepted value of each.
 COUNTS = re.compile(r"(num|n)_\w*(layers?|heads?|experts?|blocks?|groups?)|(layers|heads|experts|blocks)\w*")
 MOST_COUNTED, LARGEST_NUMBER = 2**14, 2**53
+# Positions of one row in which documents are told apart by a mask of that size; beyond it, each becomes a row.
+MOST_MASKED = 2**31
 # Parameters beyond those in the files: tied tables, and parameters created when the model is built.
 MOST_BESIDE_FILES = 4
 
@@ -66,8 +69,10 @@ class Foreign(nn.Module):
         self.config, self.code = config, code or {}
         self.scale, self.cap = _logit_scale(config), _logit_cap(config)
         self.inner.train(trains)  # with dropout off; activation checkpointing needs it
+        self.packs = False
         if trains:
             self._require_plain_head()
+            self.packs = self._tells_documents_apart()
 
     @property
     def head_weight(self) -> Tensor:
@@ -87,6 +92,9 @@ class Foreign(nn.Module):
                 return self._body(tokens_N.view(attend.batch, -1)).flatten(0, 1).to(dtype)
             if not isinstance(attend, Padded):
                 raise UsageError(f"{type(attend).__name__} attention is not available: {self.shape.foreign}")
+            if self.packs and attend.packed_rows and self._is_less_packed(attend, tokens=len(tokens_N)):
+                rows = attend.packed_rows
+                return self._body(tokens_N.view(rows, -1), positions_N.view(rows, -1)).flatten(0, 1).to(dtype)
             apart = tokens_N.new_zeros(attend.documents * attend.longest).index_copy(0, attend.places_N, tokens_N)
             hidden = self._body(apart.view(attend.documents, -1)).flatten(0, 1)
             return hidden.index_select(0, attend.places_N).to(dtype)
@@ -119,9 +127,41 @@ class Foreign(nn.Module):
         for name, content in self.code.items():
             (folder / name).write_bytes(content)
 
-    def _body(self, tokens_BT: Tensor) -> Tensor:
-        hidden: Tensor = self.inner.base_model(input_ids=tokens_BT, use_cache=False).last_hidden_state
+    def _body(self, tokens_BT: Tensor, positions_BT: Tensor | None = None) -> Tensor:
+        given = {} if positions_BT is None else {"position_ids": positions_BT}
+        hidden: Tensor = self.inner.base_model(input_ids=tokens_BT, use_cache=False, **given).last_hidden_state
         return hidden if self.scale == 1.0 else hidden * self.scale
+
+    def _is_less_packed(self, attend: Padded, *, tokens: int) -> bool:
+        """Whether packed rows are less work than a row per document.
+
+        Beside the matmuls with 12 C weights for each of C channels, a token attends to its row: to all of it under a
+        mask, to half of it where causal attention needs none.
+        """
+        rows, matmuls = attend.packed_rows or 1, 12 * self.shape.hidden
+        length = tokens // rows
+        apart = attend.documents * attend.longest * (matmuls + attend.longest)
+        return rows * length**2 <= MOST_MASKED and tokens * (matmuls + 2 * length) < apart
+
+    @torch.no_grad()
+    def _tells_documents_apart(self) -> bool:
+        """Whether two documents in one row, each with positions from 0, are as they are in rows of their own."""
+        if getattr(_text(self.config), "attention_chunk_size", None):  # counts chunks from the start of the row
+            return False
+        weight = self.inner.get_output_embeddings().weight
+        first, second = 5, 3
+        tokens_T = torch.arange(first + second, device=weight.device) % self.shape.vocab
+        positions_T = torch.cat([torch.arange(first), torch.arange(second)]).to(weight.device)
+        other_T = tokens_T.clone()
+        other_T[:first] = tokens_T[:first].flip(0)
+        try:
+            alone = self._body(tokens_T[None, first:])[0].float()
+            found, beside = (self._body(one[None], positions_T[None])[0, first:].float() for one in (tokens_T, other_T))
+        except Exception:  # a model without positions, or with its own words for them
+            return False
+        # Masked tokens have a weight of exactly 0, so the second document does not depend on the first at all.
+        near = float((found - alone).abs().max() / alone.abs().max()) <= HEAD_TOLERANCE[weight.dtype]
+        return near and torch.equal(found, beside)
 
     @torch.no_grad()
     def _require_plain_head(self) -> None:

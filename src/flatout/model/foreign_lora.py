@@ -43,6 +43,9 @@ def attach(model: Foreign, spec: Adapters, *, seed: int) -> None:
             peft.inject_adapter_in_model(config, model.inner, adapter_name=ADAPTER)
     except (ValueError, TypeError) as error:
         raise UsageError(f"PEFT cannot put adapters on {type(model.inner).__name__}: {first_line(error)}") from None
+    for module in model.inner.modules():
+        if type(module) is peft.tuners.lora.Linear:  # autocast casts its inputs; PEFT would cast them to fp32 before
+            module.cast_input_dtype_enabled = False
     for name, parameter in model.inner.named_parameters():
         parameter.requires_grad_(".lora_" in name)
         if parameter.requires_grad:

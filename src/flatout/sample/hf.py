@@ -54,6 +54,8 @@ class HuggingFace:
             )
         self.model, self.tokenizer, self.window = model, tokenizer, window
         self.compute_dtype = compute_dtype or model.dtype
+        # Adapters on weights of 16 bits are fp32.
+        self._mixed = any(p.dtype != self.compute_dtype for p in model.parameters() if p.is_floating_point())
         self._rows = rows or ROWS.get(model.device.type, ROWS["cpu"])
 
     def generate(
@@ -178,7 +180,7 @@ class HuggingFace:
         model.eval()
         model.generation_config = GenerationConfig()
         try:
-            with torch.no_grad(), torch.autocast(model.device.type, dtype=dtype, enabled=dtype != model.dtype):
+            with torch.no_grad(), torch.autocast(model.device.type, dtype=dtype, enabled=self._mixed):
                 yield
         finally:
             model.train(training)
