@@ -1,5 +1,8 @@
 """One way to a model, whatever it is made of."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -32,3 +35,21 @@ def test_random_weights_are_those_of_the_decoder_itself() -> None:
 def test_a_model_needs_a_name_or_a_shape() -> None:
     with pytest.raises(UsageError, match=r"model\.name is missing"):
         load_model(ModelSettings())
+
+
+def test_a_model_without_memory_is_built_without_torchs_compiler() -> None:
+    script = """
+import sys, torch
+from flatout.cost import ModelShape, RopeScaling
+from flatout.model.lora import meta_decoder
+yarn = RopeScaling(rope_type="yarn", factor=4.0, original_max_position_embeddings=12)
+for scaling in (None, yarn):
+    shape = ModelShape(
+        layers=1, hidden=8, heads=2, kv_heads=2, head_dim=4, intermediate=8, vocab=9, positions=48, rope_scaling=scaling
+    )
+    model = meta_decoder(shape, compute_dtype=torch.float32)
+    assert model.embedding.is_meta and not model.frequencies.is_meta
+print(sorted({"sympy", "torch._dynamo"} & set(sys.modules)))
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert done.stdout == "[]\n", done.stderr

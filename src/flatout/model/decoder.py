@@ -182,7 +182,7 @@ class Decoder(nn.Module):
         # The type of the residual stream, if kernels keep it in another than the compute type; see `sample.reader`.
         self.residual_dtype: torch.dtype | None = None
         self.frequencies: Tensor
-        self.register_buffer("frequencies", rope.frequencies(shape), persistent=False)
+        self.register_buffer("frequencies", rope.frequencies(shape).to(self.norm.device), persistent=False)
         self.amplitude = rope.amplitude(shape)
 
     @torch.no_grad()

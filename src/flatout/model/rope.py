@@ -15,7 +15,15 @@ from flatout.cost import ModelShape, RopeScaling
 
 
 def frequencies(shape: ModelShape) -> Tensor:
-    """One angle per position for each pair of dimensions, the fastest first."""
+    """One angle per position for each pair of dimensions, the fastest first.
+
+    Always on the host: for arithmetic on the meta device torch would import its compiler, which takes seconds.
+    """
+    with torch.device("cpu"):
+        return _frequencies(shape)
+
+
+def _frequencies(shape: ModelShape) -> Tensor:
     exponents = torch.arange(0, shape.head_dim, 2, dtype=torch.float32) / shape.head_dim
     plain = 1.0 / shape.rope_theta**exponents
     scaling = shape.rope_scaling
