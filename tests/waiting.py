@@ -20,7 +20,7 @@ def wait_until(happened: Callable[[], object], *, process: Process | None = None
         if happened():
             return
         assert not ended, f"the process ended before it happened: {process and process.poll()}\n{_said(process)}"
-        assert time.monotonic() < end, f"it did not happen in {HANG_S:.0f} s"
+        assert time.monotonic() < end, f"it did not happen in {HANG_S:.0f} s\n{getattr(process, 'seen', '')}"
         time.sleep(0.005)
 
 
