@@ -39,6 +39,7 @@ SelectTypeParameters=CR_Core
 MpiDefault=none
 ReturnToService=2
 SchedulerParameters=sched_interval=1
+FirstJobId={first}
 NodeName={host} NodeAddr=127.0.0.1 CPUs={cpus} State=UNKNOWN
 PartitionName=main Nodes={host} Default=YES MaxTime=INFINITE State=UP
 """
@@ -75,7 +76,9 @@ def cluster() -> Iterator[dict[str, str]]:
         key.write_bytes(secrets.token_bytes(1024))
         key.chmod(0o400)
         host = socket.gethostname().partition(".")[0]
-        conf = CONF.format(host=host, folder=folder, control=ports[0], node=ports[1], cpus=os.cpu_count())
+        # Jobs of two clusters on one machine have different ids: their ports follow from them.
+        names = {"host": host, "folder": folder, "cpus": os.cpu_count(), "first": 1 + secrets.randbelow(10**6)}
+        conf = CONF.format(**names, control=ports[0], node=ports[1])
         (folder / "slurm.conf").write_text(conf)
         environment = {**os.environ, "SLURM_CONF": str(folder / "slurm.conf")}
 

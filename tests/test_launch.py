@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -89,6 +90,29 @@ def test_a_readable_script() -> None:
     ):
         assert line in text.splitlines()
     assert text.index("#SBATCH --requeue") < text.index("MASTER_ADDR"), "directives after the first command are ignored"
+
+
+def test_ranks_meet_on_a_port_that_is_free(tmp_path: Path) -> None:
+    (path := tmp_path / "script").write_text(script(job(), Resources()))
+    for tool, body in {"srun": 'echo "$MASTER_PORT" > port', "scontrol": "echo here", "squeue": ":"}.items():
+        (stub := tmp_path / tool).write_text(f"#!/bin/bash\n{body}\n")
+        stub.chmod(0o755)
+
+    def chosen(port: int) -> int:
+        environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": str(port - 20000 + 12000)}
+        text = path.read_text().replace(f"cd {Path.cwd()}", f"cd {tmp_path}")
+        done = subprocess.run(["bash", "-c", text], env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        return int((tmp_path / "port").read_text())
+
+    def answers(port: int) -> bool:
+        with socket.socket() as caller:
+            return caller.connect_ex(("127.0.0.1", port)) == 0
+
+    port = next(port for port in range(20000, 32000) if not answers(port))
+    assert chosen(port) == port
+    with socket.create_server(("127.0.0.1", port)):
+        assert chosen(port) > port
 
 
 HOSTILE = [
