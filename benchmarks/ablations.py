@@ -2,9 +2,10 @@
 
     python -m benchmarks.ablations pretrain --table alone --table cumulative --budget 500s
     python -m benchmarks.ablations lora sampling rl --table without --budget 300s --model FOLDER --data GSM8K.jsonl
+    python -m benchmarks.ablations small --budget 900s    # on a CPU
 
-The jobs are the examples with smaller batches, so that a trial takes seconds. `--folder` keeps the trials, and a second
-call goes on there.
+The jobs are the examples with smaller batches, so that a trial takes seconds; `small` is a pretraining job for a CPU.
+`--folder` keeps the trials, and a second call goes on there.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from benchmarks.results import FOLDER, Call, Result, git_commit, table, write
 
 JOBS = {
@@ -25,6 +28,11 @@ model: {layers: 12, hidden: 768, heads: 12, vocab: 50304}
 data: {source: embedded, embedded_mb: 6, tokenizer: "bpe:16384", sequence_length: 1024}
 train: {batch_tokens: 16384, steps: 1000, lr: 6.0e-4, warmup_steps: 100}
 plan: {preset: balanced}
+""",
+    "small": """recipe: pretrain
+model: {layers: 4, hidden: 128, heads: 4}
+data: {source: embedded, embedded_mb: 1, tokenizer: byte, sequence_length: 256}
+train: {batch_tokens: 4096, steps: 200, lr: 1.0e-3}
 """,
     "lora": """recipe: sft
 model: MODEL
@@ -51,13 +59,14 @@ train: {steps: 300, lr: 1.0e-5, warmup_steps: 10}
 
 
 def rows_of(job: str, found: dict[str, Any], call: Call) -> list[Result]:
-    """Speeds, and against the reference: how many times as fast, and the ratio of the losses."""
+    """Speeds, and against the reference: how many times as fast, and the ratio of the losses. Of a CPU only ratios."""
     rows = []
+    absolute = {"tokens_per_s": "1/s", "peak_gib": "GiB", "start_s": "s"} if torch.cuda.is_available() else {}
     for row in found["rows"]:
         name, blocks = f"{job}: {row['name']}", row["blocks"]
         if row["problem"] is not None or not blocks:
             continue
-        for metric, unit in {"tokens_per_s": "1/s", "peak_gib": "GiB", "start_s": "s"}.items():
+        for metric, unit in absolute.items():
             if row[metric] is not None:
                 made = call.result(variant=name, metric=metric, unit=unit, values=[row[metric]])
                 rows.append(replace(made, repeats=blocks))

@@ -259,7 +259,7 @@ def test_documents_of_a_packed_row_are_as_they_are_alone(
 ) -> None:
     save(kind, tmp_path)
     ours = opened(tmp_path)
-    assert ours.packs is (kind != "opt"), "OPT counts its positions itself"
+    assert ours.packs is (kind != "opt"), "OPT's mask does not know the positions"
     ends = torch.tensor([0, 9, 16, 24, 44, 48, 48], dtype=torch.int32)
     places = torch.cat([torch.arange(int(length)) for length in ends.diff()])
     rows: list[int] = []
@@ -297,14 +297,37 @@ def test_rows_are_packed_where_that_is_less_work(tmp_path: Path) -> None:
 
     assert is_packed([9, 7, 8, 20, 4], rows=2)
     assert not is_packed([24, 24], rows=2), "one document in each row needs no mask"
-    assert not is_packed([20000] * 10 + [1000] * 200, rows=2), "the mask would have tens of gigabytes"
+    assert not is_packed([990, 10, 990, 10], rows=2), "the mask would take more memory than padding"
 
 
-def test_a_model_whose_rows_are_cut_into_chunks_is_not_packed(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "changes", [{"attention_chunk_size": 8}, {"layer_types": ["full_attention", "compressed_sparse_attention"]}]
+)
+def test_layers_that_count_from_the_start_of_a_row_are_not_packed(changes: dict[str, Any], tmp_path: Path) -> None:
     save("gpt2", tmp_path)
     ours = opened(tmp_path)
-    ours.config.attention_chunk_size = 8
-    assert not ours._tells_documents_apart()
+    for name, value in changes.items():
+        setattr(ours.config, name, value)
+    assert not ours.packs
+
+
+def test_a_model_that_lets_documents_see_each_other_is_not_packed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only far within a document, and by little: its first tokens are as they are alone."""
+    save("gpt2", tmp_path)
+    ours = opened(tmp_path)
+    body = ours._body
+
+    def leaking(tokens_BT: torch.Tensor, *positions_BT: torch.Tensor) -> torch.Tensor:
+        found = body(tokens_BT, *positions_BT)
+        found[:, -1] += 1e-6 * found[:, 0]
+        return found
+
+    assert ours.packs
+    del ours.__dict__["packs"]
+    monkeypatch.setattr(ours, "_body", leaking)
+    assert not ours.packs
 
 
 def test_packed_documents_are_refused(tmp_path: Path) -> None:

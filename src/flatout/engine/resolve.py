@@ -98,7 +98,7 @@ def resolve(plan: Plan, *, local_rank: int, deterministic: bool) -> Active:
     varlen, window = False, plan.job.shape.window
     slides = window is not None and plan.job.sequence_length > window
     if plan.job.packing == "documents" and plan.job.shape.foreign:
-        facts["attention"] = "documents padded to rows, attention as transformers chooses it"
+        facts["attention"] = "documents packed or padded, attention as transformers chooses it"
     elif plan.job.packing == "documents" or slides:
         sm = plan.job.hardware.sm
         varlen = on_gpu and dtype != torch.float32 and sm is not None and sm >= (8, 0)

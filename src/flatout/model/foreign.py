@@ -2,8 +2,8 @@
 
 The interface is `hidden`, `head_weight`, `blocks` and a `forward` that joins the first two in a head. Its batches are
 rectangles, padded on the right: a causal model's tokens never attend to later ones, and padding has no targets. Packed
-documents stay packed if the model tells them apart by their positions, which is tried when it is loaded; else each
-becomes a row. 8 bits and the fused kernels of our own decoder are refused by name when planning. A head
+documents stay packed if the model keeps them apart by their positions, which is tried, and if that is less work; else
+each becomes a row. 8 bits and the fused kernels of our own decoder are refused by name when planning. A head
 that caps its logits is known (`cap`); any other that is more than one matmul is refused. Trainable weights are fp32 as
 everywhere; here autocast casts them to the compute type. Dropout is off, as in our own decoder, so that a step is
 the same each time, recomputed or not.
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import json
 import os
 import re
@@ -45,8 +46,11 @@ UNHEARD = re.compile(
 # Keys of config.json that count modules or matrices, and the largest accepted value of each.
 COUNTS = re.compile(r"(num|n)_\w*(layers?|heads?|experts?|blocks?|groups?)|(layers|heads|experts|blocks)\w*")
 MOST_COUNTED, LARGEST_NUMBER = 2**14, 2**53
-# Positions of one row in which documents are told apart by a mask of that size; beyond it, each becomes a row.
-MOST_MASKED = 2**31
+# Layers that mask by position, document by document; others, such as chunked or compressed ones, may count from the
+# start of the row.
+PACKABLE = {"full_attention", "sliding_attention"}
+# Bytes per token and channel that eager code keeps for a layer's backward pass, and those of a mask per pair of tokens.
+KEPT_BYTES, MASK_BYTES = 34, 2
 # Parameters beyond those in the files: tied tables, and parameters created when the model is built.
 MOST_BESIDE_FILES = 4
 
@@ -69,10 +73,8 @@ class Foreign(nn.Module):
         self.config, self.code = config, code or {}
         self.scale, self.cap = _logit_scale(config), _logit_cap(config)
         self.inner.train(trains)  # with dropout off; activation checkpointing needs it
-        self.packs = False
         if trains:
             self._require_plain_head()
-            self.packs = self._tells_documents_apart()
 
     @property
     def head_weight(self) -> Tensor:
@@ -86,13 +88,13 @@ class Foreign(nn.Module):
 
     def hidden(self, tokens_N: Tensor, positions_N: Tensor, attend: Attend) -> Tensor:
         """The final hidden state of each token, for a head that is one matmul. Positions count from a row's start."""
-        device, dtype = tokens_N.device.type, self.compute_dtype
-        with torch.autocast(device, dtype=dtype, enabled=dtype != torch.float32):
+        dtype = self.compute_dtype
+        with self._autocast():
             if isinstance(attend, Rectangular):
                 return self._body(tokens_N.view(attend.batch, -1)).flatten(0, 1).to(dtype)
             if not isinstance(attend, Padded):
                 raise UsageError(f"{type(attend).__name__} attention is not available: {self.shape.foreign}")
-            if self.packs and attend.packed_rows and self._is_less_packed(attend, tokens=len(tokens_N)):
+            if attend.packed_rows and self._is_less_packed(attend, tokens=len(tokens_N)) and self.packs:
                 rows = attend.packed_rows
                 return self._body(tokens_N.view(rows, -1), positions_N.view(rows, -1)).flatten(0, 1).to(dtype)
             apart = tokens_N.new_zeros(attend.documents * attend.longest).index_copy(0, attend.places_N, tokens_N)
@@ -132,36 +134,49 @@ class Foreign(nn.Module):
         hidden: Tensor = self.inner.base_model(input_ids=tokens_BT, use_cache=False, **given).last_hidden_state
         return hidden if self.scale == 1.0 else hidden * self.scale
 
+    def _autocast(self) -> torch.autocast:
+        kind, dtype = self.head_weight.device.type, self.compute_dtype
+        return torch.autocast(kind, dtype=dtype, enabled=dtype != torch.float32)
+
     def _is_less_packed(self, attend: Padded, *, tokens: int) -> bool:
-        """Whether packed rows are less work than a row per document.
+        """Whether packed rows are less work than a row per document, and their mask does not take much more memory.
 
         Beside the matmuls with 12 C weights for each of C channels, a token attends to its row: to all of it under a
         mask, to half of it where causal attention needs none.
         """
-        rows, matmuls = attend.packed_rows or 1, 12 * self.shape.hidden
-        length = tokens // rows
-        apart = attend.documents * attend.longest * (matmuls + attend.longest)
-        return rows * length**2 <= MOST_MASKED and tokens * (matmuls + 2 * length) < apart
+        width, length, apart = self.shape.hidden, tokens // (attend.packed_rows or 1), attend.documents * attend.longest
+        is_less = tokens * (12 * width + 2 * length) < apart * (12 * width + attend.longest)
+        # A tenth of the activations, or what padding would take.
+        spare = KEPT_BYTES * width * max(tokens // 10, apart - tokens)
+        return is_less and MASK_BYTES * tokens * length <= spare
 
+    @functools.cached_property
     @torch.no_grad()
-    def _tells_documents_apart(self) -> bool:
-        """Whether two documents in one row, each with positions from 0, are as they are in rows of their own."""
-        if getattr(_text(self.config), "attention_chunk_size", None):  # counts chunks from the start of the row
+    def packs(self) -> bool:
+        """Whether documents in one row, each with positions from 0, are as they are in rows of their own."""
+        config = _text(self.config)
+        kinds = set(getattr(config, "layer_types", None) or ())
+        if not kinds <= PACKABLE or getattr(config, "attention_chunk_size", None):
             return False
-        weight = self.inner.get_output_embeddings().weight
-        first, second = 5, 3
-        tokens_T = torch.arange(first + second, device=weight.device) % self.shape.vocab
-        positions_T = torch.cat([torch.arange(first), torch.arange(second)]).to(weight.device)
-        other_T = tokens_T.clone()
-        other_T[:first] = tokens_T[:first].flip(0)
+        length, device = min(431, self.shape.positions), self.head_weight.device
+        cuts = (length // 3, length // 2)
+        rows_BT = torch.arange(2 * length, device=device).view(2, length) % self.shape.vocab
+        positions_BT = torch.stack([torch.cat([torch.arange(cut), torch.arange(length - cut)]) for cut in cuts])
+        others_BT = rows_BT.clone()
+        for row_T, cut in zip(others_BT, cuts, strict=True):
+            row_T[:cut] = row_T[:cut].flip(0)
         try:
-            alone = self._body(tokens_T[None, first:])[0].float()
-            found, beside = (self._body(one[None], positions_T[None])[0, first:].float() for one in (tokens_T, other_T))
+            with self._autocast():
+                found, beside = (self._body(rows, positions_BT.to(device)) for rows in (rows_BT, others_BT))
+                alone = [self._body(row_T[None, cut:])[0].float() for row_T, cut in zip(rows_BT, cuts, strict=True)]
         except Exception:  # a model without positions, or with its own words for them
             return False
         # Masked tokens have a weight of exactly 0, so the second document does not depend on the first at all.
-        near = float((found - alone).abs().max() / alone.abs().max()) <= HEAD_TOLERANCE[weight.dtype]
-        return near and torch.equal(found, beside)
+        return all(
+            torch.equal(one[cut:], other[cut:])
+            and float((one[cut:].float() - own).norm() / own.norm()) <= HEAD_TOLERANCE[self.compute_dtype]
+            for one, other, own, cut in zip(found, beside, alone, cuts, strict=True)
+        )
 
     @torch.no_grad()
     def _require_plain_head(self) -> None:

@@ -54,8 +54,8 @@ class HuggingFace:
             )
         self.model, self.tokenizer, self.window = model, tokenizer, window
         self.compute_dtype = compute_dtype or model.dtype
-        # Adapters on weights of 16 bits are fp32.
-        self._mixed = any(p.dtype != self.compute_dtype for p in model.parameters() if p.is_floating_point())
+        adapters = (weight.dtype for name, weight in model.named_parameters() if ".lora_" in name)
+        self._mixed = {model.dtype, *adapters} != {self.compute_dtype}
         self._rows = rows or ROWS.get(model.device.type, ROWS["cpu"])
 
     def generate(
