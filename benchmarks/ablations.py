@@ -43,7 +43,7 @@ lora: {rank: 16, alpha: 64}
     "sampling": """recipe: rft
 model: MODEL
 rft: {task: "units:train", chunk: 64, oversample: 8}
-sample: {max_tokens: 64}
+sample: {max_tokens: 32}
 data: {sequence_length: 512, valid_share: 0.02}
 train: {batch_tokens: 16384, epochs: 3, lr: 2.0e-4}
 lora: {rank: 16, alpha: 64}
