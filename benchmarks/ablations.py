@@ -31,8 +31,8 @@ plan: {preset: balanced}
 """,
     "small": """recipe: pretrain
 model: {layers: 4, hidden: 128, heads: 4}
-data: {source: embedded, embedded_mb: 1, tokenizer: byte, sequence_length: 256}
-train: {batch_tokens: 4096, steps: 200, lr: 1.0e-3}
+data: {source: embedded, embedded_mb: 1, tokenizer: byte, sequence_length: 128}
+train: {batch_tokens: 1024, steps: 200, lr: 1.0e-3}
 """,
     "lora": """recipe: sft
 model: MODEL
