@@ -69,7 +69,7 @@ def script(job: Job, resources: Resources) -> str:
             f'{JOB}="slurm-$SLURM_JOB_ID"',
             f"export MASTER_ADDR WORLD_SIZE {JOB}",
             "",
-            "# This shell runs on the first node too.",
+            "# Whether something listens on the port; this shell runs on the first node, too.",
             'is_taken() { (exec 3<> "/dev/tcp/$1/$MASTER_PORT") 2> /dev/null; }',
             "",
             "# Signals are for the ranks, which save. This shell waits for them.",

@@ -46,8 +46,7 @@ UNHEARD = re.compile(
 # Keys of config.json that count modules or matrices, and the largest accepted value of each.
 COUNTS = re.compile(r"(num|n)_\w*(layers?|heads?|experts?|blocks?|groups?)|(layers|heads|experts|blocks)\w*")
 MOST_COUNTED, LARGEST_NUMBER = 2**14, 2**53
-# Layers that mask by position, document by document; others, such as chunked or compressed ones, may count from the
-# start of the row.
+# Kinds of layers whose masks keep the documents of a row apart; chunked or compressed ones may count from its start.
 PACKABLE = {"full_attention", "sliding_attention"}
 # Bytes per token and channel that eager code keeps for a layer's backward pass, and those of a mask per pair of tokens.
 KEPT_BYTES, MASK_BYTES = 34, 2
@@ -141,8 +140,8 @@ class Foreign(nn.Module):
     def _is_less_packed(self, attend: Padded, *, tokens: int) -> bool:
         """Whether packed rows are less work than a row per document, and their mask does not take much more memory.
 
-        Beside the matmuls with 12 C weights for each of C channels, a token attends to its row: to all of it under a
-        mask, to half of it where causal attention needs none.
+        A layer has about 12 C² weights. A token also attends to its row: to all of it under a mask, to half of it on
+        average where causal attention needs no mask.
         """
         width, length, apart = self.shape.hidden, tokens // (attend.packed_rows or 1), attend.documents * attend.longest
         is_less = tokens * (12 * width + 2 * length) < apart * (12 * width + attend.longest)
@@ -169,7 +168,9 @@ class Foreign(nn.Module):
             with self._autocast():
                 found, beside = (self._body(rows, positions_BT.to(device)) for rows in (rows_BT, others_BT))
                 alone = [self._body(row_T[None, cut:])[0].float() for row_T, cut in zip(rows_BT, cuts, strict=True)]
-        except Exception:  # a model without positions, or with its own words for them
+        except torch.OutOfMemoryError:
+            raise
+        except Exception:  # a model that takes no positions
             return False
         # Masked tokens have a weight of exactly 0, so the second document does not depend on the first at all.
         return all(
