@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 import signal
 import subprocess
@@ -22,14 +23,16 @@ from flatout import gallery
 from flatout.cli import app
 from flatout.cli.ablate import seconds_of
 from flatout.config import load
+from flatout.config.settings import Settings
 from flatout.errors import RunFailed, UsageError
 from flatout.insight import processes
 from flatout.insight import trials as trials_module
-from flatout.insight.ablate import BEFORE, PLAN, _variants, ablate, not_in_effect
+from flatout.insight.ablate import BEFORE, PLAN, _variants, ablate, compared, not_in_effect
 from flatout.insight.processes import Process
 from flatout.insight.report.ablation import html
 from flatout.insight.switches import SWITCHES, Switch, applies, before_of, of_baseline
 from flatout.insight.trials import Measured, Trial, Trials
+from flatout.optim import schedule
 from flatout.record import StepRecord
 from flatout.record.records import Span
 
@@ -134,6 +137,43 @@ def test_a_budget_is_kept_and_what_it_leaves_out_is_said(config: Path) -> None:
     simulated.spent_s = 0.0
     again = {row.name: row for row in ablate(simulated, only=SOME, budget_s=30.0).rows}
     assert sum(row.blocks for row in again.values()) > sum(row.blocks for row in rows.values())
+
+
+def test_a_budget_counts_each_variant_by_its_own_trials(config: Path) -> None:
+    """A slow variant costs what it costs, and does not make the others look as slow."""
+
+    class Slow(Simulated):
+        def run(self, trial: Trial, *, name: str, again: bool = False) -> Measured:
+            known = trial.key in self.found
+            found = super().run(trial, name=name, again=again)
+            if not known and trial.settings.get("plan.fused_optimizer") is False:
+                found = self.found[trial.key] = replace(found, seconds=30.0)
+                self.spent_s += 29.0
+            return found
+
+    simulated: Any = Slow(config, chance=random.Random(0), noise=0.002)
+    found = ablate(simulated, only=SOME, tables=["without"], budget_s=60.0)
+    assert simulated.spent_s <= 60.0
+    blocks = {row.name: row.blocks for row in found.rows}
+    assert blocks == {PLAN: 4, "- mixed precision": 4, "- no recomputation": 4, "- fused optimizer": 1}
+
+
+def test_a_trial_has_the_learning_rates_of_the_first_steps() -> None:
+    for warmup in (0, 5, 12, 13, 100):
+        whole = replace(Settings().train, lr=6e-4, warmup_steps=warmup, schedule="constant")
+        given = trials_module.rates(replace(Settings(), train=whole), steps=13)
+        trial = replace(whole, **{key.removeprefix("train."): value for key, value in given.items()})
+        assert trial.warmup_steps < 13
+        real, short = schedule(whole, total_steps=1000), schedule(trial, total_steps=13)
+        assert [short(step) for step in range(13)] == pytest.approx([real(step) for step in range(13)])
+
+
+def test_a_trial_that_sets_the_learning_rate_reaches_it(config: Path, tmp_path: Path) -> None:
+    trials = Trials(config, ["train.warmup_steps=90"], folder=tmp_path / "search")
+    given = trials._given(Trial(settings={"train.lr": 1.0}, seed=0))
+    assert {"train.lr=1.0", "train.warmup_steps=3"} <= set(given)
+    given = trials._given(Trial(settings={}, seed=0))
+    assert {"train.warmup_steps=12", f"train.lr={1e-3 * 13 / 91}"} <= set(given)
 
 
 def test_one_table_alone(config: Path) -> None:
@@ -286,6 +326,25 @@ def test_a_trial_of_recipe_rft_samples(tmp_path: Path) -> None:
     assert losses[0] is not None
     assert losses == pytest.approx([losses[0]] * 3, rel=1e-4), "the same tokens, however many are generated at once"
     assert all(one.tokens_per_s for one in found.values())
+
+
+@pytest.mark.long
+def test_a_trial_of_recipe_rl_compares_what_was_generated(tmp_path: Path) -> None:
+    """A policy's loss is about zero; the log-probability of its tokens is not."""
+    config = tmp_path / "rl.yaml"
+    config.write_text(
+        "recipe: rl\nmodel: {layers: 1, hidden: 32, heads: 2, vocab: 512}\n"
+        "data: {tokenizer: byte, sequence_length: 512}\n"
+        'rl: {tasks: ["sums:train"], prompts: 4, samples: 4, updates: 2}\n'
+        "sample: {max_tokens: 6}\ntrain: {steps: 100, lr: 1.0e-4}\nplan: {threads: 1}\n"
+    )
+    trials = Trials(config, [], folder=tmp_path / "search", steps=2)
+    found = {rows: trials.run(Trial(settings={"sample.rows": rows}, seed=0), name=f"{rows} rows") for rows in (16, 4)}
+    assert [one.problem for one in found.values()] == [None] * 2
+    assert found[4].loss == pytest.approx(found[16].loss, rel=1e-4)
+    assert found[4].loss == pytest.approx(math.log(512), rel=0.1), "an untrained model knows nothing"
+    _, _, verdict = compared([found[16]] * 4, [found[4]] * 4)
+    assert verdict == "equal"
 
 
 @pytest.mark.long

@@ -63,13 +63,13 @@ def ablate(
     from flatout.insight import ablate as verb
     from flatout.insight.report.ablation import html
     from flatout.insight.switches import SWITCHES, of_baseline
-    from flatout.insight.trials import Trials, short
+    from flatout.insight.trials import WARMUP, Trials, short
 
     require_torch()
     seconds = None if budget is None else seconds_of(budget)
     switches: Sequence[Switch] = SWITCHES
     if baseline is not None:
-        fixed = {*short(load(config, overrides=overrides or []).settings), "seed"}
+        fixed = {*short(load(config, overrides=overrides or []).settings), WARMUP, "seed"}
         switches = of_baseline(_flat(config, overrides), _flat(baseline, None), without=fixed)
     names = {switch.name for switch in switches}
     if unknown := next((name for name in only or () if name not in names), None):

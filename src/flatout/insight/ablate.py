@@ -14,6 +14,7 @@ import math
 import random
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from statistics import fmean
 from typing import Any, Literal, get_args
 
 from flatout import parity
@@ -250,10 +251,13 @@ class _Session:
         """Whether these trials, less those that were measured before, fit the budget."""
         if self.budget_s is None:
             return True
-        count = sum(not self.trials.known(self._trial(name, seed)) for name in names for seed in seeds)
-        known = [one.seconds for one in self.trials.found.values()]
-        mean = sum(known) / len(known) if known else 0.0
-        return self.trials.spent_s + count * mean <= self.budget_s
+        ahead = [name for name in names for seed in seeds if not self.trials.known(self._trial(name, seed))]
+        return self.trials.spent_s + sum(map(self._seconds, ahead)) <= self.budget_s
+
+    def _seconds(self, name: str) -> float:
+        """A variant's trials as long as its earlier ones; before the first, as long as all trials on average."""
+        known = self.measured.get(name) or self.trials.found
+        return fmean(one.seconds for one in known.values()) if known else 0.0
 
     def measure(
         self, variants: Sequence[Variant], *, references: Sequence[str] = (), first_seed: int | None = None

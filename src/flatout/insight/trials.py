@@ -46,6 +46,9 @@ from flatout.record.events import (
 from flatout.record.records import BESIDE
 from flatout.record.rollouts import RolloutsGraded
 
+LR, WARMUP = "train.lr", "train.warmup_steps"
+# The negative log-probability of generated tokens, in the records of recipe rl.
+NLL = "nll"
 SEARCH, TRIALS, LOCK, IMPORTED = "search.json", "trials", "lock", "imported"
 # Settings that have no effect without tasks.
 OF_TASKS = ("criterion", "tasks_every", "task_limit", "task_tokens")
@@ -84,10 +87,10 @@ class Measured:
     start_s: float | None = None  # from the command to the end of the first step
     log_time: float | None = None  # the median logarithm of the seconds per token of warm steps
     log_total: float | None = None  # the same of all warm steps together, for what costs time in some steps only
-    tokens_per_s: float | None = None
+    tokens_per_s: float | None = None  # of a typical warm step, as is mfu
     mfu: float | None = None
     peak_gib: float | None = None
-    loss: float | None = None  # mean over the warm steps
+    loss: float | None = None  # mean over the warm steps; of what a policy generated, the negative log-probability
     last_loss: float | None = None  # mean over the last quarter of them
     problem: str | None = None
     decisions: dict[str, Any] = field(default_factory=dict)  # of the plan, as they were at the end
@@ -218,6 +221,8 @@ class Trials:
     def _given(self, trial: Trial) -> list[str]:
         """The overrides of a trial. What makes it short comes last."""
         values = {**self.base, **trial.settings, **short(self.settings, steps=self.steps), "seed": trial.seed}
+        if not self.samples:
+            values |= rates(self.settings, steps=values["train.steps"], peak=trial.settings.get(LR))
         return [f"{key}={_word(value)}" for key, value in values.items()]
 
     def _failed(self, trial: Trial, seconds: float, problem: str) -> Measured:
@@ -241,14 +246,17 @@ class Trials:
         losses = [step.loss for step in warm if step.loss is not None]
         if not losses or not all(map(math.isfinite, losses)):
             return self._failed(trial, seconds, "its loss is not finite")
+        if self.settings.recipe == "rl":  # a policy's loss is close to zero, whatever it does
+            losses = [step.extra.metrics[NLL] for step in warm]
+        typical = parity.typical(spent)
         rolled = next((event for event in reversed(events) if isinstance(event, RolloutsGraded)), None)
         return replace(
             _of(trial, seconds),
             start_s=steps[0].time - began,
-            log_time=parity.typical(spent),
+            log_time=typical,
             log_total=math.log(sum(map(self._training_s, warm)) / sum(step.tokens for step in warm)),
-            tokens_per_s=story.speed.tokens_per_s,
-            mfu=story.speed.mfu,
+            tokens_per_s=math.exp(-typical),
+            mfu=_scaled(story.speed.mfu, math.exp(-typical), story.speed.tokens_per_s),
             peak_gib=story.peak_gib,
             loss=fmean(losses),
             last_loss=fmean(losses[-max(1, len(losses) // 4) :]),
@@ -271,16 +279,16 @@ class Trials:
         warm, began_with = chunks[1:], next(event for event in events if isinstance(event, SamplingBegan))
         if not warm:
             return self._failed(trial, seconds, "it sampled fewer than two chunks: give a smaller rft.chunk")
-        story, tokens = tell(run), sum(chunk.tokens for chunk in warm)
-        spent_s = sum(chunk.seconds for chunk in warm)
+        story, typical = tell(run), parity.typical([chunk.seconds / chunk.tokens for chunk in warm])
+        spent_s, tokens = sum(chunk.seconds for chunk in warm), sum(chunk.tokens for chunk in warm)
         progress = [event.memory for event in events if isinstance(event, SamplingProgress)]
         peaks = [memory["peak_gib"] for memory in progress if "peak_gib" in memory]
         return replace(
             _of(trial, seconds),
             start_s=chunks[0].time - began,
-            log_time=parity.typical([chunk.seconds / chunk.tokens for chunk in warm]),
+            log_time=typical,
             log_total=math.log(spent_s / tokens),
-            tokens_per_s=tokens / spent_s,
+            tokens_per_s=math.exp(-typical),
             peak_gib=max(peaks, default=None),
             loss=fmean(chunk.surprisal for chunk in warm if chunk.surprisal is not None),
             decisions={choice.name: choice.value for choice in story.choices} | {ROWS: began_with.rows},
@@ -298,7 +306,6 @@ def short(settings: Settings, *, steps: int = STEPS) -> dict[str, Any]:
         "train.steps": steps,
         "train.epochs": None,
         "train.tokens": None,
-        "train.warmup_steps": min(settings.train.warmup_steps, steps // 4),
         "eval.every": None,
         "eval.tokens": min(settings.eval.tokens, 4 * settings.data.sequence_length),
         "eval.patience": None,
@@ -317,6 +324,16 @@ def short(settings: Settings, *, steps: int = STEPS) -> dict[str, Any]:
     if RECIPES[settings.recipe].routes:
         return found | _one_phase(settings.router)
     return found
+
+
+def rates(settings: Settings, *, steps: int, peak: float | None = None) -> dict[str, Any]:
+    """The learning rates of a trial: those of the run's first steps, or up to `peak` where the trial sets it."""
+    warmup = settings.train.warmup_steps
+    if peak is not None:
+        return {WARMUP: min(warmup, steps // 4)}
+    if warmup < steps:
+        return {WARMUP: warmup}
+    return {WARMUP: steps - 1, LR: settings.train.lr * steps / (warmup + 1)}
 
 
 def _some_chunks(rft: RftSettings, *, steps: int) -> dict[str, Any]:
@@ -347,6 +364,10 @@ def flatout_command(code: str, verb: str) -> list[str]:
     """The command, behind the code of a switch."""
     start = ["-c", f"{code}\nfrom flatout.cli import main; main()"] if code else ["-m", "flatout"]
     return [sys.executable, *start, verb]
+
+
+def _scaled(value: float | None, to: float, of: float | None) -> float | None:
+    return value * to / of if value is not None and of else None
 
 
 def _command_time(run: Path, *, began: float) -> float:

@@ -17,7 +17,7 @@ QUESTIONS = {
     "without": ("Without each switch", "Speed against the full plan; the thin line is the 95 % interval."),
     "cumulative": ("One after the other", "Tokens per second; each bar begins where the one before it ended."),
 }
-WIDTH, NAMES, RIGHT, ROW = 640, 210, 60, 24
+WIDTH, NAMES, RIGHT, ROW = 640, 240, 60, 24
 
 
 def html(found: Ablation, *, name: str) -> str:
