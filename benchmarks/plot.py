@@ -1,17 +1,19 @@
 """Draws the newest call of a results file as horizontal bars, in plain SVG that is readable in light and dark mode.
 
 python -m benchmarks.plot pretrain-124m tokens_per_s docs/pretrain-124m.svg
+python -m benchmarks.plot ablations times_as_fast docs/ablation-lora.svg lora
 """
 
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from html import escape
 from pathlib import Path
 
 from benchmarks.results import FOLDER, Result, read
 
-ROW, LEFT, BAR, RIGHT = 34, 210, 420, 150
+ROW, LEFT, BAR, RIGHT = 34, 270, 420, 90
 
 
 def svg(results: list[Result], *, title: str) -> str:
@@ -21,12 +23,13 @@ def svg(results: list[Result], *, title: str) -> str:
         y = 46 + i * ROW
         width = BAR * r.value / top
         low, high = LEFT + BAR * r.low / top, LEFT + BAR * r.high / top
-        colour = "#2563eb" if r.variant.startswith("flatout") else "#94a3b8"
+        colour = "#2563eb" if r.unit == "ratio" or r.variant.startswith("flatout") else "#94a3b8"
+        seen = f"{r.value:.2f} x" if r.unit == "ratio" else f"{r.value:,.0f}"
         rows += [
             f'<text x="{LEFT - 10}" y="{y + 16}" text-anchor="end">{escape(r.variant)}</text>',
             f'<rect x="{LEFT}" y="{y}" width="{width:.1f}" height="22" rx="3" fill="{colour}"/>',
             f'<line x1="{low:.1f}" x2="{high:.1f}" y1="{y + 11}" y2="{y + 11}" stroke="#0f172a" stroke-width="2"/>',
-            f'<text x="{LEFT + width + 8:.1f}" y="{y + 16}">{r.value:,.0f}</text>',
+            f'<text x="{max(LEFT + width, high) + 8:.1f}" y="{y + 16}">{seen}</text>',
         ]
     height = 60 + len(results) * ROW
     width = LEFT + BAR + RIGHT
@@ -38,14 +41,19 @@ def svg(results: list[Result], *, title: str) -> str:
 
 
 def main() -> None:
-    benchmark, metric, target = sys.argv[1:]
-    results = read(FOLDER / f"{benchmark}.jsonl")
+    benchmark, metric, target, *jobs = sys.argv[1:]
+    results = [r for r in read(FOLDER / f"{benchmark}.jsonl") if not jobs or r.variant.startswith(f"{jobs[0]}: ")]
     newest = [r for r in results if r.call == results[-1].call and r.metric == metric]
-    newest.sort(key=lambda r: -r.value)
-    one = newest[0]
+    one, ratios = newest[0], newest[0].unit == "ratio"
+    newest.sort(key=lambda r: r.value if ratios else -r.value)
     least, most = (f({r.repeats for r in newest}) for f in (min, max))
-    runs = f"median of {most}" if least == most else f"{least} to {most} runs each"
-    title = f"{benchmark}: {one.unit} on one {one.hardware}, torch {one.versions['torch']}, {runs}"
+    if ratios:
+        title = f"{jobs[0]}: speed of the full plan without each switch, {one.hardware}, {least} blocks or more"
+        without = f"{jobs[0]}: - "
+        newest = [replace(r, variant=r.variant.removeprefix(without)) for r in newest if r.variant.startswith(without)]
+    else:
+        runs = f"median of {most}" if least == most else f"{least} to {most} runs each"
+        title = f"{benchmark}: {one.unit} on one {one.hardware}, torch {one.versions['torch']}, {runs}"
     Path(target).write_text(svg(newest, title=title))
 
 
