@@ -255,7 +255,7 @@ class _Session:
         return self.trials.spent_s + sum(map(self._seconds, ahead)) <= self.budget_s
 
     def _seconds(self, name: str) -> float:
-        """A variant's trials as long as its earlier ones; before the first, as long as all trials on average."""
+        """What a variant's next trial is expected to take: the mean of its own trials, or of all before its first."""
         known = self.measured.get(name) or self.trials.found
         return fmean(one.seconds for one in known.values()) if known else 0.0
 

@@ -90,7 +90,7 @@ class Measured:
     tokens_per_s: float | None = None  # of a typical warm step, as is mfu
     mfu: float | None = None
     peak_gib: float | None = None
-    loss: float | None = None  # mean over the warm steps; of what a policy generated, the negative log-probability
+    loss: float | None = None  # mean over the warm steps; for recipe rl, of the generated tokens' -log p
     last_loss: float | None = None  # mean over the last quarter of them
     problem: str | None = None
     decisions: dict[str, Any] = field(default_factory=dict)  # of the plan, as they were at the end
@@ -222,7 +222,7 @@ class Trials:
         """The overrides of a trial. What makes it short comes last."""
         values = {**self.base, **trial.settings, **short(self.settings, steps=self.steps), "seed": trial.seed}
         if not self.samples:
-            values |= rates(self.settings, steps=values["train.steps"], peak=trial.settings.get(LR))
+            values |= rates(self.settings, steps=values["train.steps"], reach_peak=LR in trial.settings)
         return [f"{key}={_word(value)}" for key, value in values.items()]
 
     def _failed(self, trial: Trial, seconds: float, problem: str) -> Measured:
@@ -326,10 +326,13 @@ def short(settings: Settings, *, steps: int = STEPS) -> dict[str, Any]:
     return found
 
 
-def rates(settings: Settings, *, steps: int, peak: float | None = None) -> dict[str, Any]:
-    """The learning rates of a trial: those of the run's first steps, or up to `peak` where the trial sets it."""
+def rates(settings: Settings, *, steps: int, reach_peak: bool = False) -> dict[str, Any]:
+    """The learning rates of a trial are those of the run's first steps.
+
+    A trial that sets the learning rate itself must reach it, so its warm-up is at most a quarter of its steps.
+    """
     warmup = settings.train.warmup_steps
-    if peak is not None:
+    if reach_peak:
         return {WARMUP: min(warmup, steps // 4)}
     if warmup < steps:
         return {WARMUP: warmup}
