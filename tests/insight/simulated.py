@@ -35,11 +35,12 @@ class Simulated:
         noise: float = 0.01,
         kind: Noise = "all",
         broken: bool = False,
+        loss_noise: float = 0.003,
     ) -> None:
         """`gain` is what the only switch saves, as a logarithm; without it, decisions cost what the stand-in says."""
         self.settings, self.found, self.spent_s = load(config).settings, dict[str, Measured](), 0.0
         self.gain, self.chance, self.noise, self.kind, self.broken = gain, chance, noise, kind, broken
-        self.level = 0.0
+        self.level, self.loss_noise = 0.0, loss_noise
 
     def _disturbance(self) -> float:
         """The median of a trial's steps, as a logarithm, on a machine where nothing costs anything."""
@@ -70,8 +71,8 @@ class Simulated:
             return self.found.setdefault(trial.key, failed)
         time = self._disturbance()
         time += math.log(factor(decisions)) if self.gain is None else -self.gain if on else 0.0
-        # The seed decides the loss, but for a thousandth: kernels add up in different orders.
-        loss = 3.0 + random.Random(trial.seed).gauss(0, 0.1) + self.chance.gauss(0, 0.003)
+        # The seed decides the loss, but for little: kernels add up in different orders.
+        loss = 3.0 + random.Random(trial.seed).gauss(0, 0.1) + self.chance.gauss(0, self.loss_noise)
         loss *= 1.01 if self.broken and on else 1.0
         self.found[trial.key] = Measured(
             key=trial.key,

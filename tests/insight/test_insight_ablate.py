@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -15,19 +17,20 @@ from typing import Any
 
 import psutil
 import pytest
+from rich.console import Console
 from tests.insight.simulated import Noise, Simulated
 from tests.waiting import wait_until
 from typer.testing import CliRunner
 
 from flatout import gallery
 from flatout.cli import app
-from flatout.cli.ablate import seconds_of
+from flatout.cli.ablate import _tables, seconds_of
 from flatout.config import load
 from flatout.config.settings import Settings
 from flatout.errors import RunFailed, UsageError
 from flatout.insight import processes
 from flatout.insight import trials as trials_module
-from flatout.insight.ablate import BEFORE, PLAN, _variants, ablate, compared, not_in_effect
+from flatout.insight.ablate import BEFORE, HEADS, PLAN, _variants, ablate, compared, not_in_effect
 from flatout.insight.processes import Process
 from flatout.insight.report.ablation import html
 from flatout.insight.switches import SWITCHES, Switch, applies, before_of, of_baseline
@@ -77,7 +80,7 @@ def test_each_switch_has_its_row_and_its_verdict(config: Path) -> None:
         assert alone.blocks == 4
     assert rows["+ cudnn.benchmark"].verdict == "no difference above 3%"
     assert "- cudnn.benchmark" not in rows, "the full plan does not have it"
-    assert found.left_out["expandable segments"] == "the plan does not use it here"
+    assert found.left_out["expandable segments"] == "not part of the plan here"
     steps = [row.name for row in found.rows if row.question == "cumulative"]
     assert steps[:3] == ["first mixed precision", "then no recomputation", "then fused optimizer"]
     assert json.loads(json.dumps(found.to_json()))["rows"][0]["name"] == BEFORE
@@ -122,6 +125,18 @@ def test_a_loss_that_is_one_percent_worse_is_called_different(config: Path) -> N
         assert rows["+ no recomputation"].loss_difference is not None
         assert rows["+ no recomputation"].loss_difference.ratio == pytest.approx(1.01, abs=0.005)
     assert found.count("different") >= 19
+
+
+def test_losses_that_differ_by_chance_are_seldom_called_different(config: Path) -> None:
+    """All rows of a table are judged together: one false alarm in twenty tables, not in twenty rows."""
+    tables = []
+    for number in range(200):
+        simulated: Any = Simulated(config, chance=random.Random(number), loss_noise=0.1)
+        rows = ablate(simulated, tables=["without"]).rows
+        tables.append([row.loss_verdict for row in rows if row.question == "without"])
+    assert min(map(len, tables)) >= 5
+    assert sum("different" in table for table in tables) <= 15
+    assert sum(table.count("not enough evidence") for table in tables) > 0.9 * sum(map(len, tables))
 
 
 def test_a_budget_is_kept_and_what_it_leaves_out_is_said(config: Path) -> None:
@@ -497,7 +512,23 @@ def test_the_page_has_bars_intervals_and_every_row(config: Path) -> None:
     for row in found.rows:
         assert row.name in page
     assert "cumulative-h" in page
-    assert "the plan does not use it here" in page
+    assert "not part of the plan here" in page
+
+
+@pytest.mark.parametrize(("width", "heads"), [(64, ["tokens/s", "speed", "loss", "verdict"]), (250, list(HEADS[1:]))])
+def test_a_narrow_terminal_has_the_important_columns_and_whole_numbers(
+    config: Path, width: int, heads: list[str]
+) -> None:
+    simulated: Any = Simulated(config, chance=random.Random(0), noise=0.002)
+    found = ablate(simulated, only=SOME, tables=["without"])
+    [table] = _tables(found, width=width)
+    console = Console(width=width, file=io.StringIO())
+    with console.capture() as seen:
+        console.print(table)
+    _, head, *lines = seen.get().splitlines()
+    assert re.split(r"\s{2,}", head.strip()) == heads
+    for row in found.rows:
+        assert any(row.cells[2] in line and row.cells[3] in line for line in lines), "numbers are not wrapped"
 
 
 def test_a_page_of_failures_has_no_picture(config: Path) -> None:
@@ -523,4 +554,4 @@ def test_code_that_turns_a_switch_off_is_in_every_variant_without_it(tmp_path: P
     assert plain == {"before", "+ mixed precision", "+ concurrent sequences", "- sampling kernels and CUDA graphs"}
     assert left_out == {}
     _, left_out = _variants(known, {"precision": "bf16"}, only=(), on_gpu=False)
-    assert left_out == {"sampling kernels and CUDA graphs": "it needs a GPU"}
+    assert left_out == {"sampling kernels and CUDA graphs": "needs a GPU"}

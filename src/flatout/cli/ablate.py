@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from contextlib import closing
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
 from flatout.cli.shared import AsJson, Config, Overrides, err, escaped, new_folder, out, print_json, print_plain
 from flatout.errors import UsageError
 from flatout.words import duration
+
+T = TypeVar("T", bound=Hashable)
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -26,6 +28,9 @@ QUESTIONS = {
     "without": "The full plan without each switch",
     "cumulative": "One after the other, the largest gain first",
 }
+# Columns that a narrow terminal does not show, the first to go first, and those that are never wrapped.
+SPARED = ("claim", "start-up", "MFU", "memory")
+NUMBERS = ("tokens/s", "speed", "MFU", "memory", "start-up")
 SearchFolder = Annotated[
     Path | None,
     typer.Option("--run", help="folder of the trials (default: runs/CONFIG-ablate-TIME); an existing one is continued"),
@@ -96,17 +101,17 @@ def ablate(
     if as_json:
         print_json(found.to_json())
         return
-    for made in _tables(found):
+    for made in _tables(found, width=out.width):
         out.print(made, highlight=False)
         out.print()
-    for row in found.rows:
-        if row.time is not None and row.time.needed_more and row.problem is None:
-            print_plain(f"{row.name}: the next look at the evidence needs {row.time.needed_more} more blocks.")
-    for name, reason in found.left_out.items():
-        print_plain(f"Left out: {name}: {reason}.")
+    for count, many in _grouped((row.name, row.blocks_needed) for row in found.rows).items():
+        if count:
+            print_plain(f"The next look at the evidence needs {count} more blocks for: {', '.join(many)}.")
+    for reason, many in _grouped(found.left_out.items()).items():
+        print_plain(f"Left out ({reason}): {', '.join(many)}.")
     print_plain(
         f"{len(trials.found)} trials, {duration(found.seconds)}. Warm-up steps and compilation are not part of the "
-        f"speed. With charts: {trials.folder / 'ablation.html'}"
+        f"speed. Whole tables, with charts: {trials.folder / 'ablation.html'}"
     )
 
 
@@ -140,7 +145,15 @@ def seconds_of(text: str) -> float:
     return float(found[1]) * {"": 1, "s": 1, "m": 60, "h": 3600}[found[2]]
 
 
-def _tables(found: Ablation) -> list[Table]:
+def _grouped(named: Iterable[tuple[str, T]]) -> dict[T, list[str]]:
+    """Names by their value, each value at its first place."""
+    found: dict[T, list[str]] = {}
+    for name, value in named:
+        found.setdefault(value, []).append(name)
+    return found
+
+
+def _tables(found: Ablation, *, width: int) -> list[Table]:
     from flatout.insight.ablate import HEADS
     from flatout.terminal import table
 
@@ -148,8 +161,21 @@ def _tables(found: Ablation) -> list[Table]:
     for question, title in QUESTIONS.items():
         if not (rows := found.asked(question)):
             continue
-        made = table(title, *HEADS)
+        shown = _columns([HEADS, *(row.cells for row in rows)], width=width)
+        made = table(title, *(HEADS[at] for at in shown))
+        for column, at in zip(made.columns, shown, strict=True):
+            column.no_wrap = HEADS[at] in NUMBERS
         for row in rows:
-            made.add_row(*map(escaped, row.cells))
+            made.add_row(*(escaped(row.cells[at]) for at in shown))
         tables.append(made)
     return tables
+
+
+def _columns(lines: Sequence[Sequence[str]], *, width: int) -> list[int]:
+    """The columns that a terminal has room for; the most important ones in any case."""
+    widest = [max(map(len, cells)) + 2 for cells in zip(*lines, strict=True)]
+    shown = list(range(len(widest)))
+    for name in SPARED:
+        if sum(widest[at] for at in shown) > width:
+            shown.remove(lines[0].index(name))
+    return shown

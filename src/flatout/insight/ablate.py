@@ -87,6 +87,11 @@ class Row:
         return "not enough evidence"
 
     @property
+    def blocks_needed(self) -> int:
+        """More blocks until the next planned look at the evidence; 0 if it is not short."""
+        return self.time.needed_more if self.time is not None and self.problem is None else 0
+
+    @property
     def cells(self) -> list[str]:
         """The row as a table shows it, under HEADS."""
         speed = "" if self.time is None else f"{1 / self.time.ratio:.2f}x"
@@ -168,11 +173,11 @@ def _variants(
         if only and switch.name not in only:
             continue
         if switch.needs_gpu and not on_gpu:
-            left_out[switch.name] = "it needs a GPU"
+            left_out[switch.name] = "needs a GPU"
         elif changes(switch, full):
             chosen.append(switch)
         else:
-            left_out[switch.name] = "the plan does not use it here"
+            left_out[switch.name] = "not part of the plan here"
     for switch in chosen:
         on = before | after_of(switch, full)
         code = _code(known, on=[switch])
@@ -271,11 +276,11 @@ class _Session:
             self.left_out |= dict.fromkeys((variant.name for variant in variants), "the budget was spent")
             return
         while len(names) > 2 and not self._fits(names, planned[:1]):
-            self.left_out[names.pop()] = "the budget was too short for it"
+            self.left_out[names.pop()] = "the budget was too short"
         self._block(names, start, 0, every=every)
         # By the time of the first block, the budget decides what is measured in all of them; the last rows go first.
         while len(names) > 2 and not self._fits(names, planned):
-            self.left_out[names.pop()] = "the budget was too short for all its blocks"
+            self.left_out[names.pop()] = "the budget was too short for all blocks"
         for block in range(1, MOST_BLOCKS):
             if block >= self.blocks:
                 names = self._undecided(names) if self.budget_s is not None else []
@@ -286,7 +291,7 @@ class _Session:
     def _undecided(self, names: Sequence[str]) -> list[str]:
         """Those whose evidence is short, with their references."""
         rows = {row.name: row for row in self.rows() if row.name in names}
-        open_ = [n for n, row in rows.items() if row.time is not None and row.time.needed_more and row.problem is None]
+        open_ = [name for name, row in rows.items() if row.blocks_needed]
         wanted = {*open_, *(self.variants[name].reference for name in open_)}
         return [name for name in names if name in wanted]
 
@@ -301,18 +306,14 @@ class _Session:
             self.measured.setdefault(name, {})[seed] = found
 
     def rows(self) -> list[Row]:
-        """All rows; differences that do not remain when all are judged together are not called decided."""
+        """All rows; differences that do not remain when all of a table are judged together are not called decided."""
         rows = [self.row(variant) for variant in self.variants.values()]
-        for question in ("alone", "without", "cumulative"):
-            asked = {row.name: row.time for row in rows if row.question == question and row.time is not None}
-            remain = parity.holm(asked)
-            rows = [
-                replace(row, time=_undone(row.time))
-                if row.name in asked and row.time is not None and row.time.decided and row.name not in remain
-                else row
-                for row in rows
-            ]
-        return rows
+        times, losses = set[str](), set[str]()
+        for question in QUESTIONS:
+            asked = [row for row in rows if row.question == question]
+            times |= parity.holm({row.name: row.time for row in asked if row.time is not None})
+            losses |= parity.holm({row.name: row.loss_difference for row in asked if row.loss_difference is not None})
+        return [_judged(row, time_remains=row.name in times, loss_remains=row.name in losses) for row in rows]
 
     def row(self, variant: Variant) -> Row:
         own = self.measured.get(variant.name, {})
@@ -364,6 +365,14 @@ def not_in_effect(switch: Switch, reference: Measured, own: Measured) -> str | N
             return None
         reasons.append(off or mine)
     return reasons[0] if reasons else None
+
+
+def _judged(row: Row, *, time_remains: bool, loss_remains: bool) -> Row:
+    if row.time is not None and row.time.decided and not time_remains:
+        row = replace(row, time=_undone(row.time))
+    if row.loss_verdict == "different" and not loss_remains:
+        row = replace(row, loss_verdict="not enough evidence")
+    return row
 
 
 def _undone(time: Difference) -> Difference:
