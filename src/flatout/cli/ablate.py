@@ -15,21 +15,21 @@ from flatout.cli.shared import AsJson, Config, Overrides, err, escaped, new_fold
 from flatout.errors import UsageError
 from flatout.words import duration
 
-T = TypeVar("T", bound=Hashable)
-
 if TYPE_CHECKING:
     from rich.table import Table
 
     from flatout.insight.ablate import Ablation
     from flatout.insight.switches import Switch
 
+T = TypeVar("T", bound=Hashable)
+
 QUESTIONS = {
     "alone": "Each switch alone, added to the starting point",
     "without": "The full plan without each switch",
     "cumulative": "One after the other, the largest gain first",
 }
-# Columns that a narrow terminal does not show, the first to go first, and those that are never wrapped.
-SPARED = ("claim", "start-up", "MFU", "memory")
+# Columns that a narrow terminal leaves out, in this order, and those that are never wrapped.
+OPTIONAL = ("claim", "start-up", "MFU", "memory")
 NUMBERS = ("tokens/s", "speed", "MFU", "memory", "start-up")
 SearchFolder = Annotated[
     Path | None,
@@ -175,7 +175,7 @@ def _columns(lines: Sequence[Sequence[str]], *, width: int) -> list[int]:
     """The columns that a terminal has room for; the most important ones in any case."""
     widest = [max(map(len, cells)) + 2 for cells in zip(*lines, strict=True)]
     shown = list(range(len(widest)))
-    for name in SPARED:
+    for name in OPTIONAL:
         if sum(widest[at] for at in shown) > width:
             shown.remove(lines[0].index(name))
     return shown
