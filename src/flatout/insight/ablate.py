@@ -368,6 +368,7 @@ def not_in_effect(switch: Switch, reference: Measured, own: Measured) -> str | N
 
 
 def _judged(row: Row, *, time_remains: bool, loss_remains: bool) -> Row:
+    """The row without the differences that do not remain when all of its table are judged together."""
     if row.time is not None and row.time.decided and not time_remains:
         row = replace(row, time=_undone(row.time))
     if row.loss_verdict == "different" and not loss_remains:
