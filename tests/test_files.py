@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tracemalloc
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -92,6 +93,18 @@ def test_a_file_above_its_limit_is_refused_unread(tmp_path: Path) -> None:
         file.truncate(1 << 40)
     with pytest.raises(BadFile, match="at most 1,000 are expected"):
         files.read_bytes(path, limit=1000)
+
+
+def test_reading_takes_no_more_memory_than_the_file_needs(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(bytes(range(256)) * 20_000)
+    tracemalloc.start()
+    try:
+        content = files.read_bytes(path)
+        assert tracemalloc.get_traced_memory()[1] < 4 * len(content)
+    finally:
+        tracemalloc.stop()
+    assert content == path.read_bytes()
 
 
 def test_links_that_leave_the_folder_are_refused_and_those_inside_are_read(tmp_path: Path) -> None:

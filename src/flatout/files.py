@@ -28,6 +28,7 @@ from flatout.errors import UsageError
 
 # Size limit of a manifest, a configuration or a tokenizer; the largest published tokenizers have about 35 MB.
 TEXT_BYTES = 256 << 20
+_PART_BYTES = 1 << 20
 _KINDS = {
     stat.S_IFDIR: "a folder",
     stat.S_IFIFO: "a named pipe",
@@ -97,11 +98,13 @@ def checked(path: Path, *, root: Path | None = None) -> Path:
 
 
 def read_bytes(path: Path, *, root: Path | None = None, limit: int = TEXT_BYTES) -> bytes:
+    content = bytearray()
     with opened(path, root=root, limit=limit) as file:
-        content = file.read(limit + 1)
+        while len(content) <= limit and (part := file.read(_PART_BYTES)):  # read(n) allocates n bytes first
+            content += part
     if len(content) > limit:  # it has grown since
         raise BadFile(path, f"has more than {limit:,} bytes, the most that is expected there")
-    return content
+    return bytes(content)
 
 
 def read_text(path: Path, *, root: Path | None = None, limit: int = TEXT_BYTES) -> str:

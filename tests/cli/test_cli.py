@@ -72,6 +72,23 @@ main()
     assert done.stderr.startswith("error: training needs torch: pip install 'flatout[train]'")
 
 
+def test_too_little_host_memory_is_one_message() -> None:
+    program = """
+import sys
+from flatout import recipes
+def run(*_, **__):
+    bytearray(1 << 60)
+recipes.run = run
+from flatout.cli import main
+sys.argv = ["flatout", "train", sys.argv[1]]
+main()
+"""
+    done = subprocess.run([sys.executable, "-c", program, DEMO], capture_output=True, text=True, check=False)
+    assert done.returncode == 4
+    assert done.stderr.splitlines()[-1].startswith("error: out of memory")
+    assert "Traceback" not in done.stderr
+
+
 # Words of its own
 
 

@@ -555,3 +555,20 @@ def test_code_that_turns_a_switch_off_is_in_every_variant_without_it(tmp_path: P
     assert left_out == {}
     _, left_out = _variants(known, {"precision": "bf16"}, only=(), on_gpu=False)
     assert left_out == {"sampling kernels and CUDA graphs": "needs a GPU"}
+
+
+def test_a_process_that_the_kernel_killed_for_lack_of_memory_says_so() -> None:
+    group = Path("/sys/fs/cgroup/memory/flatout-test")
+    try:
+        group.mkdir(exist_ok=True)
+        (group / "memory.limit_in_bytes").write_text(str(64 << 20))
+    except OSError:
+        pytest.skip("needs the right to limit the memory of a control group")
+    join = f"import os; open({str(group / 'cgroup.procs')!r}, 'w').write(str(os.getpid()))\n"
+    try:
+        killed = Process([sys.executable, "-c", f"{join}held = bytearray(1 << 30)"]).wait(600)
+        other = Process([sys.executable, "-c", f"{join}os.kill(os.getpid(), 9)"]).wait(600)
+    finally:
+        group.rmdir()
+    assert trials_module._cause(killed) == "out of memory: the system killed it for lack of memory"
+    assert trials_module._cause(other) == "killed by signal 9 (Killed): it said nothing"

@@ -34,7 +34,7 @@ from flatout.cli import (
     tune,
     watch,
 )
-from flatout.errors import EnvironmentLacks, FlatoutError
+from flatout.errors import EnvironmentLacks, FlatoutError, RunFailed
 
 __all__ = ["app", "main"]
 
@@ -102,6 +102,10 @@ def main() -> None:
     except (PermissionError, IsADirectoryError, NotADirectoryError) as error:
         _report(f"error: {error.filename}: {error.strerror}\n")
         shared.fail(f"{error.filename}: {error.strerror}", exit_code=EnvironmentLacks.exit_code)
+    except MemoryError:
+        text = "out of memory: the system gave this process no more. Free some, raise its limit, or use a smaller model"
+        _report(f"error: {text}\n")
+        shared.fail(text, exit_code=RunFailed.exit_code)
     except Exception:  # a bug in flatout
         from flatout.record import redact
 

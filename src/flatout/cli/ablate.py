@@ -138,10 +138,10 @@ def _flat(config: Path, overrides: list[str] | None) -> dict[str, object]:
 
 
 def seconds_of(text: str) -> float:
-    """Seconds from 90s, 10m or 2h."""
+    """Seconds of a --budget: 90s, 10m or 2h."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)([smh]?)", text.strip())
     if found is None or not float(found[1]):
-        raise UsageError(f"{text!r} is not a duration: write 90s, 10m or 2h")
+        raise UsageError(f"--budget {text!r} is not a duration: write 90s, 10m or 2h")
     return float(found[1]) * {"": 1, "s": 1, "m": 60, "h": 3600}[found[2]]
 
 

@@ -45,6 +45,7 @@ class Ended:
     returncode: int
     said: str  # the end of what it wrote on stderr
     timed_out: bool
+    oom_killed: bool  # the system killed a process meanwhile because memory ran out
 
 
 class Process:
@@ -88,19 +89,20 @@ class Process:
             self._process.stdin.flush()
 
     def wait(self, limit_s: float) -> Ended:
-        timed_out = False
+        timed_out, kills = False, oom_kills()
         try:
             self._process.wait(limit_s)
         except subprocess.TimeoutExpired:
             timed_out = True
         told = self.close()
+        oom_killed = oom_kills() > kills
         ended: dict[str, Any] = json.loads(told) if told else {"error": "the supervisor process was killed"}
         self._errors.seek(0)
         said = self._errors.read()[-(1 << 14) :].decode(errors="replace")
         if "error" in ended:
-            return Ended(returncode=1, said=str(ended["error"]), timed_out=timed_out)
+            return Ended(returncode=1, said=str(ended["error"]), timed_out=timed_out, oom_killed=oom_killed)
         code: int | None = ended["returncode"]
-        return Ended(returncode=1 if code is None else code, said=said, timed_out=timed_out)
+        return Ended(returncode=1 if code is None else code, said=said, timed_out=timed_out, oom_killed=oom_killed)
 
     def close(self) -> bytes:
         """Stops what still runs. Returns what the supervisor said."""
@@ -115,3 +117,12 @@ class Process:
         told = os.read(self._status, 1 << 16)
         os.close(self._status)
         return told
+
+
+def oom_kills() -> int:
+    """How many processes of this machine the kernel has killed because memory ran out; 0 where it does not count."""
+    with suppress(OSError), open("/proc/vmstat") as file:
+        for name, value in map(str.split, file):
+            if name == "oom_kill":
+                return int(value)
+    return 0

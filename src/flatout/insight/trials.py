@@ -13,6 +13,7 @@ import json
 import math
 import os
 import shutil
+import signal
 import sys
 import tempfile
 import time
@@ -57,7 +58,7 @@ STEPS = BLOCK_STEPS
 # A trial that lasts longer has hung, unless the first ones took long too.
 LIMIT_S, LIMIT_TIMES = 600.0, 10.0
 OUT_OF_MEMORY = "out of memory"
-_MEMORY_WORDS = ("out of memory", "outofmemory", "cannot allocate memory")
+_MEMORY_WORDS = ("out of memory", "outofmemory", "cannot allocate memory", "memoryerror")
 _SHOWN = 300
 
 
@@ -183,7 +184,7 @@ class Trials:
             if ended.timed_out:
                 found = self._failed(trial, seconds, f"it did not end within {self.limit_s:.0f} s and was stopped")
             elif ended.returncode and not (self.samples and _sampled_all(run)):
-                found = self._failed(trial, seconds, _cause(ended.returncode, ended.said))
+                found = self._failed(trial, seconds, _cause(ended))
             else:
                 found = self._measured(trial, Run.open(run), seconds=seconds, began=_command_time(run, began=began))
         self.found[found.key] = found
@@ -391,11 +392,14 @@ def _sampled_all(run: Path) -> bool:
     return Run.is_named_by(str(run)) and any(isinstance(event, DatasetMade) for event in Run.open(run).events())
 
 
-def _cause(returncode: int, said: str) -> str:
+def _cause(ended: Ended) -> str:
     """The last line on stderr that says something, with out-of-memory named first."""
-    lines = [line.strip() for line in said.splitlines() if line.strip()]
+    lines = [line.strip() for line in ended.said.splitlines() if line.strip()]
     last = (lines[-1] if lines else "it said nothing")[:_SHOWN]
-    if any(word in said.lower() for word in _MEMORY_WORDS):
+    if ended.oom_killed:
+        return f"{OUT_OF_MEMORY}: the system killed it for lack of memory"
+    if any(word in ended.said.lower() for word in _MEMORY_WORDS):
         return f"{OUT_OF_MEMORY}: {last}"
-    how = f"killed by signal {-returncode}" if returncode < 0 else f"exit {returncode}"
+    code = ended.returncode
+    how = f"exit {code}" if code > 0 else f"killed by signal {-code} ({signal.strsignal(-code)})"
     return f"{how}: {last}"
