@@ -41,6 +41,7 @@ class Simulated:
         self.settings, self.found, self.spent_s = load(config).settings, dict[str, Measured](), 0.0
         self.gain, self.chance, self.noise, self.kind, self.broken = gain, chance, noise, kind, broken
         self.level, self.loss_noise = 0.0, loss_noise
+        self.call = 0.0
 
     def _disturbance(self) -> float:
         """The median of a trial's steps, as a logarithm, on a machine where nothing costs anything."""
@@ -52,6 +53,10 @@ class Simulated:
         spikes = [0.4 if spiky and self.chance.random() < 0.05 else 0.0 for _ in range(BLOCK_STEPS)]
         slow = self.chance.uniform(0.1, 0.3) if self.kind == "spikes" and self.chance.random() < 0.05 else 0.0
         return self.level + slow + median(self.chance.gauss(0, self.noise) + spike for spike in spikes)
+
+    def call_again(self, *, log_factor: float) -> None:
+        """Another call of the same search, on a machine that takes longer by this factor, as a logarithm."""
+        self.call, self.level, self.spent_s = self.call + 1, self.level + log_factor, 0.0
 
     def known(self, trial: Trial) -> bool:
         return trial.key in self.found
@@ -66,7 +71,12 @@ class Simulated:
         if does_not_fit(decisions):
             problem = f"{OUT_OF_MEMORY} with micro-batch {decisions['micro_batch']}"
             failed = Measured(
-                key=trial.key, settings=dict(trial.settings), seed=trial.seed, seconds=1.0, problem=problem
+                key=trial.key,
+                settings=dict(trial.settings),
+                seed=trial.seed,
+                seconds=1.0,
+                problem=problem,
+                call=self.call,
             )
             return self.found.setdefault(trial.key, failed)
         time = self._disturbance()
@@ -85,5 +95,6 @@ class Simulated:
             loss=loss,
             last_loss=loss + abs(math.log(trial.settings.get("train.lr", 1e-3) / 4e-3)),
             decisions=decisions,
+            call=self.call,
         )
         return self.found[trial.key]

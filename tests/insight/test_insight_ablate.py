@@ -86,6 +86,29 @@ def test_each_switch_has_its_row_and_its_verdict(config: Path) -> None:
     assert json.loads(json.dumps(found.to_json()))["rows"][0]["name"] == BEFORE
 
 
+IDLE, USEFUL = "cudnn.benchmark", "fused optimizer"
+
+
+@pytest.mark.parametrize(
+    ("first", "lacks"),
+    [({"only": [USEFUL]}, 4), ({"only": [USEFUL, IDLE], "budget_s": 14}, 3)],
+    ids=["not asked for", "left out by the budget"],
+)
+def test_a_second_call_on_a_faster_machine_calls_nothing_faster(config: Path, first: Any, lacks: int) -> None:
+    simulated: Any = Simulated(config, chance=random.Random(0), noise=0.002)
+    ablate(simulated, tables=["alone"], **first)
+    before = dict(simulated.found)
+    for _ in range(2):
+        simulated.call_again(log_factor=-0.1)
+        rows = {row.name: row for row in ablate(simulated, only=[USEFUL, IDLE], tables=["alone"]).rows}
+        assert rows[f"+ {IDLE}"].verdict == "no difference above 3%"
+        assert rows[f"+ {USEFUL}"].verdict == "faster"
+        assert [rows[f"+ {name}"].time.pairs for name in (USEFUL, IDLE)] == [4, 4]
+        assert simulated.spent_s == 2 * lacks, "the row and its reference"
+        assert before.items() <= simulated.found.items(), "nothing was measured again"
+        lacks = 0
+
+
 def test_failures_are_rows_and_the_rest_goes_on(config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Impatient(Trials):
         """Waits briefly for the trial that hangs, and long for the others, however busy the machine is."""

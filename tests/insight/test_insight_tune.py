@@ -7,6 +7,7 @@ import json
 import random
 import subprocess
 import sys
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -111,6 +112,26 @@ def test_the_search_comes_near_the_best_plan_and_says_what_helped(config: Path, 
     assert found.without["precision"] == pytest.approx(2.0, rel=0.05)
     assert not any(key.startswith(("train.", "data.")) for key in found.changes), "the batch and the lengths stay"
     assert json.loads(json.dumps(found.to_json()))["changes"]
+
+
+@pytest.mark.parametrize("after", range(8, 24))
+def test_killed_and_continued_on_a_faster_machine_it_says_the_same(config: Path, after: int) -> None:
+    class Killed(Slow):
+        def run(self, trial: Trial, *, name: str, again: bool = False) -> Measured:
+            if not self.known(trial) and self.call == 0 and self.spent_s == after:
+                raise KeyboardInterrupt
+            return super().run(trial, name=name)
+
+    simulated: Any = Killed(config, chance=random.Random(0), noise=0.002)
+    with suppress(KeyboardInterrupt):
+        tune(simulated, job(config), most=8)
+    simulated.call_again(log_factor=-0.3)
+    found = tune(simulated, job(config), most=8)
+    assert found.gain is not None
+    assert found.gain.pairs == 4
+    assert found.gain.ratio == pytest.approx(factor(found.best.decisions) / factor(found.start.decisions), rel=0.03)
+    assert found.without["precision"] == pytest.approx(2.0, rel=0.05)
+    assert found.without["recomputation"] == pytest.approx(1.3, rel=0.05)
 
 
 def test_the_learning_rate_is_searched_by_loss(config: Path) -> None:

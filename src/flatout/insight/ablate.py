@@ -5,11 +5,12 @@ without it, from the full plan; and what do the switches bring one after the oth
 
 A block measures every variant once, in a random order; the next block measures them in the reverse order, so drift
 affects all alike. Within a block, all variants have the same seed and the same data. The unit of evidence is a block's
-pair of a variant and its reference (`parity`).
+pair of a variant and its reference (`parity`), both measured in the same call.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -30,6 +31,8 @@ BEFORE, PLAN = "before", "full plan"
 # Losses of changed numerics that differ by less are called equal.
 LOSS_MARGIN = 0.005
 BLOCKS, MOST_BLOCKS = parity.LOOKS[0], parity.LOOKS[-1]
+# Seeds of one session: more than the blocks of all calls.
+SEEDS = 1000
 
 HEADS = ("", "claim", "tokens/s", "speed", "MFU", "memory", "start-up", "loss", "verdict")
 
@@ -148,7 +151,7 @@ def ablate(
     variants, left_out = _variants(known, first.decisions, only=only, on_gpu=trials.on_gpu)
     session.measure(_in_tables(variants, tables))
     if "cumulative" in tables and (steps := _cumulative(variants, session, known=known)):
-        session.measure(steps, references=[BEFORE], first_seed=seed + MOST_BLOCKS)
+        session.measure(steps, references=[BEFORE], first_seed=seed + SEEDS)
     return Ablation(
         rows=session.rows(),
         left_out=left_out | session.left_out,
@@ -252,18 +255,6 @@ class _Session:
         variant = self.variants[name]
         return Trial(settings=variant.settings, seed=seed, code=variant.code)
 
-    def _fits(self, names: Sequence[str], seeds: Sequence[int]) -> bool:
-        """Whether these trials, less those that were measured before, fit the budget."""
-        if self.budget_s is None:
-            return True
-        ahead = [name for name in names for seed in seeds if not self.trials.known(self._trial(name, seed))]
-        return self.trials.spent_s + sum(map(self._seconds, ahead)) <= self.budget_s
-
-    def _seconds(self, name: str) -> float:
-        """What a variant's next trial is expected to take: the mean of its own trials, or of all before its first."""
-        known = self.measured.get(name) or self.trials.found
-        return fmean(one.seconds for one in known.values()) if known else 0.0
-
     def measure(
         self, variants: Sequence[Variant], *, references: Sequence[str] = (), first_seed: int | None = None
     ) -> None:
@@ -271,35 +262,81 @@ class _Session:
         self.variants |= {variant.name: variant for variant in variants}
         start = self.trials.settings.seed if first_seed is None else first_seed
         every = [*references, *(variant.name for variant in variants)]
-        names, planned = list(every), [start + block for block in range(self.blocks)]
-        if references and not self._fits(names[:2], planned):
+        names, block = list(every), self._recall(every, start)
+        if references and not self._fits(self._due(names[:2])):
             self.left_out |= dict.fromkeys((variant.name for variant in variants), "the budget was spent")
             return
-        while len(names) > 2 and not self._fits(names, planned[:1]):
-            self.left_out[names.pop()] = "the budget was too short"
-        self._block(names, start, 0, every=every)
-        # By the time of the first block, the budget decides what is measured in all of them; the last rows go first.
-        while len(names) > 2 and not self._fits(names, planned):
-            self.left_out[names.pop()] = "the budget was too short for all blocks"
-        for block in range(1, MOST_BLOCKS):
-            if block >= self.blocks:
-                names = self._undecided(names) if self.budget_s is not None else []
-            if not names or not self._fits(names, [start + block]):
+        self._shorten(names, most=1, why="the budget was too short")
+        first = block
+        while due := self._due(names) or self._undecided(names):
+            if block and not self._fits(due, most=1):
                 return
-            self._block(names, start, block, every=every)
+            self._block(due, start, block, every=every)
+            if block == first:  # its time decides what is measured in all blocks
+                self._shorten(names, most=MOST_BLOCKS, why="the budget was too short for all blocks")
+            block += 1
 
-    def _undecided(self, names: Sequence[str]) -> list[str]:
-        """Those whose evidence is short, with their references."""
-        rows = {row.name: row for row in self.rows() if row.name in names}
+    def _shorten(self, names: list[str], *, most: int, why: str) -> None:
+        """Leaves out the last rows until the rest fits the budget; the first two are always kept."""
+        while not self._fits(due := self._due(names), most=most):
+            last = next((name for name in reversed(names[2:]) if name in due), None)
+            if last is None:
+                return
+            names.remove(last)
+            self.left_out[last] = why
+
+    def _recall(self, names: Sequence[str], start: int) -> int:
+        """Takes over the blocks of earlier calls, and returns their number."""
+        for block in itertools.count():
+            made = {name: self._trial(name, start + block) for name in names}
+            known = {name: trial for name, trial in made.items() if self.trials.known(trial)}
+            if not known:
+                return block
+            for name, trial in known.items():
+                self.measured.setdefault(name, {})[trial.seed] = self.trials.run(trial, name=name)
+        raise AssertionError
+
+    def _due(self, names: Sequence[str]) -> dict[str, int]:
+        """The trials that each variant lacks. A reference is measured again with what is compared with it."""
+        due = {name: 0 if self._failed(name) else max(0, self.blocks - self._evidence(name)) for name in names}
+        for name in reversed(names):
+            reference = self.variants[name].reference
+            if reference in due and not self._failed(reference):
+                due[reference] = max(due[reference], due[name])
+        return {name: count for name, count in due.items() if count}
+
+    def _evidence(self, name: str) -> int:
+        """A variant's blocks: pairs with its reference, or trials where nothing can be compared."""
+        reference, own = self.variants[name].reference, self.measured.get(name, {})
+        if reference is None or self._failed(reference):
+            return len(own)
+        return len(_pairs(own, self.measured.get(reference, {})))
+
+    def _failed(self, name: str) -> bool:
+        return any(one.problem is not None for one in self.measured.get(name, {}).values())
+
+    def _fits(self, due: Mapping[str, int], *, most: int = MOST_BLOCKS) -> bool:
+        """Whether these trials, at most so many of each variant, fit the budget."""
+        ahead = sum(min(count, most) * self._seconds(name) for name, count in due.items())
+        return self.budget_s is None or self.trials.spent_s + ahead <= self.budget_s
+
+    def _seconds(self, name: str) -> float:
+        """What a variant's next trial is expected to take: the mean of its own trials, or of all before its first."""
+        known = self.measured.get(name) or self.trials.found
+        return fmean(one.seconds for one in known.values()) if known else 0.0
+
+    def _undecided(self, names: Sequence[str]) -> dict[str, int]:
+        """One more block of those whose evidence is short, with their references, if there is a budget."""
+        rows = {row.name: row for row in self.rows() if row.name in names and self.budget_s is not None}
         open_ = [name for name, row in rows.items() if row.blocks_needed]
         wanted = {*open_, *(self.variants[name].reference for name in open_)}
-        return [name for name in names if name in wanted]
+        return {name: 1 for name in names if name in wanted}
 
-    def _block(self, names: Sequence[str], start: int, block: int, *, every: Sequence[str]) -> None:
+    def _block(self, names: Collection[str], start: int, block: int, *, every: Sequence[str]) -> None:
         order = list(every)
         random.Random(f"{start} {block // 2}").shuffle(order)
         for name in order if block % 2 == 0 else reversed(order):
-            if name not in names or any(one.problem is not None for one in self.measured.get(name, {}).values()):
+            if name not in names or self._failed(name):
                 continue  # it was left out, or would fail again
             seed = start + block
             found = self.trials.run(self._trial(name, seed), name=f"block {block + 1}, {name}")
@@ -323,11 +360,11 @@ class _Session:
         verdict: LossVerdict | None = None
         if variant.reference is not None and problem is None:
             against = self.measured.get(variant.reference, {})
-            shared = [seed for seed in sorted(own) if seed in against and against[seed].problem is None]
+            shared = _pairs(own, against)
             pairs = [against[seed] for seed in shared], [own[seed] for seed in shared]
             whole = variant.switch is not None and variant.switch.some_steps
             time, loss, verdict = compared(*pairs, whole=whole)
-            if own and not shared:
+            if own and not shared and self._failed(variant.reference):
                 problem = f"{variant.reference} could not be measured"
             elif shared and variant.switch is not None:
                 unused = not_in_effect(variant.switch, pairs[0][0], pairs[1][0])
@@ -351,6 +388,12 @@ class _Session:
             problem=problem,
             not_in_effect=unused,
         )
+
+
+def _pairs(own: Mapping[int, Measured], reference: Mapping[int, Measured]) -> list[int]:
+    """The seeds that both were measured with in the same call: the machine may be another one in the next."""
+    both = [seed for seed in sorted(own) if seed in reference and own[seed].call == reference[seed].call]
+    return [seed for seed in both if reference[seed].problem is None]
 
 
 def not_in_effect(switch: Switch, reference: Measured, own: Measured) -> str | None:

@@ -96,6 +96,7 @@ class Measured:
     problem: str | None = None
     decisions: dict[str, Any] = field(default_factory=dict)  # of the plan, as they were at the end
     active: dict[str, str] = field(default_factory=dict)  # the paths that the device supports
+    call: float = 0.0  # when the call that measured it began: the speeds of two calls are not compared
 
     @property
     def out_of_memory(self) -> bool:
@@ -126,6 +127,7 @@ class Trials:
         self.ahead = self.on_gpu and len(os.sched_getaffinity(0)) >= CORES
         self._next: Process | None = None
         self.found: dict[str, Measured] = {}
+        self.call = time.time()
         self.spent_s = 0.0  # by the trials of this call
         load(config, overrides=[*self.overrides, *self._given(Trial(settings={}, seed=0))])  # or a mistake is named
         self._open()
@@ -187,6 +189,7 @@ class Trials:
                 found = self._failed(trial, seconds, _cause(ended))
             else:
                 found = self._measured(trial, Run.open(run), seconds=seconds, began=_command_time(run, began=began))
+        found = replace(found, call=self.call)
         self.found[found.key] = found
         self.spent_s += found.seconds
         file = self.folder / TRIALS / f"{found.key}.json"

@@ -8,6 +8,7 @@ lengths never change. The learning rate is a search of its own, by loss at equal
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -222,7 +223,8 @@ def tune(trials: Trials, job: Job, *, most: int = 20, budget_s: float | None = N
     if best.problem is not None:
         raise RunFailed(f"no trial could be measured; the last one: {best.problem}")
     changes = _changes(start, best, trials, knobs)
-    gain, loss = _confirmed(trials, changes, budget_s=budget_s) if changes else (None, None)
+    pairs = _confirmed(trials, changes, budget_s=budget_s) if changes else []
+    gain, _, loss = compared([a for a, _ in pairs], [b for _, b in pairs])
     return Tuned(
         start=start,
         best=best,
@@ -303,25 +305,24 @@ def _changes(
 
 def _confirmed(
     trials: Trials, changes: Mapping[str, tuple[Any, Any]], *, budget_s: float | None
-) -> tuple[Difference | None, str | None]:
+) -> list[tuple[Measured, Measured]]:
     """The start and the best plan in turn, with other seeds: what was best by chance is not best again."""
     values = {name: after for name, (_, after) in changes.items()}
     both = {"as it is": dict[str, Any](), "the best plan": values}
     pairs: list[tuple[Measured, Measured]] = []
-    for block in range(CONFIRMED):
+    for block in itertools.count():
         seed = trials.settings.seed + 1 + block
         made = {name: Trial(settings=settings, seed=seed) for name, settings in both.items()}
         new = sum(not trials.known(trial) for trial in made.values())
-        if new and not fits(trials, new, budget_s=budget_s):
+        if len(pairs) == CONFIRMED or (new and not fits(trials, new, budget_s=budget_s)):
             break
         found = {
             name: trials.run(made[name], name=f"confirming, {name}")
             for name in (list(both) if block % 2 == 0 else reversed(both))
         }
-        pairs.append((found["as it is"], found["the best plan"]))
-    good = [(a, b) for a, b in pairs if a.problem is None and b.problem is None]
-    time, _, loss = compared([a for a, _ in good], [b for _, b in good])
-    return time, loss
+        if found["as it is"].call == found["the best plan"].call:  # no call was killed between the two
+            pairs.append((found["as it is"], found["the best plan"]))
+    return [(a, b) for a, b in pairs if a.problem is None and b.problem is None]
 
 
 def _without(
@@ -343,9 +344,21 @@ def _without(
         if not trials.known(trial) and not fits(trials, 1, budget_s=budget_s):
             break
         one = trials.run(trial, name=f"the best plan, {name} as before")
-        known = one.log_time is not None and best.log_time is not None
-        found[name] = math.exp((one.log_time or 0.0) - (best.log_time or 0.0)) if known else None
+        if one.log_time is None:
+            found[name] = None
+        elif (beside := _in_call(trials, best, one.call)) is not None:
+            found[name] = math.exp(one.log_time - beside)
     return found
+
+
+def _in_call(trials: Trials, best: Measured, call: float) -> float | None:
+    """The time of the best plan in a call; the present one measures it again if it has not yet."""
+    same = [one for one in trials.found.values() if one.call == call and one.decisions == best.decisions]
+    seeds = itertools.count(trials.settings.seed + 1 + CONFIRMED)
+    while not same and call == trials.call:
+        again = trials.run(Trial(settings=best.settings, seed=next(seeds)), name="the best plan")
+        same = [again] if again.call == call else []
+    return same[0].log_time if same else None
 
 
 @dataclass(frozen=True, kw_only=True)
