@@ -109,6 +109,7 @@ def test_apply_and_revert_leave_every_byte(text: str, tmp_path_factory: pytest.T
     edit.revert(path)
     edit.revert(path)
     assert path.read_bytes() == before
+    assert [one.name for one in path.parent.iterdir()] == [path.name]
     with pytest.raises(UsageError, match="no history"):
         edit.revert(path)
 

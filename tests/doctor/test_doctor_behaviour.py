@@ -177,7 +177,7 @@ def test_secrets_reach_no_record_and_no_output(tmp_path: Path) -> None:
         (("--then", "pause", "--", "python"), "must be stop or continue"),
         (("--steps", "2", "--", "python"), "too few"),
         ((), "needs something to diagnose"),
-        (("--", "no-such-program"), "cannot be run"),
+        (("--", "no-such-program"), "is neither a run folder nor a command"),
     ],
 )
 def test_wrong_usage_is_told_without_a_traceback(tmp_path: Path, arguments: tuple[str, ...], said: str) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
 from rich.console import Console
 from tests.insight.simulated import Noise, Simulated
 from tests.waiting import wait_until
@@ -131,6 +132,40 @@ def test_failures_are_rows_and_the_rest_goes_on(config: Path, tmp_path: Path, mo
     assert rows["+ fused optimizer"].time is not None
     alive = [int(line) for line in (tmp_path / "started").read_text().split() if psutil.pid_exists(int(line))]
     assert not alive
+
+
+def test_a_trial_that_was_stopped_is_tried_again_with_a_larger_limit(
+    config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trial = Trial(settings={}, seed=0)
+    for limit_s, fails, stopped in ((1.0, True, True), (0.5, False, True), (600.0, False, False)):
+        monkeypatch.setenv("FAILS", json.dumps({"seed=0": "hang"} if fails else {}))
+        found = Trials(config, [], folder=tmp_path / "search", limit_s=limit_s).run(trial, name="")
+        assert (found.problem is not None) == stopped
+
+
+def test_all_calls_use_the_threads_of_the_first(config: Path, tmp_path: Path) -> None:
+    """The plan leaves out cores that are in use at the moment, and trials must differ in their settings only."""
+    first = Trials(config, [], folder=tmp_path / "search", base={"plan.threads": 1})
+    first.run(Trial(settings={}, seed=0), name="")
+    del first
+    second = Trials(config, [], folder=tmp_path / "search", base={"plan.threads": 2})
+    assert second.known(Trial(settings={}, seed=0))
+    assert "plan.threads=1" in second._given(Trial(settings={}, seed=1))
+
+
+def test_a_search_on_a_cpu_pins_its_threads(config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    words = ["ablate", str(config), "--only", "data loader", "--blocks", "1", "--run", str(tmp_path / "search")]
+    assert CliRunner().invoke(app, words).exit_code == 0
+    base = json.loads((tmp_path / "search" / "search.json").read_text())["base"]
+    assert (base.get("plan.threads") is None) == torch.cuda.is_available()
+
+
+def test_what_differs_from_the_trials_of_a_folder_is_named(config: Path, tmp_path: Path) -> None:
+    Trials(config, [], folder=tmp_path / "search")
+    with pytest.raises(UsageError, match="another configuration and another number of steps: name another --run"):
+        Trials(config, ["train.lr=1e-2"], folder=tmp_path / "search", steps=7)
 
 
 def test_a_configuration_that_cannot_run_says_so(config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -290,7 +325,7 @@ def test_a_folder_has_one_search_at_a_time(config: Path, tmp_path: Path) -> None
 @pytest.mark.parametrize("name", [one.path.stem for one in gallery.examples()])
 def test_every_example_can_be_made_short(name: str, tmp_path: Path) -> None:
     example = gallery.find(name)
-    trials = Trials(example.path, [], folder=tmp_path / "search")
+    trials = Trials(example.path, [], folder=tmp_path / "search", base={})  # it need not fit this machine
     assert trials.samples == (trials.settings.recipe == "rft")
 
 
@@ -399,6 +434,27 @@ def test_a_trial_of_recipe_router_trains_its_adapters(tmp_path: Path) -> None:
     assert found.problem is None
     assert found.tokens_per_s is not None
     assert found.loss is not None
+
+
+def test_the_measurement_counts_more_than_what_the_device_reports(config: Path) -> None:
+    class Reporting(Simulated):
+        def run(self, trial: Trial, *, name: str, again: bool = False) -> Measured:
+            return replace(super().run(trial, name=name), active={"fused_optimizer": "off: not here"})
+
+    simulated: Any = Reporting(config, chance=random.Random(0), noise=0.002)
+    rows = {row.name: row for row in ablate(simulated, only=[USEFUL]).rows}
+    assert rows[f"- {USEFUL}"].not_in_effect == "off: not here"
+    assert rows[f"- {USEFUL}"].verdict == "slower"
+
+
+def test_a_table_shows_its_reference_as_one_and_nothing_twice(config: Path) -> None:
+    simulated: Any = Simulated(config, chance=random.Random(0), noise=0.002)
+    found = ablate(simulated, only=[USEFUL])
+    reference, row = found.asked("without")
+    assert (reference.name, reference.verdict, reference.time) == (PLAN, "reference", None)
+    assert (row.name, row.verdict) == (f"- {USEFUL}", "slower")
+    assert not found.asked("cumulative")
+    assert found.left_out["one after the other"] == "fewer than two switches are faster alone"
 
 
 def test_what_makes_a_trial_short_wins(config: Path, tmp_path: Path) -> None:

@@ -17,21 +17,28 @@ from flatout.errors import UsageError
 from flatout.insight.compare import compare, loss_before, sides_of
 from flatout.insight.report import render
 from flatout.insight.story import tell
-from flatout.record import Run, Span, StepRecord
+from flatout.record import WARM_STEPS, Run, Span, StepRecord
 
 TOKENS = 1000
 
 
 def made(
-    folder: Path, *, seed: int = 0, lr: float = 1e-3, step_s: float = 0.1, loss: float = 1.0, steps: int = 160
+    folder: Path,
+    *,
+    seed: int = 0,
+    lr: float = 1e-3,
+    step_s: float = 0.1,
+    loss: float = 1.0,
+    steps: int = 160,
+    start: float = 1.0,
 ) -> Run:
-    """A run whose steps scatter by 2 % and whose loss falls with the tokens."""
+    """A run whose steps scatter by 2 %, the first ones `start` times as long, and whose loss falls with the tokens."""
     chance = random.Random(f"{folder.name}{seed}")
     config = {"recipe": "pretrain", "seed": seed, "train": {"lr": lr}}
     run = Run.create(folder, config_text="", config=config, plan={}, hardware={}, environment={})
     with run.recorder() as recorder:
         for step in range(steps):
-            seconds = step_s * math.exp(chance.gauss(0, 0.02))
+            seconds = step_s * math.exp(chance.gauss(0, 0.02)) * (start if step < WARM_STEPS else 1)
             recorder.step(
                 StepRecord(
                     attempt=recorder.attempt,
@@ -49,7 +56,7 @@ def made(
 
 
 def test_a_faster_run_is_called_faster(tmp_path: Path) -> None:
-    found = compare([made(tmp_path / "a"), made(tmp_path / "b", lr=2e-3, step_s=0.08)], price=3.0)
+    found = compare([made(tmp_path / "a"), made(tmp_path / "b", lr=2e-3, step_s=0.08, start=20.0)], price=3.0)
     (against,) = found.against
     assert against.time.verdict == "faster"
     assert against.time.ratio == pytest.approx(0.8, rel=0.01)

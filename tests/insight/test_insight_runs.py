@@ -35,13 +35,14 @@ def made(
     graphs: Sequence[int] = (),
     search: bool = False,
     tokens: int = 1000,
+    gpu: str | None = "X",
 ) -> Run:
     plan = {
         "rates": RATES.to_json(),
         "decisions": {"workers": 2, "recompute": "none", "accumulation": 1, **(decisions or {})},
     }
     run = Run.create(
-        folder, config_text="a: 1\n", config=config or {}, plan=plan, hardware={"gpu": "X"}, environment={}
+        folder, config_text="a: 1\n", config=config or {}, plan=plan, hardware={"gpu": gpu}, environment={}
     )
     with run.lock(), run.recorder() as recorder:
         if search:
@@ -111,6 +112,13 @@ def test_what_a_run_shows_is_named(tmp_path: Path, cause: str, given: dict) -> N
         load(
             None, overrides=["model.layers=1", "model.hidden=64", "model.heads=1", "train.steps=100", f"{key}={value}"]
         )
+
+
+@pytest.mark.parametrize("gpu", ["X", None])
+def test_recomputation_and_small_micro_batches_are_both_named(tmp_path: Path, gpu: str | None) -> None:
+    decisions = {"recompute": "full", "accumulation": 16}
+    found = runs.diagnose(made(tmp_path, spans=HEALTHY, peak_gib=9.0, decisions=decisions, config=PINNED, gpu=gpu))
+    assert {finding.cause for finding in found.findings} == {"needless-recompute", "small-batch"}
 
 
 @pytest.mark.parametrize(

@@ -18,12 +18,13 @@ from tests.insight.stand_in import PLANNED, does_not_fit, factor
 from typer.testing import CliRunner
 
 from flatout.cli import app
+from flatout.cli.tune import _print_rates
 from flatout.config import load
 from flatout.errors import UsageError
 from flatout.hardware import parse
 from flatout.insight import trials as trials_module
 from flatout.insight.trials import Measured, Trial
-from flatout.insight.tune import _as_heavy, _needed, knobs_of, search_lr, tune
+from flatout.insight.tune import Rates, _as_heavy, _needed, knobs_of, search_lr, tune
 from flatout.plan import Job, job_of
 
 ROOT = Path(__file__).parents[2]
@@ -141,6 +142,24 @@ def test_the_learning_rate_is_searched_by_loss(config: Path) -> None:
     assert found.best == pytest.approx(4e-3)
     assert found.difference is not None
     assert found.difference.ratio < 1
+    assert found.to_json()["difference"]["verdict"] == "lower"
+
+
+@pytest.mark.parametrize(("best", "said"), [(1e-3, False), (2e-3, True), (5e-4, True)])
+def test_a_rate_at_the_end_of_the_grid_is_said_to_be_there(
+    best: float, said: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    losses = {5e-4: 3.0, 1e-3: 2.9, 2e-3: 2.8}
+    _print_rates(Rates(lr=1e-3, best=best, losses=losses, difference=None, steps=60))
+    assert ("a better one may lie beyond" in " ".join(capsys.readouterr().out.split())) == said
+
+
+@pytest.mark.parametrize("pinned", ["math", None])
+def test_a_pinned_attention_is_part_of_the_search_on_a_cpu(config: Path, pinned: str | None) -> None:
+    cpu = job(config, on="cpu")
+    knobs = knobs_of(replace(cpu, pins=replace(cpu.pins, attention=pinned)))
+    wanted = None if pinned is None else [{"plan.attention": "flash"}, {"plan.attention": "math"}]
+    assert knobs.get("attention") == wanted
 
 
 def test_a_budget_ends_the_search(config: Path) -> None:
@@ -183,11 +202,15 @@ def test_interrupted_it_leaves_no_process(config: Path, tmp_path: Path) -> None:
 
     environment = os.environ | {"FAILS": json.dumps({"seed=0": "hang"})}
     command = [sys.executable, "-c", SEARCH, "tune", str(config), "--run", str(tmp_path / "search")]
-    process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    process = subprocess.Popen(
+        command, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+    )
     started = tmp_path / "started"
     wait_until(lambda: started.exists() and started.read_text().endswith("\n"))
     process.send_signal(signal.SIGINT)
-    assert process.wait() == 130
+    said = process.communicate()[1]
+    assert process.returncode == 130
+    assert f"repeat the command with --run {tmp_path / 'search'}" in said
     assert not psutil.pid_exists(int(started.read_text()))
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Hashable, Iterable, Sequence
-from contextlib import closing
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TypeVar
 
@@ -13,13 +13,14 @@ import typer
 
 from flatout.cli.shared import AsJson, Config, Overrides, err, escaped, new_folder, out, print_json, print_plain
 from flatout.errors import UsageError
-from flatout.words import duration
+from flatout.words import counted, duration
 
 if TYPE_CHECKING:
     from rich.table import Table
 
     from flatout.insight.ablate import Ablation
     from flatout.insight.switches import Switch
+    from flatout.insight.trials import Trials
 
 T = TypeVar("T", bound=Hashable)
 
@@ -33,7 +34,7 @@ OPTIONAL = ("claim", "start-up", "MFU", "memory")
 NUMBERS = ("tokens/s", "speed", "MFU", "memory", "start-up")
 SearchFolder = Annotated[
     Path | None,
-    typer.Option("--run", help="folder of the trials (default: runs/CONFIG-ablate-TIME); an existing one is continued"),
+    typer.Option("--run", help="folder of the trials (default: runs/CONFIG-VERB-TIME); an existing one is continued"),
 ]
 Budget = Annotated[
     str | None, typer.Option(help="time for all trials, such as 90s, 10m or 2h; decides what is left out")
@@ -89,10 +90,9 @@ def ablate(
         overrides or [],
         folder=run or new_folder(f"{config.stem}-ablate"),
         limit_s=limit,
-        base=planned(config, overrides),
         say=say,
     )
-    with closing(trials):
+    with searching(trials):
         found = verb.ablate(
             trials, blocks=blocks, budget_s=seconds, switches=switches, only=only or (), tables=tables or verb.QUESTIONS
         )
@@ -106,24 +106,27 @@ def ablate(
         out.print()
     for count, many in _grouped((row.name, row.blocks_needed) for row in found.rows).items():
         if count:
-            print_plain(f"The next look at the evidence needs {count} more blocks for: {', '.join(many)}.")
+            more = f"{counted(count, 'more block')} (--blocks {blocks + count}, or a larger --budget)"
+            print_plain(f"The next look at the evidence needs {more} for: {', '.join(many)}.")
     for reason, many in _grouped(found.left_out.items()).items():
         print_plain(f"Left out ({reason}): {', '.join(many)}.")
+    if seconds is not None and found.seconds > seconds:
+        print_plain(f"The trials took {duration(found.seconds)}, longer than the budget of {duration(seconds)}.")
     print_plain(
-        f"{len(trials.found)} trials, {duration(found.seconds)}. Warm-up steps and compilation are not part of the "
-        f"speed. Whole tables, with charts: {trials.folder / 'ablation.html'}"
+        f"{counted(len(trials.found), 'trial')}, {duration(found.seconds)} in this call. Warm-up steps and compilation "
+        f"are not part of the speed. Whole tables, with charts: {trials.folder / 'ablation.html'}"
     )
 
 
-def planned(config: Path, overrides: list[str] | None) -> dict[str, object]:
-    """Decisions that follow from the real length of the run, for its short trials."""
-    from flatout.config import load
-    from flatout.hardware import detect
-    from flatout.plan import decide, job_of
-
-    settings = load(config, overrides=overrides or []).settings
-    made = decide(job_of(settings, hardware=detect(), num_ranks=1))
-    return {"plan.compile": made.decisions.compile}
+@contextmanager
+def searching(trials: Trials) -> Iterator[None]:
+    """Ends what the search has started, and says how to continue if it is interrupted."""
+    try:
+        with closing(trials):
+            yield
+    except KeyboardInterrupt:
+        say(f"interrupted; to continue, repeat the command with --run {trials.folder}")
+        raise
 
 
 def say(text: str) -> None:

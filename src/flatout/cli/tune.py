@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import difflib
 import json
-from contextlib import closing
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from flatout.cli.ablate import Budget, Limit, SearchFolder, planned, say, seconds_of
+from flatout.cli.ablate import Budget, Limit, SearchFolder, say, searching, seconds_of
 from flatout.cli.shared import (
     AsJson,
     Config,
@@ -25,7 +24,11 @@ from flatout.errors import RunFailed, UsageError
 from flatout.words import loss_text, number, percent
 
 if TYPE_CHECKING:
+    from flatout.insight.trials import Measured
     from flatout.insight.tune import Rates, Tuned
+
+# Decisions that follow from others, and are not shown.
+FOLLOW = ("accumulation", "loss_chunk")
 
 
 def tune(
@@ -54,7 +57,9 @@ def tune(
     if apply and overrides:
         raise UsageError("--apply writes what was measured, and overrides are not in the file: put them there first")
     if search == "lr" and (budget is not None or trials is not None):
-        raise UsageError("--budget and --trials are for --search plan; the search for the learning rate has its own")
+        raise UsageError(
+            "--budget and --trials are for --search plan: --search lr tries a fixed grid of learning rates"
+        )
     require_torch()
     from flatout.config import load
     from flatout.files import write_atomic
@@ -66,17 +71,16 @@ def tune(
     settings = load(config, overrides=overrides or []).settings
     folder = run or new_folder(f"{config.stem}-tune")
     steps = verb.LR_STEPS if search == "lr" else STEPS
-    base = planned(config, overrides)
-    made = Trials(config, overrides or [], folder=folder, steps=steps, limit_s=limit, base=base, say=say)
+    made = Trials(config, overrides or [], folder=folder, steps=steps, limit_s=limit, say=say)
     if search == "lr":
-        with closing(made):
+        with searching(made):
             rates = verb.search_lr(made)
         values, found = ({} if rates.best == rates.lr else {"train.lr": rates.best}), rates.to_json()
         unconfirmed = rates.unconfirmed
     else:
         seconds = None if budget is None else seconds_of(budget)
         job = job_of(settings, hardware=detect(), num_ranks=1)
-        with closing(made):
+        with searching(made):
             tuned = verb.tune(made, job, most=trials or 20, budget_s=seconds)
         values, found, unconfirmed = tuned.values, tuned.to_json(), tuned.unconfirmed
     write_atomic(folder / "tuned.json", json.dumps(found, indent=1).encode())
@@ -117,7 +121,7 @@ def _print_tuned(tuned: Tuned) -> None:
     made = table("Trials", "", "tokens/s", "MFU", "memory", "start-up", "loss")
     ordered = sorted(tuned.trials, key=lambda one: (one.log_time is None, one.log_time or 0.0))
     for one in ordered:
-        name = "your file" if one is tuned.start else _short(one.decisions or one.settings)
+        name = "your file" if one is tuned.start else _short(one, tuned.start)
         cells = [number(one.tokens_per_s), percent(one.mfu), number(one.peak_gib, unit=" GiB")]
         cells += [number(one.start_s, unit=" s"), one.problem or loss_text(one.loss)]
         made.add_row(escaped(name), *map(escaped, cells))
@@ -132,16 +136,19 @@ def _print_tuned(tuned: Tuned) -> None:
     gain = tuned.gain
     if gain is not None and gain.low > 0:
         words = f"{1 / gain.ratio:.2f} times as fast (95 % interval {1 / gain.high:.2f} to {1 / gain.low:.2f})"
-        print_plain(f"Measured again in {gain.pairs} pairs: {gain.verdict}; {words}; loss {tuned.loss_verdict}.")
+        print_plain(
+            f"Measured again in {gain.pairs} pairs: {words}, verdict {gain.verdict}; loss {tuned.loss_verdict}."
+        )
     for name, ratio in tuned.without.items():
         told = "fails" if ratio is None else f"takes {ratio:.2f} times as long"
         print_plain(f"With {name} as before, the best plan {told} (one trial).")
 
 
-def _short(decisions: dict[str, object]) -> str:
-    names = ("precision", "micro_batch", "recompute", "compile", "attention", "graphs", "fp8", "workers")
-    found = {name: decisions.get(name, decisions.get(f"plan.{name}")) for name in names}
-    return ", ".join(f"{name} {value}" for name, value in found.items() if value is not None)
+def _short(one: Measured, start: Measured) -> str:
+    """The decisions that differ from those of the user's file."""
+    own = one.decisions or {key.removeprefix("plan."): value for key, value in one.settings.items()}
+    found = {key: value for key, value in own.items() if value is not None and start.decisions.get(key) != value}
+    return ", ".join(f"{key} {value}" for key, value in found.items() if key not in FOLLOW) or "the same plan"
 
 
 def _print_rates(rates: Rates) -> None:
@@ -152,6 +159,11 @@ def _print_rates(rates: Rates) -> None:
         made.add_row(f"{lr:.3g}", loss_text(loss))
     out.print(made, highlight=False)
     found = rates.difference
+    if rates.best in (min(rates.losses), max(rates.losses)):
+        which = "highest" if rates.best == max(rates.losses) else "lowest"
+        print_plain(
+            f"{rates.best:.3g} is the {which} rate that was tried, and a better one may lie beyond: search again."
+        )
     if found is not None and found.low > 0:
         change = f"{found.ratio - 1:+.2%} (95 % interval {found.low - 1:+.2%} to {found.high - 1:+.2%})"
         print_plain(f"Learning rate {rates.best:.3g} against {rates.lr:.3g}: loss {change}, {found.pairs} seeds.")

@@ -12,6 +12,7 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -146,6 +147,8 @@ def revert(path: Path) -> Path:
     _write(path, read_bytes(kept), mode=path.stat().st_mode & 0o777)
     kept.unlink()
     kept.with_suffix(".json").unlink()
+    with suppress(OSError):  # earlier edits are still there
+        folder.rmdir()
     return path
 
 

@@ -79,12 +79,12 @@ class Row:
     def verdict(self) -> str:
         if self.problem is not None:
             return self.problem
+        if self.time is not None and self.time.decided:
+            return self.time.verdict
         if self.not_in_effect is not None:
             return f"not in effect: {self.not_in_effect}"
         if self.time is None:
             return "reference" if self.reference is None else "not measured"
-        if self.time.verdict in ("faster", "slower"):
-            return self.time.verdict
         if self.time.verdict == "no effect shown":
             return f"no difference above {parity.MARGIN:.0%}"
         return "not enough evidence"
@@ -124,7 +124,8 @@ class Ablation:
         """The rows of a question, behind those they are compared with if these are no answers themselves."""
         rows = [row for row in self.rows if row.question == question]
         named = {row.reference for row in rows} - {row.name for row in rows}
-        return [*(row for row in self.rows if row.name in named), *rows] if rows else []
+        behind = [replace(row, reference=None, time=None, loss_verdict=None) for row in self.rows if row.name in named]
+        return [*behind, *rows] if rows else []
 
     def to_json(self) -> dict[str, Any]:
         rows = [asdict(row) | {"verdict": row.verdict} for row in self.rows]
@@ -150,8 +151,12 @@ def ablate(
     known = [switch for switch in switches if applies(switch, trials.settings)]
     variants, left_out = _variants(known, first.decisions, only=only, on_gpu=trials.on_gpu)
     session.measure(_in_tables(variants, tables))
-    if "cumulative" in tables and (steps := _cumulative(variants, session, known=known)):
-        session.measure(steps, references=[BEFORE], first_seed=seed + SEEDS)
+    if "cumulative" in tables:
+        steps = _cumulative(variants, session, known=known)
+        if len(steps) > 1:
+            session.measure(steps, references=[BEFORE], first_seed=seed + SEEDS)
+        else:
+            left_out["one after the other"] = "fewer than two switches are faster alone"
     return Ablation(
         rows=session.rows(),
         left_out=left_out | session.left_out,
@@ -377,7 +382,7 @@ class _Session:
             task=None if switch is None else switch.task,
             claim=None if switch is None else switch.claim,
             blocks=len(good),
-            tokens_per_s=mean_of(good, lambda one: one.tokens_per_s),
+            tokens_per_s=None if (log := mean_of(good, lambda one: one.log_time)) is None else math.exp(-log),
             mfu=mean_of(good, lambda one: one.mfu),
             peak_gib=mean_of(good, lambda one: one.peak_gib),
             start_s=mean_of(good, lambda one: one.start_s),

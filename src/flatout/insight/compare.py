@@ -162,7 +162,7 @@ def _unseeded(config: Mapping[str, Any]) -> dict[str, Any]:
 def _numbers(side: Side, *, tokens: int, seconds: float, price: float | None) -> Numbers:
     hours = [story.seconds / 3600 * max(1, len(story.ranks)) for story in side.stories.values()]
     first = next(iter(side.stories.values()))
-    names = dict.fromkeys(phase.name for story in side.stories.values() for phase in story.phases)
+    steps = [_step(run, side.stories[seed]) for seed, run in side.runs.items()]
     return Numbers(
         name=side.name,
         runs=len(side.runs),
@@ -175,14 +175,25 @@ def _numbers(side: Side, *, tokens: int, seconds: float, price: float | None) ->
         device_hours=fmean(hours),
         cost=None if price is None else price * fmean(hours),
         phases={
-            name: fmean(
-                sum(phase.seconds for phase in story.phases if phase.name == name) / story.num_steps
-                for story in side.stories.values()
-            )
-            for name in names
+            name: fmean(step.get(name, 0.0) for step in steps)
+            for name in dict.fromkeys(name for step in steps for name in step)
         },
         tasks={score.task: score for score in first.tasks},  # they are in the order of steps
     )
+
+
+def _step(run: Run, story: Story) -> dict[str, float]:
+    """Seconds of a step by phase, without the warm-up if there are other steps."""
+    found, warm = {phase.name: phase.seconds for phase in story.phases}, warm_up(run, run.latest_rollups())
+    count = story.num_steps - len(warm)
+    if count <= 0:
+        return {name: seconds / story.num_steps for name, seconds in found.items()}
+    for step in warm:
+        known = step.phases
+        for name, seconds in {**known, "unattributed": step.seconds - sum(known.values())}.items():
+            if name in found:
+                found[name] -= seconds
+    return {name: max(0.0, seconds) / count for name, seconds in found.items()}
 
 
 def _against(first: Side, other: Side, *, tokens: int) -> Against:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import shlex
+import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -133,6 +134,10 @@ def script(
     """Runs a script under the agent, prints the diagnosis, and returns the exit code."""
     if not command:
         raise UsageError("doctor needs something to diagnose: -- python train.py ..., a run folder, or --log FILE")
+    if shutil.which(command[0]) is None and not Path(command[0]).exists():
+        raise UsageError(
+            f"{command[0]} is neither a run folder nor a command: give -- python train.py ..., or a folder"
+        )
     looked = look(command, asked=asked, folder=folder)
     watched, seen = looked.watched, looked.seen
     estimates = {finding.cause: finding.gain for finding in looked.diagnosis.findings}

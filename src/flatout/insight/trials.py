@@ -21,7 +21,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from statistics import fmean
-from types import MappingProxyType
 from typing import Any
 
 from flatout import __version__, parity
@@ -35,6 +34,7 @@ from flatout.insight.compare import BLOCK_STEPS
 from flatout.insight.processes import CORES, Ended, Process
 from flatout.insight.story import tell
 from flatout.insight.switches import ROWS
+from flatout.plan import decide, job_of
 from flatout.record import WARM_STEPS, Event, Run, StepRecord, redact
 from flatout.record.events import (
     ChunkSampled,
@@ -94,6 +94,7 @@ class Measured:
     loss: float | None = None  # mean over the warm steps; for recipe rl, of the generated tokens' -log p
     last_loss: float | None = None  # mean over the last quarter of them
     problem: str | None = None
+    stopped_s: float | None = None  # the limit that it exceeded
     decisions: dict[str, Any] = field(default_factory=dict)  # of the plan, as they were at the end
     active: dict[str, str] = field(default_factory=dict)  # the paths that the device supports
     call: float = 0.0  # when the call that measured it began: the speeds of two calls are not compared
@@ -114,12 +115,13 @@ class Trials:
         folder: Path,
         limit_s: float = LIMIT_S,
         steps: int = STEPS,
-        base: Mapping[str, Any] = MappingProxyType({}),
+        base: Mapping[str, Any] | None = None,
         say: Callable[[str], None] = lambda _: None,
     ) -> None:
-        """`base`: settings of every trial that does not set them itself, such as what follows from the real length."""
-        self.config, self.overrides, self.folder, self.base = config, list(overrides), folder, dict(base)
+        """`base`: settings of every trial that does not set them itself; those of the folder's first call count."""
+        self.config, self.overrides, self.folder = config, list(overrides), folder
         self.settings = load(config, overrides=self.overrides).settings
+        self.base = planned(self.settings) if base is None else dict(base)
         if int(os.environ.get("WORLD_SIZE", "1")) > 1:
             raise UsageError("trials are single processes: run this command without torchrun")
         self.samples, self.on_gpu = RECIPES[self.settings.recipe].samples, detect().gpu is not None
@@ -131,22 +133,25 @@ class Trials:
         self.spent_s = 0.0  # by the trials of this call
         load(config, overrides=[*self.overrides, *self._given(Trial(settings={}, seed=0))])  # or a mistake is named
         self._open()
+        self.say(f"trials in {folder}")
 
     def _open(self) -> None:
         """Starts the folder, or reads what an earlier call measured there with the same configuration."""
-        whole = json.dumps([to_mapping(self.settings), self.base], sort_keys=True)
+        whole = json.dumps(to_mapping(self.settings), sort_keys=True)
         told = {
             "configuration": hashlib.sha256(whole.encode()).hexdigest(),  # it may contain secrets
-            "steps": self.steps,
+            "number of steps": self.steps,
             "device": detect().gpu or "CPU",
-            "version": __version__,
+            "version of flatout": __version__,
         }
         name = self.folder / SEARCH
         if name.exists():
-            if read_json(name) != told:
+            found = read_json(name)
+            self.base = found.pop("base", {})
+            if other := [key for key in told if found.get(key) != told[key]]:
                 raise UsageError(
-                    f"{self.folder} holds the trials of another configuration, device or version of flatout: name "
-                    "another --run FOLDER"
+                    f"{self.folder} has trials that were made with another {' and another '.join(other)}: name another "
+                    "--run FOLDER"
                 )
             self._lock()
             for file in sorted((self.folder / TRIALS).glob("*.json")):
@@ -159,7 +164,7 @@ class Trials:
             raise UsageError(f"{self.folder} is not empty and holds no trials: name another --run FOLDER")
         (self.folder / TRIALS).mkdir(parents=True, exist_ok=True)
         self._lock()
-        write_atomic(name, json.dumps(told, indent=1).encode())
+        write_atomic(name, json.dumps(told | {"base": self.base}, indent=1).encode())
 
     def _lock(self) -> None:
         """Refuses a second search in the same folder; the system releases the lock when the process ends."""
@@ -172,12 +177,14 @@ class Trials:
             ) from None
 
     def known(self, trial: Trial) -> bool:
-        return trial.key in self.found
+        """Whether it was measured. One that was stopped is tried again if it may take longer now."""
+        found = self.found.get(trial.key)
+        return found is not None and not (found.stopped_s is not None and found.stopped_s < self.limit_s)
 
     def run(self, trial: Trial, *, name: str, again: bool = False) -> Measured:
-        """Runs a trial, unless it was measured before; with `again`, one that failed then is tried again."""
-        if (known := self.found.get(trial.key)) is not None and not (again and known.problem):
-            return known
+        """Runs a trial, unless it is known; with `again`, one that failed then is tried again."""
+        if self.known(trial) and not (again and self.found[trial.key].problem):
+            return self.found[trial.key]
         began = time.time()
         with tempfile.TemporaryDirectory(dir=self.folder, prefix="trial-") as scratch:
             run = Path(scratch) / "run"
@@ -185,6 +192,7 @@ class Trials:
             seconds = time.time() - began
             if ended.timed_out:
                 found = self._failed(trial, seconds, f"it did not end within {self.limit_s:.0f} s and was stopped")
+                found = replace(found, stopped_s=self.limit_s)
             elif ended.returncode and not (self.samples and _sampled_all(run)):
                 found = self._failed(trial, seconds, _cause(ended))
             else:
@@ -196,7 +204,7 @@ class Trials:
         write_atomic(file, json.dumps(asdict(found), indent=1).encode(), root=self.folder)
         if found.problem is None:
             self.limit_s = max(self.limit_s, LIMIT_TIMES * found.seconds)
-        self.say(f"{name}: {found.problem or f'{found.tokens_per_s or math.nan:,.0f} tokens/s'} ({seconds:.0f} s)")
+        self.say(f"{name}: {found.problem or _figures(found)} ({seconds:.0f} s)")
         return found
 
     def _process(self, trial: Trial, run: Path) -> Ended:
@@ -300,6 +308,13 @@ class Trials:
         )
 
 
+def planned(settings: Settings) -> dict[str, Any]:
+    """Decisions that follow from the real length of the run, or from what else the machine does at the moment."""
+    made = decide(job_of(settings, hardware=detect(), num_ranks=1))
+    found: dict[str, Any] = {"plan.compile": made.decisions.compile}
+    return found if made.job.device == "gpu" else found | {"plan.threads": made.decisions.threads}
+
+
 def short(settings: Settings, *, steps: int = STEPS) -> dict[str, Any]:
     """What makes a run short, the same for every trial; the batch and the lengths stay."""
     if RECIPES[settings.recipe].samples:
@@ -365,6 +380,11 @@ def _one_phase(router: RouterSettings) -> dict[str, Any]:
 
 def _of(trial: Trial, seconds: float) -> Measured:
     return Measured(key=trial.key, settings=dict(trial.settings), seed=trial.seed, code=trial.code, seconds=seconds)
+
+
+def _figures(found: Measured) -> str:
+    speed, loss = found.tokens_per_s, found.loss
+    return f"{'n/a' if speed is None else f'{speed:,.0f}'} tokens/s" + ("" if loss is None else f", loss {loss:.4f}")
 
 
 def flatout_command(code: str, verb: str) -> list[str]:

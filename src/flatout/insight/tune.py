@@ -90,11 +90,13 @@ def knobs_of(job: Job, *, samples: bool = False) -> dict[str, list[Choice]]:
         "fused optimizer": [{"plan.fused_optimizer": used} for used in (True, False)],
         "workers": [{"plan.workers": number} for number in (0, 2)],
     }
+    attentions = ["flash", "cudnn", "efficient"] if on_gpu and job.packing != "documents" else ["flash"]
+    if len(attentions) == 1 and job.pins.attention not in (None, *attentions):
+        attentions.append(str(job.pins.attention))  # the file's own choice
+    found["attention"] = [{"plan.attention": name} for name in attentions]
     if on_gpu:
-        attentions = ("flash", "cudnn", "efficient") if job.packing != "documents" else ("flash",)
         fused = ("plan.fused_qkv", "plan.fused_mlp", "plan.fused_loss")
         found |= {
-            "attention": [{"plan.attention": name} for name in attentions],
             "fused kernels": [dict.fromkeys(fused, used) for used in (True, False)],
             "CUDA graphs": [{"plan.graphs": used} for used in (True, False)],
         }
@@ -378,6 +380,9 @@ class Rates:
 
     def to_json(self) -> dict[str, Any]:
         found: dict[str, Any] = finite(asdict(self))
+        if self.difference is not None:  # of losses, not of times
+            words = {"faster": "lower", "slower": "higher"}
+            found["difference"]["verdict"] = words.get(self.difference.verdict, self.difference.verdict)
         return found
 
 

@@ -163,9 +163,9 @@ def _memory(story: Story) -> Iterator[Finding]:
             [evidence],
             "plan.preset=safe, or a smaller plan.micro_batch",
         )
-    elif not story.hardware.get("gpu") or share >= LITTLE_MEMORY:
-        return  # the memory of a CPU need not be filled
-    elif recompute not in (None, "none"):
+    if share >= LITTLE_MEMORY:
+        return
+    if recompute not in (None, "none"):
         yield finding_of(
             "needless-recompute",
             f"Activations are recomputed although {percent(free)} of the device's memory is free.",
@@ -174,7 +174,7 @@ def _memory(story: Story) -> Iterator[Finding]:
             [f"{evidence}; plan.json, recompute: {recompute}"],
             "plan.recompute=none",
         )
-    elif (accumulation or 1) > 1 and _pinned_batch(story):
+    if (accumulation or 1) > 1 and _pinned_batch(story):
         yield finding_of(
             "small-batch",
             f"{percent(free)} of the device's memory is free while a step takes {accumulation} micro-batches.",
