@@ -85,7 +85,7 @@ main()
 """
     done = subprocess.run([sys.executable, "-c", program, DEMO], capture_output=True, text=True, check=False)
     assert done.returncode == 4
-    assert done.stderr.splitlines()[-1].startswith("error: out of memory")
+    assert done.stderr.splitlines()[-1].startswith("error: out of host memory")
     assert "Traceback" not in done.stderr
 
 

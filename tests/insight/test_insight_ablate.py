@@ -37,7 +37,7 @@ from flatout.insight.report.ablation import html
 from flatout.insight.switches import SWITCHES, Switch, applies, before_of, of_baseline
 from flatout.insight.trials import Measured, Trial, Trials
 from flatout.optim import schedule
-from flatout.record import StepRecord
+from flatout.record import Run, StepRecord
 from flatout.record.records import Span
 
 ROOT = Path(__file__).parents[2]
@@ -105,9 +105,73 @@ def test_a_second_call_on_a_faster_machine_calls_nothing_faster(config: Path, fi
         assert rows[f"+ {IDLE}"].verdict == "no difference above 3%"
         assert rows[f"+ {USEFUL}"].verdict == "faster"
         assert [rows[f"+ {name}"].time.pairs for name in (USEFUL, IDLE)] == [4, 4]
+        for row in rows.values():
+            if row.time is not None:
+                assert row.tokens_per_s == pytest.approx(rows[BEFORE].tokens_per_s / row.time.ratio, rel=1e-6)
         assert simulated.spent_s == 2 * lacks, "the row and its reference"
         assert before.items() <= simulated.found.items(), "nothing was measured again"
         lacks = 0
+
+
+def test_a_row_that_is_missing_is_measured_with_its_own_reference_only(config: Path) -> None:
+    simulated: Any = Simulated(config, chance=random.Random(0), noise=0.002)
+    ablate(simulated, only=[USEFUL], tables=["alone", "without"])
+    for only, tables, spent in (
+        ("no recomputation", ["alone"], 8),  # the starting point and the row
+        ("mixed precision", ["alone", "without"], 16),
+        ("mixed precision", ["without"], 0),
+        ("no recomputation", ["alone", "without"], 8),  # the plan and the row
+    ):
+        simulated.call_again(log_factor=0.0)
+        ablate(simulated, only=[only], tables=tables)
+        assert simulated.spent_s == spent, (only, tables)
+
+
+def test_a_reference_that_fails_late_does_not_use_up_the_budget(config: Path) -> None:
+    class Failing(Simulated):
+        def run(self, trial: Trial, *, name: str, again: bool = False) -> Measured:
+            found = super().run(trial, name=name)
+            return replace(found, problem="exit 1") if name == f"block 5, {BEFORE}" else found
+
+    simulated: Any = Failing(config, chance=random.Random(0), noise=0.2)
+    ablate(simulated, only=[IDLE], tables=["alone"], budget_s=300)
+    assert simulated.spent_s < 40
+
+
+def test_a_continued_call_keeps_its_budget(config: Path) -> None:
+    simulated: Any = Simulated(config, chance=random.Random(0), noise=0.2)
+    for budget_s in (12, 20, 3, 40):
+        ablate(simulated, only=SOME, budget_s=budget_s)
+        assert simulated.spent_s <= budget_s
+        simulated.call_again(log_factor=0.1)
+
+
+def test_a_row_that_was_stopped_once_is_measured_with_a_larger_limit_and_stays(config: Path) -> None:
+    class Limited(Simulated):
+        limit_s = 1.0
+
+        def known(self, trial: Trial) -> bool:
+            found = self.found.get(trial.key)
+            return found is not None and not (found.stopped_s is not None and found.stopped_s < self.limit_s)
+
+        def run(self, trial: Trial, *, name: str, again: bool = False) -> Measured:
+            if self.known(trial):
+                return self.found[trial.key]
+            self.found.pop(trial.key, None)
+            found = super().run(trial, name=name)
+            if name.endswith(f"+ {USEFUL}") and self.limit_s < 5:
+                found = replace(found, problem="it did not end", stopped_s=self.limit_s, log_time=None)
+                self.found[trial.key] = found
+            return found
+
+    simulated: Any = Limited(config, chance=random.Random(0), noise=0.002)
+    verdicts = []
+    for limit_s in (1.0, 10.0, 1.0):
+        simulated.limit_s = limit_s
+        rows = {row.name: row for row in ablate(simulated, only=[USEFUL], tables=["alone"]).rows}
+        verdicts.append(rows[f"+ {USEFUL}"].verdict)
+        simulated.call_again(log_factor=0.0)
+    assert verdicts == ["it did not end", "faster", "faster"]
 
 
 def test_failures_are_rows_and_the_rest_goes_on(config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -156,15 +220,20 @@ def test_all_calls_use_the_threads_of_the_first(config: Path, tmp_path: Path) ->
 
 def test_a_search_on_a_cpu_pins_its_threads(config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(sys.modules["flatout.hardware.measure"], "free_cores", lambda allowed: 1)
     words = ["ablate", str(config), "--only", "data loader", "--blocks", "1", "--run", str(tmp_path / "search")]
     assert CliRunner().invoke(app, words).exit_code == 0
+    with pytest.raises(UsageError, match=r"results are ablation\.html"):
+        Run.open(tmp_path / "search")
     base = json.loads((tmp_path / "search" / "search.json").read_text())["base"]
-    assert (base.get("plan.threads") is None) == torch.cuda.is_available()
+    assert base.get("plan.threads") == (None if torch.cuda.is_available() else 1)
 
 
 def test_what_differs_from_the_trials_of_a_folder_is_named(config: Path, tmp_path: Path) -> None:
     Trials(config, [], folder=tmp_path / "search")
-    with pytest.raises(UsageError, match="another configuration and another number of steps: name another --run"):
+    with pytest.raises(
+        UsageError, match="a different configuration and a different number of steps: name another --run"
+    ):
         Trials(config, ["train.lr=1e-2"], folder=tmp_path / "search", steps=7)
 
 
@@ -454,7 +523,7 @@ def test_a_table_shows_its_reference_as_one_and_nothing_twice(config: Path) -> N
     assert (reference.name, reference.verdict, reference.time) == (PLAN, "reference", None)
     assert (row.name, row.verdict) == (f"- {USEFUL}", "slower")
     assert not found.asked("cumulative")
-    assert found.left_out["one after the other"] == "fewer than two switches are faster alone"
+    assert "fewer than two switches were shown to be faster alone" in found.left_out.values()
 
 
 def test_what_makes_a_trial_short_wins(config: Path, tmp_path: Path) -> None:
@@ -485,7 +554,7 @@ def test_the_first_micro_batch_divides_the_batch(size: int, accumulation: int, s
 
 def test_another_configuration_needs_another_folder(config: Path, tmp_path: Path) -> None:
     Trials(config, [], folder=tmp_path / "search")._locked.close()
-    with pytest.raises(UsageError, match="another configuration"):
+    with pytest.raises(UsageError, match="a different configuration"):
         Trials(config, ["train.lr=1e-4"], folder=tmp_path / "search")
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "file").touch()
@@ -649,5 +718,8 @@ def test_a_process_that_the_kernel_killed_for_lack_of_memory_says_so() -> None:
         other = Process([sys.executable, "-c", f"{join}os.kill(os.getpid(), 9)"]).wait(600)
     finally:
         group.rmdir()
-    assert trials_module._cause(killed) == "out of memory: the system killed it for lack of memory"
-    assert trials_module._cause(other) == "killed by signal 9 (Killed): it said nothing"
+    assert killed.oom_killed
+    assert trials_module._cause(killed) == "out of memory: the kernel's OOM killer ended it"
+    assert trials_module._cause(replace(other, oom_killed=False)) == "killed by signal 9 (Killed): it said nothing"
+    elsewhere = replace(other, returncode=1, said="ValueError: this", oom_killed=True)
+    assert trials_module._cause(elsewhere) == "exit 1: ValueError: this", "another process was killed"

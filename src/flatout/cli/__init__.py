@@ -103,7 +103,7 @@ def main() -> None:
         _report(f"error: {error.filename}: {error.strerror}\n")
         shared.fail(f"{error.filename}: {error.strerror}", exit_code=EnvironmentLacks.exit_code)
     except MemoryError:
-        text = "out of memory: the system gave this process no more. Free some, raise its limit, or use a smaller model"
+        text = "out of host memory: free some, raise the memory limit of this process, or use a smaller model"
         _report(f"error: {text}\n")
         shared.fail(text, exit_code=RunFailed.exit_code)
     except Exception:  # a bug in flatout

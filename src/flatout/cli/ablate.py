@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -34,7 +35,7 @@ OPTIONAL = ("claim", "start-up", "MFU", "memory")
 NUMBERS = ("tokens/s", "speed", "MFU", "memory", "start-up")
 SearchFolder = Annotated[
     Path | None,
-    typer.Option("--run", help="folder of the trials (default: runs/CONFIG-VERB-TIME); an existing one is continued"),
+    typer.Option("--run", help="folder of the trials (default: a new one in runs/); an existing one is continued"),
 ]
 Budget = Annotated[
     str | None, typer.Option(help="time for all trials, such as 90s, 10m or 2h; decides what is left out")
@@ -104,17 +105,20 @@ def ablate(
     for made in _tables(found, width=out.width):
         out.print(made, highlight=False)
         out.print()
-    for count, many in _grouped((row.name, row.blocks_needed) for row in found.rows).items():
-        if count:
-            more = f"{counted(count, 'more block')} (--blocks {blocks + count}, or a larger --budget)"
-            print_plain(f"The next look at the evidence needs {more} for: {', '.join(many)}.")
+    for look, many in _grouped((row.name, row.next_look) for row in found.rows).items():
+        if look:
+            print_plain(
+                f"The next look at the evidence is after {look} blocks (--blocks {look}, or a larger --budget): "
+                f"{', '.join(many)}."
+            )
     for reason, many in _grouped(found.left_out.items()).items():
         print_plain(f"Left out ({reason}): {', '.join(many)}.")
     if seconds is not None and found.seconds > seconds:
         print_plain(f"The trials took {duration(found.seconds)}, longer than the budget of {duration(seconds)}.")
     print_plain(
-        f"{counted(len(trials.found), 'trial')}, {duration(found.seconds)} in this call. Warm-up steps and compilation "
-        f"are not part of the speed. Whole tables, with charts: {trials.folder / 'ablation.html'}"
+        f"The folder has {counted(len(trials.found), 'trial')}; those of this call took {duration(found.seconds)}. "
+        "Warm-up steps and compilation are not part of the speed. Whole tables, with charts: "
+        f"{trials.folder / 'ablation.html'}"
     )
 
 
@@ -125,7 +129,7 @@ def searching(trials: Trials) -> Iterator[None]:
         with closing(trials):
             yield
     except KeyboardInterrupt:
-        say(f"interrupted; to continue, repeat the command with --run {trials.folder}")
+        say(f"interrupted; to continue, repeat the command with --run {shlex.quote(str(trials.folder))}")
         raise
 
 

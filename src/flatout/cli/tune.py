@@ -136,9 +136,8 @@ def _print_tuned(tuned: Tuned) -> None:
     gain = tuned.gain
     if gain is not None and gain.low > 0:
         words = f"{1 / gain.ratio:.2f} times as fast (95 % interval {1 / gain.high:.2f} to {1 / gain.low:.2f})"
-        print_plain(
-            f"Measured again in {gain.pairs} pairs: {words}, verdict {gain.verdict}; loss {tuned.loss_verdict}."
-        )
+        loss = "" if tuned.loss_verdict is None else f"; loss: {tuned.loss_verdict}"
+        print_plain(f"Measured again in {gain.pairs} pairs: {gain.verdict}, {words}{loss}.")
     for name, ratio in tuned.without.items():
         told = "fails" if ratio is None else f"takes {ratio:.2f} times as long"
         print_plain(f"With {name} as before, the best plan {told} (one trial).")
@@ -146,7 +145,7 @@ def _print_tuned(tuned: Tuned) -> None:
 
 def _short(one: Measured, start: Measured) -> str:
     """The decisions that differ from those of the user's file."""
-    own = one.decisions or {key.removeprefix("plan."): value for key, value in one.settings.items()}
+    own = {key.removeprefix("plan."): value for key, value in one.settings.items()} | one.decisions
     found = {key: value for key, value in own.items() if value is not None and start.decisions.get(key) != value}
     return ", ".join(f"{key} {value}" for key, value in found.items() if key not in FOLLOW) or "the same plan"
 
@@ -161,9 +160,8 @@ def _print_rates(rates: Rates) -> None:
     found = rates.difference
     if rates.best in (min(rates.losses), max(rates.losses)):
         which = "highest" if rates.best == max(rates.losses) else "lowest"
-        print_plain(
-            f"{rates.best:.3g} is the {which} rate that was tried, and a better one may lie beyond: search again."
-        )
+        beyond = f"a better one may lie beyond: set train.lr: {rates.best:.3g} and search again"
+        print_plain(f"{rates.best:.3g} is the {which} rate that was tried, and {beyond}.")
     if found is not None and found.low > 0:
         change = f"{found.ratio - 1:+.2%} (95 % interval {found.low - 1:+.2%} to {found.high - 1:+.2%})"
         print_plain(f"Learning rate {rates.best:.3g} against {rates.lr:.3g}: loss {change}, {found.pairs} seeds.")

@@ -10,7 +10,6 @@ pair of a variant and its reference (`parity`), both measured in the same call.
 
 from __future__ import annotations
 
-import itertools
 import math
 import random
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -31,7 +30,7 @@ BEFORE, PLAN = "before", "full plan"
 # Losses of changed numerics that differ by less are called equal.
 LOSS_MARGIN = 0.005
 BLOCKS, MOST_BLOCKS = parity.LOOKS[0], parity.LOOKS[-1]
-# Seeds of one session: more than the blocks of all calls.
+# From the first seed of one session to that of the next.
 SEEDS = 1000
 
 HEADS = ("", "claim", "tokens/s", "speed", "MFU", "memory", "start-up", "loss", "verdict")
@@ -84,7 +83,7 @@ class Row:
         if self.not_in_effect is not None:
             return f"not in effect: {self.not_in_effect}"
         if self.time is None:
-            return "reference" if self.reference is None else "not measured"
+            return "reference" if self.reference is None else "not compared yet" if self.blocks else "not measured"
         if self.time.verdict == "no effect shown":
             return f"no difference above {parity.MARGIN:.0%}"
         return "not enough evidence"
@@ -93,6 +92,13 @@ class Row:
     def blocks_needed(self) -> int:
         """More blocks until the next planned look at the evidence; 0 if it is not short."""
         return self.time.needed_more if self.time is not None and self.problem is None else 0
+
+    @property
+    def next_look(self) -> int | None:
+        """The number of blocks at the next look, if the evidence is short."""
+        if self.time is None or not self.blocks_needed:
+            return None
+        return next((look for look in parity.LOOKS if look > self.time.pairs), None)
 
     @property
     def cells(self) -> list[str]:
@@ -121,7 +127,7 @@ class Ablation:
     seconds: float
 
     def asked(self, question: str) -> list[Row]:
-        """The rows of a question, behind those they are compared with if these are no answers themselves."""
+        """The rows of a question, preceded by their references where these are not rows of it."""
         rows = [row for row in self.rows if row.question == question]
         named = {row.reference for row in rows} - {row.name for row in rows}
         behind = [replace(row, reference=None, time=None, loss_verdict=None) for row in self.rows if row.name in named]
@@ -156,7 +162,7 @@ def ablate(
         if len(steps) > 1:
             session.measure(steps, references=[BEFORE], first_seed=seed + SEEDS)
         else:
-            left_out["one after the other"] = "fewer than two switches are faster alone"
+            left_out['the table "one after the other"'] = "fewer than two switches were shown to be faster alone"
     return Ablation(
         rows=session.rows(),
         left_out=left_out | session.left_out,
@@ -274,7 +280,7 @@ class _Session:
         self._shorten(names, most=1, why="the budget was too short")
         first = block
         while due := self._due(names) or self._undecided(names):
-            if block and not self._fits(due, most=1):
+            if block == first + MOST_BLOCKS or (block and not self._fits(due, most=1)):
                 return
             self._block(due, start, block, every=every)
             if block == first:  # its time decides what is measured in all blocks
@@ -292,22 +298,22 @@ class _Session:
 
     def _recall(self, names: Sequence[str], start: int) -> int:
         """Takes over the blocks of earlier calls, and returns their number."""
-        for block in itertools.count():
-            made = {name: self._trial(name, start + block) for name in names}
-            known = {name: trial for name, trial in made.items() if self.trials.known(trial)}
-            if not known:
-                return block
-            for name, trial in known.items():
-                self.measured.setdefault(name, {})[trial.seed] = self.trials.run(trial, name=name)
-        raise AssertionError
+        blocks = 0
+        for seed in sorted({one.seed for one in self.trials.found.values() if start <= one.seed < start + SEEDS}):
+            for name in names:
+                if self.trials.known(trial := self._trial(name, seed)):
+                    self.measured.setdefault(name, {})[seed] = self.trials.run(trial, name=name)
+                    blocks = seed - start + 1
+        return blocks
 
     def _due(self, names: Sequence[str]) -> dict[str, int]:
         """The trials that each variant lacks. A reference is measured again with what is compared with it."""
-        due = {name: 0 if self._failed(name) else max(0, self.blocks - self._evidence(name)) for name in names}
-        for name in reversed(names):
+        lack = {name: 0 if self._failed(name) else max(0, self.blocks - self._evidence(name)) for name in names}
+        due = dict(lack)
+        for name, count in lack.items():
             reference = self.variants[name].reference
             if reference in due and not self._failed(reference):
-                due[reference] = max(due[reference], due[name])
+                due[reference] = max(due[reference], count)
         return {name: count for name, count in due.items() if count}
 
     def _evidence(self, name: str) -> int:
@@ -318,7 +324,7 @@ class _Session:
         return len(_pairs(own, self.measured.get(reference, {})))
 
     def _failed(self, name: str) -> bool:
-        return any(one.problem is not None for one in self.measured.get(name, {}).values())
+        return _problem(self.measured.get(name, {})) is not None
 
     def _fits(self, due: Mapping[str, int], *, most: int = MOST_BLOCKS) -> bool:
         """Whether these trials, at most so many of each variant, fit the budget."""
@@ -333,7 +339,8 @@ class _Session:
     def _undecided(self, names: Sequence[str]) -> dict[str, int]:
         """One more block of those whose evidence is short, with their references, if there is a budget."""
         rows = {row.name: row for row in self.rows() if row.name in names and self.budget_s is not None}
-        open_ = [name for name, row in rows.items() if row.blocks_needed]
+        usable = {name for name in names if not self._failed(name)}
+        open_ = [name for name, row in rows.items() if row.blocks_needed and row.reference in usable]
         wanted = {*open_, *(self.variants[name].reference for name in open_)}
         return {name: 1 for name in names if name in wanted}
 
@@ -347,6 +354,17 @@ class _Session:
             found = self.trials.run(self._trial(name, seed), name=f"block {block + 1}, {name}")
             self.measured.setdefault(name, {})[seed] = found
 
+    def _log_time(self, name: str) -> float | None:
+        """As in the newest call of the reference: what an earlier call measured is scaled by its own reference."""
+        variant, own = self.variants[name], self.measured.get(name, {})
+        against = self.measured.get(variant.reference, {}) if variant.reference is not None else {}
+        pairs = [(own[seed].log_time, against[seed].log_time) for seed in _pairs(own, against)]
+        if variant.reference is not None and pairs and (level := self._log_time(variant.reference)) is not None:
+            return level + fmean(mine - theirs for mine, theirs in pairs if mine is not None and theirs is not None)
+        good = [one for one in own.values() if one.problem is None]
+        newest = max((one.call for one in good), default=0.0)
+        return mean_of([one for one in good if one.call == newest], lambda one: one.log_time)
+
     def rows(self) -> list[Row]:
         """All rows; differences that do not remain when all of a table are judged together are not called decided."""
         rows = [self.row(variant) for variant in self.variants.values()]
@@ -359,7 +377,7 @@ class _Session:
 
     def row(self, variant: Variant) -> Row:
         own = self.measured.get(variant.name, {})
-        problem = next((one.problem for one in own.values() if one.problem is not None), None)
+        problem = _problem(own)
         good = [one for one in own.values() if one.problem is None]
         time = loss = unused = None
         verdict: LossVerdict | None = None
@@ -382,8 +400,8 @@ class _Session:
             task=None if switch is None else switch.task,
             claim=None if switch is None else switch.claim,
             blocks=len(good),
-            tokens_per_s=None if (log := mean_of(good, lambda one: one.log_time)) is None else math.exp(-log),
-            mfu=mean_of(good, lambda one: one.mfu),
+            tokens_per_s=None if (log := self._log_time(variant.name)) is None else math.exp(-log),
+            mfu=None if log is None else _mfu(good, log),
             peak_gib=mean_of(good, lambda one: one.peak_gib),
             start_s=mean_of(good, lambda one: one.start_s),
             loss=mean_of(good, lambda one: one.loss),
@@ -398,7 +416,20 @@ class _Session:
 def _pairs(own: Mapping[int, Measured], reference: Mapping[int, Measured]) -> list[int]:
     """The seeds that both were measured with in the same call: the machine may be another one in the next."""
     both = [seed for seed in sorted(own) if seed in reference and own[seed].call == reference[seed].call]
-    return [seed for seed in both if reference[seed].problem is None]
+    return [seed for seed in both if own[seed].problem is None and reference[seed].problem is None]
+
+
+def _problem(own: Mapping[int, Measured]) -> str | None:
+    """Why a variant could not be measured; a trial that was stopped does not count if a later call had more time."""
+    good = max((one.call for one in own.values() if one.problem is None), default=-math.inf)
+    failed = [one for one in own.values() if one.problem is not None]
+    return next((one.problem for one in failed if one.stopped_s is None or one.call >= good), None)
+
+
+def _mfu(good: Sequence[Measured], log_time: float) -> float | None:
+    """The MFU of a variant at this time per token."""
+    known = [one.mfu * math.exp(one.log_time) for one in good if one.mfu is not None and one.log_time is not None]
+    return fmean(known) * math.exp(-log_time) if known else None
 
 
 def not_in_effect(switch: Switch, reference: Measured, own: Measured) -> str | None:

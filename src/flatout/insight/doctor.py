@@ -136,7 +136,7 @@ def script(
         raise UsageError("doctor needs something to diagnose: -- python train.py ..., a run folder, or --log FILE")
     if shutil.which(command[0]) is None and not Path(command[0]).exists():
         raise UsageError(
-            f"{command[0]} is neither a run folder nor a command: give -- python train.py ..., or a folder"
+            f"{command[0]} is neither a run folder nor a command: give a run folder, or -- python train.py ..."
         )
     looked = look(command, asked=asked, folder=folder)
     watched, seen = looked.watched, looked.seen

@@ -28,8 +28,8 @@ from flatout.config import load, to_mapping
 from flatout.config.recipes import RECIPES
 from flatout.config.settings import RftSettings, RouterSettings, Settings
 from flatout.errors import UsageError
-from flatout.files import read_json, typed, write_atomic
-from flatout.hardware import detect
+from flatout.files import cache_folder, read_json, typed, write_atomic
+from flatout.hardware import detect, with_cpu_facts
 from flatout.insight.compare import BLOCK_STEPS
 from flatout.insight.processes import CORES, Ended, Process
 from flatout.insight.story import tell
@@ -46,11 +46,12 @@ from flatout.record.events import (
 )
 from flatout.record.records import BESIDE
 from flatout.record.rollouts import RolloutsGraded
+from flatout.record.run import SEARCH
 
 LR, WARMUP = "train.lr", "train.warmup_steps"
 # The negative log-probability of generated tokens, in the records of recipe rl.
 NLL = "nll"
-SEARCH, TRIALS, LOCK, IMPORTED = "search.json", "trials", "lock", "imported"
+TRIALS, LOCK, IMPORTED = "trials", "lock", "imported"
 # Settings that have no effect without tasks.
 OF_TASKS = ("criterion", "tasks_every", "task_limit", "task_tokens")
 # Steps of a trial after its warm-up.
@@ -118,7 +119,7 @@ class Trials:
         base: Mapping[str, Any] | None = None,
         say: Callable[[str], None] = lambda _: None,
     ) -> None:
-        """`base`: settings of every trial that does not set them itself; those of the folder's first call count."""
+        """`base`: settings of every trial that does not set them itself; an existing folder keeps its own."""
         self.config, self.overrides, self.folder = config, list(overrides), folder
         self.settings = load(config, overrides=self.overrides).settings
         self.base = planned(self.settings) if base is None else dict(base)
@@ -150,13 +151,14 @@ class Trials:
             self.base = found.pop("base", {})
             if other := [key for key in told if found.get(key) != told[key]]:
                 raise UsageError(
-                    f"{self.folder} has trials that were made with another {' and another '.join(other)}: name another "
+                    f"{self.folder} holds trials made with a different {' and a different '.join(other)}: name another "
                     "--run FOLDER"
                 )
             self._lock()
             for file in sorted((self.folder / TRIALS).glob("*.json")):
                 one = typed(Measured, read_json(file, root=self.folder), source=file)
                 self.found[one.key] = one
+                self._allow(one)
             for left in self.folder.glob("trial-*"):  # of the trial that was running when an earlier call was killed
                 shutil.rmtree(left, ignore_errors=True)
             return
@@ -202,10 +204,14 @@ class Trials:
         self.spent_s += found.seconds
         file = self.folder / TRIALS / f"{found.key}.json"
         write_atomic(file, json.dumps(asdict(found), indent=1).encode(), root=self.folder)
-        if found.problem is None:
-            self.limit_s = max(self.limit_s, LIMIT_TIMES * found.seconds)
+        self._allow(found)
         self.say(f"{name}: {found.problem or _figures(found)} ({seconds:.0f} s)")
         return found
+
+    def _allow(self, found: Measured) -> None:
+        """Raises the limit where trials take long."""
+        if found.problem is None:
+            self.limit_s = max(self.limit_s, LIMIT_TIMES * found.seconds)
 
     def _process(self, trial: Trial, run: Path) -> Ended:
         arguments = [str(self.config), *self.overrides, *self._given(trial), "--run", str(run)]
@@ -310,7 +316,7 @@ class Trials:
 
 def planned(settings: Settings) -> dict[str, Any]:
     """Decisions that follow from the real length of the run, or from what else the machine does at the moment."""
-    made = decide(job_of(settings, hardware=detect(), num_ranks=1))
+    made = decide(job_of(settings, hardware=with_cpu_facts(detect(), cache=cache_folder()), num_ranks=1))
     found: dict[str, Any] = {"plan.compile": made.decisions.compile}
     return found if made.job.device == "gpu" else found | {"plan.threads": made.decisions.threads}
 
@@ -419,8 +425,8 @@ def _cause(ended: Ended) -> str:
     """The last line on stderr that says something, with out-of-memory named first."""
     lines = [line.strip() for line in ended.said.splitlines() if line.strip()]
     last = (lines[-1] if lines else "it said nothing")[:_SHOWN]
-    if ended.oom_killed:
-        return f"{OUT_OF_MEMORY}: the system killed it for lack of memory"
+    if ended.oom_killed and ended.returncode == -signal.SIGKILL:
+        return f"{OUT_OF_MEMORY}: the kernel's OOM killer ended it"
     if any(word in ended.said.lower() for word in _MEMORY_WORDS):
         return f"{OUT_OF_MEMORY}: {last}"
     code = ended.returncode

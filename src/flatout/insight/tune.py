@@ -12,6 +12,7 @@ import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -39,6 +40,8 @@ CRASHED = 0.5
 CONFIRMED = parity.LOOKS[0]
 LR_FACTORS = (0.25, 0.5, 1.0, 2.0, 4.0)
 LR_STEPS = 60
+# From the seeds of a search to those of the trial that other calls repeat.
+SEEDS = 1000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +65,7 @@ class Tuned:
     def unconfirmed(self) -> str | None:
         """Why the changes should not be written; None if they should."""
         if self.gain is None or self.gain.verdict != "faster":
-            return f"measured again, the best plan is {self.gain.verdict if self.gain else 'not measured in pairs'}"
+            return f"the pairs do not show that the best plan is faster ({self.gain.verdict if self.gain else 'none'})"
         return "its loss is different" if self.loss_verdict == "different" else None
 
     def to_json(self) -> dict[str, Any]:
@@ -198,7 +201,8 @@ def tune(trials: Trials, job: Job, *, most: int = 20, budget_s: float | None = N
     names = [name for choices in knobs.values() for name in choices[0]]
     free = dict.fromkeys([*names, *FOLLOW])
     unpinned = trials.run(Trial(settings=free, seed=seed), name="the plan's own choice")
-    model, measured, left = Model(job, knobs), [start, unpinned], None
+    levels = Levels(trials, start if start.problem is None else unpinned)
+    model, measured, left = Model(job, knobs), [start, levels.of(unpinned)], None
     reserve = 2 * CONFIRMED + len(knobs)
     stale = 0
     while len(measured) < most:
@@ -208,11 +212,11 @@ def tune(trials: Trials, job: Job, *, most: int = 20, budget_s: float | None = N
             left = "every combination that the plan allows was measured or ruled out"
             break
         trial = Trial(settings=values | dict.fromkeys(FOLLOW), seed=seed)
-        if not trials.known(trial) and not fits(trials, 1 + reserve, budget_s=budget_s):
+        if not trials.known(trial) and not fits(trials, 1 + levels.missing + reserve, budget_s=budget_s):
             left = "the budget was spent"
             break
         best = _best(measured)
-        measured.append(trials.run(trial, name=_told(values, knobs)))
+        measured.append(levels.of(trials.run(trial, name=_told(values, knobs))))
         found = measured[-1].log_time
         if measured[-1].out_of_memory:
             continue  # it rules out all that need as much
@@ -233,10 +237,41 @@ def tune(trials: Trials, job: Job, *, most: int = 20, budget_s: float | None = N
         changes=changes,
         gain=gain,
         loss_verdict=loss,
-        without=_without(trials, start, best, knobs, budget_s=budget_s) if changes else {},
+        without=_without(trials, start, best, knobs, levels=levels, budget_s=budget_s) if changes else {},
         trials=measured,
         left=left,
     )
+
+
+class Levels:
+    """Speeds of a search that several calls measured: the machine may be slower in one of them.
+
+    Every call measures the same settings once, and its other trials are scaled by that.
+    """
+
+    def __init__(self, trials: Trials, first: Measured) -> None:
+        self.trials, self.first = trials, first
+
+    @property
+    def missing(self) -> int:
+        """How many trials this call needs to be compared with the first."""
+        return 0 if self._known(self.trials.call) else 1
+
+    def of(self, one: Measured) -> Measured:
+        """A trial as fast as it would have been in the first call."""
+        if one.log_time is None or one.call == self.first.call:
+            return one
+        seeds = itertools.count(self.first.seed + SEEDS)
+        while not (known := self._known(one.call)) and one.call == self.trials.call:
+            trial = Trial(settings=self.first.settings, seed=next(seeds))
+            if self.trials.run(trial, name="the first trial again").problem is not None:
+                break
+        there = self._known(self.first.call)
+        return replace(one, log_time=one.log_time - fmean(known) + fmean(there)) if known and there else one
+
+    def _known(self, call: float) -> list[float]:
+        every = (one for one in self.trials.found.values() if one.call == call)
+        return [one.log_time for one in every if one.settings == self.first.settings and one.log_time is not None]
 
 
 def fits(trials: Trials, count: int, *, budget_s: float | None) -> bool:
@@ -315,15 +350,17 @@ def _confirmed(
     for block in itertools.count():
         seed = trials.settings.seed + 1 + block
         made = {name: Trial(settings=settings, seed=seed) for name, settings in both.items()}
+        known = {trials.run(trial, name="").call for trial in made.values() if trials.known(trial)}
         new = sum(not trials.known(trial) for trial in made.values())
+        if len(known) > 1 or (known and new and known != {trials.call}):
+            continue  # another call measured one of them
         if len(pairs) == CONFIRMED or (new and not fits(trials, new, budget_s=budget_s)):
             break
         found = {
             name: trials.run(made[name], name=f"confirming, {name}")
-            for name in (list(both) if block % 2 == 0 else reversed(both))
+            for name in (list(both) if len(pairs) % 2 == 0 else reversed(both))
         }
-        if found["as it is"].call == found["the best plan"].call:  # no call was killed between the two
-            pairs.append((found["as it is"], found["the best plan"]))
+        pairs.append((found["as it is"], found["the best plan"]))
     return [(a, b) for a, b in pairs if a.problem is None and b.problem is None]
 
 
@@ -333,6 +370,7 @@ def _without(
     best: Measured,
     knobs: Mapping[str, Sequence[Choice]],
     *,
+    levels: Levels,
     budget_s: float | None,
 ) -> dict[str, float | None]:
     """The time of the best plan with one knob as before, as a ratio to the best plan's; None if it fails."""
@@ -343,24 +381,12 @@ def _without(
             continue
         values = after | {inner: before[inner] for inner in own}
         trial = Trial(settings=values | dict.fromkeys(FOLLOW), seed=trials.settings.seed)
-        if not trials.known(trial) and not fits(trials, 1, budget_s=budget_s):
+        if not trials.known(trial) and not fits(trials, 1 + levels.missing, budget_s=budget_s):
             break
-        one = trials.run(trial, name=f"the best plan, {name} as before")
-        if one.log_time is None:
-            found[name] = None
-        elif (beside := _in_call(trials, best, one.call)) is not None:
-            found[name] = math.exp(one.log_time - beside)
+        one = levels.of(trials.run(trial, name=f"the best plan, {name} as before"))
+        known = one.log_time is not None and best.log_time is not None
+        found[name] = math.exp((one.log_time or 0.0) - (best.log_time or 0.0)) if known else None
     return found
-
-
-def _in_call(trials: Trials, best: Measured, call: float) -> float | None:
-    """The time of the best plan in a call; the present one measures it again if it has not yet."""
-    same = [one for one in trials.found.values() if one.call == call and one.decisions == best.decisions]
-    seeds = itertools.count(trials.settings.seed + 1 + CONFIRMED)
-    while not same and call == trials.call:
-        again = trials.run(Trial(settings=best.settings, seed=next(seeds)), name="the best plan")
-        same = [again] if again.call == call else []
-    return same[0].log_time if same else None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -54,6 +54,8 @@ _FEW_ROLLUPS = 16
 # In the order in which they are written; the last one makes the folder a run. The sealed ones must not be edited.
 _SEALED = (_PLAN, _HARDWARE, _ENVIRONMENT)
 _WRITTEN_ONCE = (*_SEALED, _CONFIG, _CONFIG_TEXT)
+# In the folder of a search, which is no run.
+SEARCH = "search.json"
 _RECORDED = re.compile(r"(steps|events|monitor)(-rank(\d+))?(\.rollup)?\.jsonl")
 
 # A forked child (a loader worker) shares its parent's lock and must release it, or the lock outlives a killed parent.
@@ -174,6 +176,10 @@ class Run:
         try:
             missing = [name for name in reversed(_WRITTEN_ONCE) if not run._at(name).is_file()]
             why = f"it lacks {', '.join(missing)}" if run.path.is_dir() else "there is no such folder"
+            if run._at(SEARCH).is_file():
+                why = "it holds the trials of a search, whose results are ablation.html or tuned.json"
+            elif run.path.is_file():
+                why = "it is a file"
             half_made = bool(missing and run._present()) and cls.is_half_made(path)
         except OSError as error:
             raise UsageError(f"{run.path} cannot be read as a run folder: {error.strerror or error}") from None
