@@ -178,6 +178,7 @@ def test_secrets_reach_no_record_and_no_output(tmp_path: Path) -> None:
         (("--steps", "2", "--", "python"), "too few"),
         ((), "needs something to diagnose"),
         (("--", "no-such-program"), "is neither a run folder nor a command"),
+        (("--", __file__), "cannot be run: Permission denied"),
     ],
 )
 def test_wrong_usage_is_told_without_a_traceback(tmp_path: Path, arguments: tuple[str, ...], said: str) -> None:

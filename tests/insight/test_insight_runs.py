@@ -4,6 +4,7 @@ import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.insight.conftest import Flatout
@@ -36,13 +37,19 @@ def made(
     search: bool = False,
     tokens: int = 1000,
     gpu: str | None = "X",
+    ram_gib: float | None = None,
 ) -> Run:
     plan = {
         "rates": RATES.to_json(),
         "decisions": {"workers": 2, "recompute": "none", "accumulation": 1, **(decisions or {})},
     }
     run = Run.create(
-        folder, config_text="a: 1\n", config=config or {}, plan=plan, hardware={"gpu": gpu}, environment={}
+        folder,
+        config_text="a: 1\n",
+        config=config or {},
+        plan=plan,
+        hardware={"gpu": gpu, "ram_gib": ram_gib},
+        environment={},
     )
     with run.lock(), run.recorder() as recorder:
         if search:
@@ -119,6 +126,13 @@ def test_recomputation_and_small_micro_batches_are_both_named(tmp_path: Path, gp
     decisions = {"recompute": "full", "accumulation": 16}
     found = runs.diagnose(made(tmp_path, spans=HEALTHY, peak_gib=9.0, decisions=decisions, config=PINNED, gpu=gpu))
     assert {finding.cause for finding in found.findings} == {"needless-recompute", "small-batch"}
+
+
+def test_a_container_with_less_memory_than_its_host_is_not_called_empty(tmp_path: Path) -> None:
+    given: Any = {"spans": HEALTHY, "peak_gib": 9.0, "decisions": {"recompute": "full"}, "gpu": None}
+    assert not runs.diagnose(made(tmp_path / "some", **given, ram_gib=12.0)).findings
+    (finding,) = runs.diagnose(made(tmp_path / "little", **given, ram_gib=9.2)).findings
+    assert finding.cause == "oom-risk"
 
 
 @pytest.mark.parametrize(
