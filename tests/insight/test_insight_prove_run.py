@@ -58,6 +58,19 @@ def test_a_fix_is_measured_as_short_runs_with_it(flatout: Flatout, tmp_path: Pat
     assert kept.count({}) == 8, "unchanged before and after the fix, in every round"
 
 
+def test_a_round_that_was_interrupted_is_measured_anew(flatout: Flatout, tmp_path: Path, config: Path) -> None:
+    recomputing(tmp_path / "run", config)
+    words = ["doctor", "run", "--prove", "--config", config, "--repeats", "1", "--run", "proof", "--json", "-"]
+    assert flatout(*words)[0] == 0
+    kept = {file: json.loads(file.read_text()) for file in (tmp_path / "proof" / "trials").glob("*.json")}
+    next(file for file, trial in kept.items() if trial["seed"] == 1).unlink()  # a call was killed before this one
+    code, out, err = flatout(*words)
+    assert code == 0, err
+    assert json.loads(out)["proofs"][0]["gains"] == [pytest.approx(1 - 1 / 1.3, abs=0.02)]
+    calls = [json.loads(file.read_text()) for file in (tmp_path / "proof" / "trials").glob("*.json")]
+    assert len({trial["call"] for trial in calls if trial["seed"] in (2, 3)}) == 1, "a whole round of the second call"
+
+
 def test_the_configuration_is_named_and_is_that_of_the_run(flatout: Flatout, tmp_path: Path, config: Path) -> None:
     recomputing(tmp_path / "run", config)
     for arguments, why in (

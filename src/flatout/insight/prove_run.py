@@ -7,6 +7,7 @@ folder, because a configuration may name code to run.
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable, Mapping
 from contextlib import closing
@@ -53,14 +54,17 @@ def prove_run(
         fixes[ALL_TOGETHER] = {key: value for settings in fixes.values() for key, value in settings.items()}
     rounds: list[tuple[list[Measured], dict[str, Measured]]] = []
     with closing(Trials(config, [], folder=folder, say=say)) as trials:
-        for repeat in range(repeats):
+        for repeat in itertools.count():
+            if len(rounds) == repeats:
+                break
             # A trial is known by its settings and seed, so the second unchanged one has a seed of its own.
             seed, second = 2 * repeat, 2 * repeat + 1
             plain = [trials.run(Trial(settings={}, seed=seed), name="unchanged")]
             order = list(fixes) if repeat % 2 == 0 else list(reversed(fixes))
             changed = {cause: trials.run(Trial(settings=fixes[cause], seed=seed), name=cause) for cause in order}
             plain.append(trials.run(Trial(settings={}, seed=second), name="unchanged again"))
-            rounds.append((plain, changed))
+            if len({one.call for one in (*plain, *changed.values())}) == 1:  # else an earlier call was interrupted
+                rounds.append((plain, changed))
     return [_proof(cause, [(plain, changed[cause]) for plain, changed in rounds]) for cause in fixes]
 
 
