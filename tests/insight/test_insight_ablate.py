@@ -229,6 +229,25 @@ def test_a_search_on_a_cpu_pins_its_threads(config: Path, tmp_path: Path, monkey
     assert base.get("plan.threads") == (None if torch.cuda.is_available() else 1)
 
 
+def test_a_folder_that_cannot_be_used_is_named(config: Path, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="cannot be created"):
+        Trials(config, [], folder=Path("/proc/search"))
+    Trials(config, [], folder=tmp_path / "search").run(Trial(settings={}, seed=0), name="")
+    (damaged,) = (tmp_path / "search" / "trials").iterdir()
+    damaged.write_text(damaged.read_text()[:100])
+    with pytest.raises(UsageError, match=f"{damaged.name}.*delete the file to measure that trial again"):
+        Trials(config, [], folder=tmp_path / "search")
+    damaged.unlink()
+    Trials(config, [], folder=tmp_path / "search")
+
+
+def test_switches_that_cannot_be_measured_here_are_no_ablation(config: Path) -> None:
+    simulated: Any = Simulated(config, chance=random.Random(0))
+    with pytest.raises(UsageError, match=r"no switch to measure: expandable segments \(not part of the plan here\)"):
+        ablate(simulated, only=["expandable segments"])
+    assert simulated.spent_s == 1
+
+
 def test_what_differs_from_the_trials_of_a_folder_is_named(config: Path, tmp_path: Path) -> None:
     Trials(config, [], folder=tmp_path / "search")
     with pytest.raises(

@@ -140,7 +140,8 @@ def test_a_real_run_is_trained_again(tmp_path: Path) -> None:
     asked = ("doctor", tmp_path / "run", "--prove", "--config", copy, "--repeats", "1", "--json", "-")
     done = process(*asked, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    (proof,) = json.loads(done.stdout)["proofs"]
-    assert proof["cause"] == "data-starvation"
-    assert len(proof["gains"]) == 1
-    assert proof["problem"] is None
+    proofs = json.loads(done.stdout)["proofs"]
+    assert [proof["cause"] for proof in proofs] == ["data-starvation", "needless-recompute", "all together"]
+    for proof in proofs:
+        assert len(proof["gains"]) == 1
+        assert proof["problem"] is None

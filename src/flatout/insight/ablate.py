@@ -18,7 +18,7 @@ from statistics import fmean
 from typing import Any, Literal, get_args
 
 from flatout import parity
-from flatout.errors import RunFailed
+from flatout.errors import RunFailed, UsageError
 from flatout.insight.compare import finite
 from flatout.insight.switches import FOLLOW, SWITCHES, Kind, Switch, after_of, applies, before_of, changes, planned_of
 from flatout.insight.switches import PLAN as PLAN_KEY
@@ -156,6 +156,9 @@ def ablate(
     session = _Session(trials, blocks=blocks, budget_s=budget_s)
     known = [switch for switch in switches if applies(switch, trials.settings)]
     variants, left_out = _variants(known, first.decisions, only=only, on_gpu=trials.on_gpu)
+    if all(variant.switch is None for variant in variants):
+        told = ", ".join(f"{name} ({why})" for name, why in left_out.items()) or "none applies to this recipe"
+        raise UsageError(f"there is no switch to measure: {told}")
     session.measure(_in_tables(variants, tables))
     if "cumulative" in tables:
         steps = _cumulative(variants, session, known=known)

@@ -28,7 +28,7 @@ from flatout.config import load, to_mapping
 from flatout.config.recipes import RECIPES
 from flatout.config.settings import RftSettings, RouterSettings, Settings
 from flatout.errors import UsageError
-from flatout.files import cache_folder, read_json, typed, write_atomic
+from flatout.files import BadFile, cache_folder, read_json, typed, write_atomic
 from flatout.hardware import detect, with_cpu_facts
 from flatout.insight.compare import BLOCK_STEPS
 from flatout.insight.processes import CORES, Ended, Process
@@ -156,7 +156,10 @@ class Trials:
                 )
             self._lock()
             for file in sorted((self.folder / TRIALS).glob("*.json")):
-                one = typed(Measured, read_json(file, root=self.folder), source=file)
+                try:
+                    one = typed(Measured, read_json(file, root=self.folder), source=file)
+                except BadFile as error:
+                    raise UsageError(f"{error}; delete the file to measure that trial again") from None
                 self.found[one.key] = one
                 self._allow(one)
             for left in self.folder.glob("trial-*"):  # of the trial that was running when an earlier call was killed
@@ -164,7 +167,10 @@ class Trials:
             return
         if self.folder.exists() and any(self.folder.iterdir()):
             raise UsageError(f"{self.folder} is not empty and holds no trials: name another --run FOLDER")
-        (self.folder / TRIALS).mkdir(parents=True, exist_ok=True)
+        try:
+            (self.folder / TRIALS).mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UsageError(f"--run {self.folder} cannot be created: {error.strerror}") from None
         self._lock()
         write_atomic(name, json.dumps(told | {"base": self.base}, indent=1).encode())
 
