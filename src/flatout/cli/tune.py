@@ -27,9 +27,6 @@ if TYPE_CHECKING:
     from flatout.insight.trials import Measured
     from flatout.insight.tune import Rates, Tuned
 
-# Decisions that follow from others, and are not shown.
-FOLLOW = ("accumulation", "loss_chunk")
-
 
 def tune(
     config: Config,
@@ -144,10 +141,12 @@ def _print_tuned(tuned: Tuned) -> None:
 
 
 def _short(one: Measured, start: Measured) -> str:
-    """The decisions that differ from those of the user's file."""
+    """The decisions that differ from those of the user's file, without those that follow from others."""
+    from flatout.insight.switches import FOLLOW
+
     own = {key.removeprefix("plan."): value for key, value in one.settings.items()} | one.decisions
     found = {key: value for key, value in own.items() if value is not None and start.decisions.get(key) != value}
-    return ", ".join(f"{key} {value}" for key, value in found.items() if key not in FOLLOW) or "the same plan"
+    return ", ".join(f"{key} {value}" for key, value in found.items() if f"plan.{key}" not in FOLLOW) or "the same plan"
 
 
 def _print_rates(rates: Rates) -> None:

@@ -106,7 +106,7 @@ def resolve(plan: Plan, *, local_rank: int, deterministic: bool) -> Active:
         what = (
             "documents padded or masked: no kernel for them" if plan.job.packing == "documents" else "masked: no kernel"
         )
-        how = ", unfused" if requested.attention == "math" else ""
+        how = "; attention: math" if requested.attention == "math" else ""
         facts["attention"] = "variable-length flash kernel" if varlen else f"{what} {why}{how}"
         repeat_kv = repeat_kv and plan.job.packing != "documents"  # layers without a window use the other kernel
         if varlen and (problem := _try_varlen(plan.job.shape, dtype, device)):

@@ -130,8 +130,8 @@ class Ablation:
         """The rows of a question, preceded by their references where these are not rows of it."""
         rows = [row for row in self.rows if row.question == question]
         named = {row.reference for row in rows} - {row.name for row in rows}
-        behind = [replace(row, reference=None, time=None, loss_verdict=None) for row in self.rows if row.name in named]
-        return [*behind, *rows] if rows else []
+        before = [replace(row, reference=None, time=None, loss_verdict=None) for row in self.rows if row.name in named]
+        return [*before, *rows] if rows else []
 
     def to_json(self) -> dict[str, Any]:
         rows = [asdict(row) | {"verdict": row.verdict} for row in self.rows]
@@ -341,7 +341,9 @@ class _Session:
 
     def _undecided(self, names: Sequence[str]) -> dict[str, int]:
         """One more block of those whose evidence is short, with their references, if there is a budget."""
-        rows = {row.name: row for row in self.rows() if row.name in names and self.budget_s is not None}
+        if self.budget_s is None:
+            return {}
+        rows = {row.name: row for row in self.rows() if row.name in names}
         usable = {name for name in names if not self._failed(name)}
         open_ = [name for name, row in rows.items() if row.blocks_needed and row.reference in usable]
         wanted = {*open_, *(self.variants[name].reference for name in open_)}
@@ -358,7 +360,7 @@ class _Session:
             self.measured.setdefault(name, {})[seed] = found
 
     def _log_time(self, name: str) -> float | None:
-        """As in the newest call of the reference: what an earlier call measured is scaled by its own reference."""
+        """The logarithm of the time per token, scaled to the newest call of the reference."""
         variant, own = self.variants[name], self.measured.get(name, {})
         against = self.measured.get(variant.reference, {}) if variant.reference is not None else {}
         pairs = [(own[seed].log_time, against[seed].log_time) for seed in _pairs(own, against)]
@@ -394,7 +396,7 @@ class _Session:
                 problem = f"{variant.reference} could not be measured"
             elif shared and variant.switch is not None:
                 unused = not_in_effect(variant.switch, pairs[0][0], pairs[1][0])
-        switch = variant.switch
+        switch, log_time = variant.switch, self._log_time(variant.name)
         return Row(
             name=variant.name,
             question=variant.question if variant.reference is not None else None,
@@ -403,8 +405,8 @@ class _Session:
             task=None if switch is None else switch.task,
             claim=None if switch is None else switch.claim,
             blocks=len(good),
-            tokens_per_s=None if (log := self._log_time(variant.name)) is None else math.exp(-log),
-            mfu=None if log is None else _mfu(good, log),
+            tokens_per_s=None if log_time is None else math.exp(-log_time),
+            mfu=None if log_time is None else _mfu(good, log_time),
             peak_gib=mean_of(good, lambda one: one.peak_gib),
             start_s=mean_of(good, lambda one: one.start_s),
             loss=mean_of(good, lambda one: one.loss),

@@ -281,7 +281,7 @@ def tell(run: Run, *, num_parts: int = NUM_PARTS, now: float | None = None, doct
         tasks=_tasks(events),
         phases=_phases(latest),
         peak_gib=max((row["peak_gib"] for row in memory if "peak_gib" in row), default=None),
-        total_gib=max((row["total_gib"] for row in memory if "total_gib" in row), default=None),
+        total_gib=_total_gib(memory, hardware),
         num_non_finite=sum(part.num_non_finite for part in latest),
         recompiled=_recompiled(warm, recent),
         loss_ends=loss_ends(run, latest),
@@ -309,6 +309,13 @@ def tell(run: Run, *, num_parts: int = NUM_PARTS, now: float | None = None, doct
         told_at=now,
     )
     return replace(story, criteria=_criteria(story, ended), forecasts=_forecasts(story))
+
+
+def _total_gib(memory: Iterable[Mapping[str, float]], hardware: Mapping[str, Any]) -> float | None:
+    """The device's memory; on a CPU no more than a container allows, which the record of the hardware knows."""
+    total = max((row["total_gib"] for row in memory if "total_gib" in row), default=None)
+    allowed = None if hardware.get("gpu") else hardware.get("ram_gib")
+    return total if total is None or not allowed else min(total, float(allowed))
 
 
 def _phases(parts: Iterable[Rollup]) -> list[Phase]:

@@ -19,7 +19,7 @@ import numpy as np
 
 from flatout import parity
 from flatout.errors import FlatoutError, RunFailed, UsageError
-from flatout.insight.ablate import compared
+from flatout.insight.ablate import SEEDS, compared
 from flatout.insight.compare import finite
 from flatout.insight.switches import FOLLOW, PLAN, ROWS
 from flatout.insight.trials import Measured, Trial, Trials
@@ -40,8 +40,6 @@ CRASHED = 0.5
 CONFIRMED = parity.LOOKS[0]
 LR_FACTORS = (0.25, 0.5, 1.0, 2.0, 4.0)
 LR_STEPS = 60
-# From the seeds of a search to those of the trial that other calls repeat.
-SEEDS = 1000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -258,7 +256,7 @@ class Levels:
         return 0 if self._known(self.trials.call) else 1
 
     def of(self, one: Measured) -> Measured:
-        """A trial as fast as it would have been in the first call."""
+        """The trial with the time that it would have taken in the first call."""
         if one.log_time is None or one.call == self.first.call:
             return one
         seeds = itertools.count(self.first.seed + SEEDS)

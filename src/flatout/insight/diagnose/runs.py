@@ -152,9 +152,6 @@ def _memory(story: Story) -> Iterator[Finding]:
     share = story.memory_share
     if share is None:
         return
-    ram_gib = story.hardware.get("ram_gib")
-    if not story.hardware.get("gpu") and ram_gib and story.peak_gib:
-        share = max(share, story.peak_gib / ram_gib)  # a container may have less memory than its host
     evidence = f"steps.jsonl, memory: {number(story.peak_gib)} of {number(story.total_gib)} GiB at the peak"
     free, recompute, accumulation = 1 - share, _decided(story, "recompute"), _decided(story, "accumulation")
     if share > MUCH_MEMORY:
