@@ -1,7 +1,8 @@
 """`flatout ablate` on the four kinds of jobs: pretraining, LoRA, sampling, and reinforcement learning.
 
     python -m benchmarks.ablations pretrain --table alone --table cumulative --budget 500s
-    python -m benchmarks.ablations lora sampling rl --table without --budget 300s --model FOLDER --data GSM8K.jsonl
+    python -m benchmarks.ablations lora sampling --table without --model FOLDER --data GSM8K.jsonl
+    python -m benchmarks.ablations rl --table without --budget 900s --model FOLDER
     python -m benchmarks.ablations small --budget 900s    # on a CPU
 
 The jobs are the examples with smaller batches, so that a trial takes seconds; `small` is a pretraining job for a CPU.
@@ -83,7 +84,7 @@ def main() -> None:
     parser.add_argument("jobs", nargs="+", choices=JOBS)
     parser.add_argument("--model", default="HuggingFaceTB/SmolLM2-135M-Instruct")
     parser.add_argument("--data", default="gsm8k.jsonl", help="rows with question and answer")
-    parser.add_argument("--budget", required=True, help="of each job, such as 300s")
+    parser.add_argument("--budget", default=None, help="of each job, such as 300s; four blocks without one")
     parser.add_argument("--table", action="append", default=[])
     parser.add_argument("--only", action="append", default=[])
     parser.add_argument("--folder", type=Path, default=Path("ablations"))
@@ -97,7 +98,8 @@ def main() -> None:
         (file := options.folder / f"{job}.yaml").parent.mkdir(parents=True, exist_ok=True)
         file.write_text(JOBS[job].replace("MODEL", options.model).replace("DATA", options.data))
         given = [word for key in ("table", "only") for value in getattr(options, key) for word in (f"--{key}", value)]
-        command = [sys.executable, "-m", "flatout", "ablate", str(file), "--budget", options.budget, *given]
+        given += ["--budget", options.budget] if options.budget else []
+        command = [sys.executable, "-m", "flatout", "ablate", str(file), *given]
         done = subprocess.run([*command, "--run", str(folder)], check=False)
         if done.returncode:
             print(f"{job}: exit {done.returncode}", flush=True)
