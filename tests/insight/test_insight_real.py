@@ -93,7 +93,7 @@ threading.Thread(target=wait, args=(os.path.join(sys.argv[-1], "steps.jsonl"),),
 LITTLE_ROOM = """
 import resource, torch
 if torch.cuda.is_available():
-    torch.cuda.set_per_process_memory_fraction(64 * 2**20 / torch.cuda.get_device_properties(0).total_memory)
+    taken = torch.empty(torch.cuda.mem_get_info()[0] - (500 << 20), dtype=torch.uint8, device="cuda")
 else:
     with open("/proc/self/status") as file:
         kib = next(int(line.split()[1]) for line in file if line.startswith("VmData"))
