@@ -85,6 +85,7 @@ def main() -> None:
     parser.add_argument("--model", default="HuggingFaceTB/SmolLM2-135M-Instruct")
     parser.add_argument("--data", default="gsm8k.jsonl", help="rows with question and answer")
     parser.add_argument("--budget", default=None, help="of each job, such as 300s; four blocks without one")
+    parser.add_argument("--steps", default=None, help="measured steps of a trial; ten without it")
     parser.add_argument("--table", action="append", default=[])
     parser.add_argument("--only", action="append", default=[])
     parser.add_argument("--folder", type=Path, default=Path("ablations"))
@@ -98,7 +99,9 @@ def main() -> None:
         (file := options.folder / f"{job}.yaml").parent.mkdir(parents=True, exist_ok=True)
         file.write_text(JOBS[job].replace("MODEL", options.model).replace("DATA", options.data))
         given = [word for key in ("table", "only") for value in getattr(options, key) for word in (f"--{key}", value)]
-        given += ["--budget", options.budget] if options.budget else []
+        given += [
+            word for key in ("budget", "steps") if (value := getattr(options, key)) for word in (f"--{key}", value)
+        ]
         command = [sys.executable, "-m", "flatout", "ablate", str(file), *given]
         done = subprocess.run([*command, "--run", str(folder)], check=False)
         if done.returncode:

@@ -634,6 +634,22 @@ def test_the_command(config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert json.loads((tmp_path / "search" / "ablation.json").read_text())["rows"]
 
 
+def test_trials_measure_as_many_steps_as_the_command_says(
+    config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    folder = tmp_path / "search"
+    words = ["ablate", str(config), "--only", "mixed precision", "--blocks", "1", "--run", str(folder)]
+    found = CliRunner().invoke(app, [*words, "--steps", "20"])
+    assert found.exit_code == 0, found.output
+    again = Trials(config, [], folder=folder, steps=20)
+    assert again.found, "the folder's trials have 20 steps"
+    assert "train.steps=23" in again._given(Trial(settings={}, seed=0)), "with the three that warm up"
+    del again
+    assert isinstance(CliRunner().invoke(app, words).exception, UsageError), "ten steps do not go with them"
+    assert CliRunner().invoke(app, [*words, "--steps", "9"]).exit_code == 2
+
+
 @pytest.mark.parametrize(
     ("words", "told"),
     [
