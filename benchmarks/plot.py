@@ -42,15 +42,17 @@ def svg(results: list[Result], *, title: str) -> str:
 
 def main() -> None:
     benchmark, metric, target, *jobs = sys.argv[1:]
-    results = [r for r in read(FOLDER / f"{benchmark}.jsonl") if not jobs or r.variant.startswith(f"{jobs[0]}: ")]
-    newest = [r for r in results if r.call == results[-1].call and r.metric == metric]
-    one, ratios = newest[0], newest[0].unit == "ratio"
-    newest.sort(key=lambda r: r.value if ratios else -r.value)
-    least, most = (f({r.repeats for r in newest}) for f in (min, max))
-    if ratios:
-        title = f"{jobs[0]}: speed of the full plan without each switch, {one.hardware}, {least} blocks or more"
+    rows = [r for r in read(FOLDER / f"{benchmark}.jsonl") if r.metric == metric]
+    if jobs:
         without = f"{jobs[0]}: - "
-        newest = [replace(r, variant=r.variant.removeprefix(without)) for r in newest if r.variant.startswith(without)]
+        rows = [replace(r, variant=r.variant.removeprefix(without)) for r in rows if r.variant.startswith(without)]
+    newest = [r for r in rows if r.call == rows[-1].call]
+    newest.sort(key=lambda r: r.value if jobs else -r.value)
+    one = newest[0]
+    least, most = (f({r.repeats for r in newest}) for f in (min, max))
+    if jobs:
+        blocks = f"{least} blocks" if least == most else f"{least} to {most} blocks"
+        title = f"{jobs[0]}: speed of the full plan without each switch, {one.hardware}, {blocks}"
     else:
         runs = f"median of {most}" if least == most else f"{least} to {most} runs each"
         title = f"{benchmark}: {one.unit} on one {one.hardware}, torch {one.versions['torch']}, {runs}"

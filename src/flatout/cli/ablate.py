@@ -51,9 +51,7 @@ def ablate(
         Path | None, typer.Option(help="YAML file to start from (default: the starting point of common guides)")
     ] = None,
     blocks: Annotated[int, typer.Option(help="repeats of every variant, in turn", min=1, max=16)] = 4,
-    steps: Annotated[
-        int, typer.Option(help="measured steps of a trial: more where a step takes little time", min=10)
-    ] = 10,
+    steps: Annotated[int, typer.Option(help="steps that a trial measures after its warm-up", min=10)] = 10,
     budget: Budget = None,
     only: Annotated[list[str] | None, typer.Option(help="measure only this switch; may be repeated")] = None,
     table: Annotated[
