@@ -22,6 +22,7 @@ from flatout.cost import (
     training_memory,
     weight_bytes,
 )
+from flatout.cost.roofline import phase_work
 from flatout.errors import UsageError
 
 SMALL = ModelShape(
@@ -403,3 +404,50 @@ def test_what_the_decoder_cannot_run_is_refused_by_name(changes: dict[str, Any],
 def test_several_refusals_come_together() -> None:
     with pytest.raises(UsageError, match=r"mlp_bias, hidden_act 'relu'"):
         ModelShape.from_hf(LLAMA | {"mlp_bias": True, "hidden_act": "relu"})
+
+
+# The roofline
+
+
+def work(shape: ModelShape, *, recompute: str = "none", adapters: Adapters | None = None, **changes: Any) -> Any:
+    flops = flops_per_token(shape, sequence_length=1024, adapters=adapters, recompute=recompute)
+    values: dict[str, Any] = {"tokens": 8192, "targets": 8192, "micro_batches": 1, "precision": "bf16", "path": "fused"}
+    return flops, phase_work(shape, flops=flops, recompute=recompute, adapters=adapters, **values | changes)
+
+
+@pytest.mark.parametrize("adapters", [None, Adapters(rank=16, alpha=32.0)])
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+def test_the_work_of_the_phases_is_all_of_it(recompute: str, adapters: Adapters | None) -> None:
+    flops, phases = work(SMALL, recompute=recompute, adapters=adapters)
+    assert phases["forward"].flops + phases["backward"].flops == pytest.approx(8192 * flops.executed)
+
+
+def test_the_head_works_in_the_forward_pass_and_on_targets_only() -> None:
+    _, every = work(SMALL)
+    _, half = work(SMALL, targets=4096)
+    head = 2 * SMALL.vocab * SMALL.hidden
+    assert every["forward"].flops - half["forward"].flops == 4096 * 3 * head
+    assert every["forward"].bytes > half["forward"].bytes
+    assert every["backward"] == half["backward"]
+
+
+def test_the_bytes_of_a_step_by_hand() -> None:
+    _, phases = work(TINY, tokens=0, targets=0)
+    assert phases["forward"].bytes == 2 * TINY.matmul_weights, "weights in bf16, read once"
+    assert phases["backward"].bytes == 2 * TINY.matmul_weights + 4 * TINY.num_parameters, "and fp32 gradients written"
+    assert phases["optimize"].intensity == pytest.approx(18 / 40), "the update waits for memory on every device"
+
+
+def test_more_micro_batches_read_the_weights_more_often() -> None:
+    _, one = work(SMALL)
+    _, four = work(SMALL, micro_batches=4)
+    assert four["forward"].bytes - one["forward"].bytes == 3 * 2 * SMALL.matmul_weights
+    assert four["backward"].intensity < one["backward"].intensity
+    assert four["optimize"] == one["optimize"]
+
+
+def test_recomputation_keeps_less_and_reads_more() -> None:
+    _, kept = work(SMALL)
+    _, again = work(SMALL, recompute="full")
+    assert again["forward"].bytes < kept["forward"].bytes
+    assert again["backward"].bytes > kept["backward"].bytes

@@ -24,7 +24,7 @@ from tests.insight.simulated import Noise, Simulated
 from tests.waiting import wait_until
 from typer.testing import CliRunner
 
-from flatout import gallery
+from flatout import gallery, parity
 from flatout.cli import app
 from flatout.cli.ablate import _tables, seconds_of
 from flatout.config import load
@@ -32,7 +32,8 @@ from flatout.config.settings import Settings
 from flatout.errors import RunFailed, UsageError
 from flatout.insight import processes
 from flatout.insight import trials as trials_module
-from flatout.insight.ablate import BEFORE, HEADS, PLAN, _variants, ablate, compared, not_in_effect
+from flatout.insight.ablate import BEFORE, HEADS, PLAN, Ablation, Row, _variants, ablate, compared, not_in_effect
+from flatout.insight.payback import paybacks
 from flatout.insight.processes import Process
 from flatout.insight.report.ablation import html
 from flatout.insight.switches import SWITCHES, Switch, applies, before_of, of_baseline
@@ -713,6 +714,54 @@ def test_a_narrow_terminal_has_the_important_columns_and_whole_numbers(
     assert re.split(r"\s{2,}", head.strip()) == heads
     for row in found.rows:
         assert any(row.cells[2] in line and row.cells[3] in line for line in lines), "numbers are not wrapped"
+
+
+@pytest.fixture
+def compiling(config: Path) -> tuple[Row, Row]:
+    """The starting point, and the same compiled: as fast as measured, and as late as a test says."""
+    simulated: Any = Simulated(config, chance=random.Random(0), noise=0.002)
+    rows = {row.name: row for row in ablate(simulated, only=["torch.compile"], tables=["alone"]).rows}
+    plain, compiled = rows[BEFORE], rows["+ torch.compile"]
+    assert compiled.verdict == "faster"
+    return replace(plain, tokens_per_s=1000.0, start_s=5.0), replace(compiled, tokens_per_s=1250.0, start_s=25.0)
+
+
+def of_rows(*rows: Row) -> Ablation:
+    return Ablation(rows=rows, left_out={}, decisions={}, seconds=1.0)
+
+
+def test_compiling_pays_off_after_some_tokens(compiling: tuple[Row, Row]) -> None:
+    found = of_rows(*compiling)
+    (payback,) = paybacks(found)
+    assert payback.later_s == 20.0
+    assert payback.tokens == pytest.approx(100_000)  # 5 + 100 s and 25 + 80 s
+    assert "pays off after 100,000 tokens" in html(found, name="job")
+
+
+def test_where_the_plan_compiles_its_payback_is_the_same(compiling: tuple[Row, Row]) -> None:
+    plain, compiled = compiling
+    slower = parity.paired([0.0, 0.0, 0.0, 0.0], [0.2, 0.21, 0.2, 0.21])
+    without = replace(compiled, name="- torch.compile", question="without", reference=PLAN, time=slower)
+    without = replace(without, start_s=plain.start_s, tokens_per_s=plain.tokens_per_s)
+    plan = replace(plain, name=PLAN, start_s=compiled.start_s, tokens_per_s=compiled.tokens_per_s)
+    assert without.verdict == "slower"
+    (payback,) = paybacks(of_rows(plan, without))
+    assert (payback.compiled.name, payback.plain.name) == (PLAN, "- torch.compile")
+    assert payback.tokens == pytest.approx(100_000)
+
+
+def test_what_starts_no_later_or_is_no_faster_has_nothing_to_pay_off(compiling: tuple[Row, Row]) -> None:
+    plain, compiled = compiling
+    slower = parity.paired([0.0, 0.0, 0.0, 0.0], [0.2, 0.21, 0.2, 0.21])
+    for other in (
+        replace(compiled, start_s=4.0),
+        replace(compiled, start_s=None),
+        replace(compiled, compiles=False),
+        replace(compiled, time=slower, tokens_per_s=800.0),
+        replace(compiled, problem="exit 1"),
+    ):
+        assert paybacks(of_rows(plain, other)) == []
+    assert "When compiling pays off" not in html(of_rows(plain, other), name="job")
 
 
 def test_a_page_of_failures_has_no_picture(config: Path) -> None:

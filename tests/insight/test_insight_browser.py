@@ -105,7 +105,7 @@ def test_what_charts_say_can_be_read(browser: Browser, pages: dict[str, str], wi
     browser.look(width=width)
     browser.open(pages["one"])
     assert browser.run(SMALLEST_TEXT) >= 10
-    assert browser.run("document.querySelectorAll('svg.chart').length") == 8
+    assert browser.run("document.querySelectorAll('svg.chart').length") == 9
 
 
 def test_the_user_chooses_light_or_dark(browser: Browser, pages: dict[str, str]):

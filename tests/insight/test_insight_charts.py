@@ -25,6 +25,7 @@ from flatout.insight.report.charts import (
     Level,
     Line,
     Point,
+    decades,
     draw,
     draw_bands,
     short,
@@ -85,6 +86,23 @@ def test_every_point_lies_in_the_frame(ys: list[float], from_zero: bool):
 def test_one_value_has_an_axis_too(ys: list[float], from_zero: bool):
     root = drawn(chart(line(*ys), from_zero=from_zero))
     assert len(classes(root, "grid")) >= 2
+
+
+def test_logarithmic_axes_have_equal_decades():
+    points = [Point(x=10.0**power, y=10.0 ** (2 * power)) for power in range(4)]
+    root = drawn(chart(Line(name="a", colour=1, points=points), log=True))
+    (shape,) = classes(root, "line")
+    xs, ys = zip(*pairs(shape), strict=True)
+    for values in (xs, ys):
+        steps = [later - earlier for earlier, later in pairwise(values)]
+        assert steps == pytest.approx([steps[0]] * 3, abs=0.2)
+    assert {"1", "10", "100", "1k"} <= {found.text for found in classes(root, "tick")}
+
+
+def test_decades():
+    assert decades(0.3, 2000) == [1, 10, 100, 1000]
+    assert decades(1, 10) == [1, 10]
+    assert decades(2, 5) == []
 
 
 def test_a_spike_leaves_the_axis_and_is_named():

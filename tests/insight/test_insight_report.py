@@ -15,12 +15,14 @@ from pathlib import Path
 import pytest
 from tests.insight import hostile, made
 
+from flatout.hardware import named
 from flatout.insight import numbers
 from flatout.insight.report import page, render
 from flatout.insight.report.figures import charts
 from flatout.insight.report.html import Html, join, tag
 from flatout.insight.story import tell
 from flatout.record import Diagnosis, Finding, Run, Span, StepRecord
+from flatout.record.events import Compiled
 
 ALLOWED = """
 html head meta title style body a header main footer p nav ul li section div h1 h2 h3 h4 h5 dl dt dd article figure
@@ -113,7 +115,7 @@ def test_the_verdict_comes_first_and_all_sections_follow(h200: Run):
         "provenance",
     ]
     titles = [figure["id"] for figure in found.named("figure")]
-    assert titles == ["loss", "lr", "grad_norm", "speed", "mfu", "memory", "phases", "utilisation"]
+    assert titles == ["loss", "lr", "grad_norm", "speed", "mfu", "memory", "phases", "utilisation", "roofline"]
 
 
 def test_links_lead_somewhere_and_names_are_unique(h200: Run, long_run: Run):
@@ -165,6 +167,58 @@ def test_utilisation_is_drawn_at_the_step_that_was_under_way(h200: Run):
         under_way = sum(done <= sample["time"] for done in steps)
         assert point.x == pytest.approx(under_way, abs=4)
         assert point.y == sample["gpus"][0]["tensor_active"]
+
+
+def test_each_phase_lies_below_the_roof(h200: Run):
+    (chart,) = [chart for chart in charts(tell(h200), id="") if chart.id == "roofline"]
+    limit, *phases = chart.lines
+    assert [line.name for line in phases] == ["forward", "backward", "optimize"]
+    (low, ridge, high) = limit.points
+    card = named("H200")
+    assert low.y / low.x == pytest.approx(card.bandwidth)
+    assert ridge.y == high.y == card.peak_flops["fp8"], "the plan has 8-bit matmuls"
+    for line in phases:
+        (point,) = line.points
+        assert 0 < point.y < min(ridge.y, point.x * card.bandwidth)
+        assert low.x < point.x < high.x
+    done = tell(h200).rates.flops.executed * 65536
+    spent = {line.name: line.points[0].y for line in phases}
+    # The median step of the made run is 1 % slower than its spans say.
+    assert 0.036 * spent["forward"] + 0.071 * spent["backward"] == pytest.approx(done, rel=0.02)
+
+
+@pytest.mark.parametrize("changes", [{"recipe": "rl"}, {"train": {"objective": "mine:loss"}}])
+def test_phases_whose_work_is_unknown_have_no_roofline(tmp_path: Path, changes: dict[str, object]):
+    run = made.make(tmp_path / "run", steps=8, config={"recipe": "pretrain"} | changes)
+    assert "roofline" not in [chart.id for chart in charts(tell(run), id="")]
+
+
+def test_without_a_bandwidth_there_is_no_roofline(tmp_path: Path):
+    hardware = named("H200").to_json() | {"bandwidth": None}
+    run = made.make(tmp_path / "run", steps=8, hardware=hardware)
+    assert "roofline" not in [chart.id for chart in charts(tell(run), id="")]
+    harmless(Page(render([run])))
+
+
+def test_compiling_has_paid_off_where_the_lines_cross(tmp_path: Path):
+    run = made.make(tmp_path / "run", steps=200, ended=False)
+    with run.recorder() as recorder:
+        recorder.event(Compiled(step=3, seconds=40.0, break_even=5_000))
+    (chart,) = [chart for chart in charts(tell(run), id="") if chart.id == "payback"]
+    compiled, plain = (line.points for line in chart.lines)
+    assert (compiled[0].y, plain[0].y) == (40.0, 0.0)
+    assert compiled[1].x == 5_000
+    assert compiled[1].y == pytest.approx(plain[1].y)
+    assert compiled[2].y < plain[2].y
+    assert compiled[2].x == 10_000, "beyond the run, so that the crossing is seen"
+    assert "pays off at step 5,000" in render([run])
+
+
+def test_a_gain_that_is_unknown_has_no_payback(tmp_path: Path):
+    run = made.make(tmp_path / "run", steps=8, ended=False)
+    with run.recorder() as recorder:
+        recorder.event(Compiled(step=3, seconds=40.0, break_even=None))
+    assert "payback" not in [chart.id for chart in charts(tell(run), id="")]
 
 
 def test_unknown_is_said_as_such(bare: Run):

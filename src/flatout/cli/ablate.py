@@ -69,6 +69,7 @@ def ablate(
     from flatout.config import load
     from flatout.files import write_atomic
     from flatout.insight import ablate as verb
+    from flatout.insight.payback import paybacks
     from flatout.insight.report.ablation import html
     from flatout.insight.switches import SWITCHES, of_baseline
     from flatout.insight.trials import WARMUP, Trials, short
@@ -107,6 +108,8 @@ def ablate(
     for made in _tables(found, width=out.width):
         out.print(made, highlight=False)
         out.print()
+    for payback in paybacks(found):
+        print_plain(f"{payback}")
     for look, many in _grouped((row.name, row.next_look) for row in found.rows).items():
         if look:
             print_plain(

@@ -73,6 +73,7 @@ class Row:
     loss_verdict: LossVerdict | None
     problem: str | None
     not_in_effect: str | None = None  # why the switch changes nothing here
+    compiles: bool = False  # the switch takes time at the start
 
     @property
     def verdict(self) -> str:
@@ -415,6 +416,7 @@ class _Session:
             loss_verdict=verdict,
             problem=problem,
             not_in_effect=unused,
+            compiles=switch is not None and switch.compiles,
         )
 
 

@@ -7,6 +7,9 @@ from collections.abc import Sequence
 
 from flatout import __version__
 from flatout.insight.ablate import HEADS, Ablation, Row
+from flatout.insight.payback import Payback, paybacks
+from flatout.insight.report.charts import draw
+from flatout.insight.report.figures import payback_chart
 from flatout.insight.report.fragments import table
 from flatout.insight.report.html import Child, Html, join, tag
 from flatout.insight.report.page import POLICY, digest, document, style
@@ -17,6 +20,7 @@ QUESTIONS = {
     "without": ("Without each switch", "Speed against the full plan; the thin line is the 95 % interval."),
     "cumulative": ("One after the other", "Tokens per second; each bar begins where the one before it ended."),
 }
+WORDS = ("claim", "loss", "verdict")
 WIDTH, NAMES, RIGHT, ROW = 640, 240, 60, 24
 
 
@@ -25,6 +29,7 @@ def html(found: Ablation, *, name: str) -> str:
     policy = f"{POLICY}; style-src {digest(style())}"
     made = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
     sections = [_section(found, question) for question in QUESTIONS]
+    paid = paybacks(found)
     left = [[what, why] for what, why in found.left_out.items()]
     seen = join(
         tag("header", tag("p", "flatout ablation", class_="brand"), tag("p", made, id="made")),
@@ -32,6 +37,7 @@ def html(found: Ablation, *, name: str) -> str:
             "main",
             tag("h1", f"The gain of each optimization: {name}"),
             sections,
+            _compilation(paid) if paid else None,
             table(["", "why"], left, caption="Left out") if left else None,
             id="content",
         ),
@@ -51,9 +57,32 @@ def _section(found: Ablation, question: str) -> Html | None:
         "section",
         tag("h2", title, id=f"{question}-h"),
         tag("figure", tag("figcaption", about), chart) if chart is not None else None,
-        table(HEADS, cells, caption=title, numeric=True),
+        table(HEADS, cells, caption=title, numeric=True, words=WORDS),
         id=question,
         aria_labelledby=f"{question}-h",
+    )
+
+
+def _compilation(paid: Sequence[Payback]) -> Html:
+    """When each measured compilation has paid off."""
+    shown = []
+    for at, one in enumerate(paid):
+        chart = payback_chart(
+            id=f"payback-{at}",
+            about=str(one),
+            compiled=(one.compiled.start_s, one.compiled.token_s),
+            plain=(one.plain.start_s, one.plain.token_s),
+            even=one.tokens,
+            last=2 * one.tokens,
+            x_name="tokens",
+        )
+        shown.append(tag("figure", tag("figcaption", str(one)), draw(chart)))
+    return tag(
+        "section",
+        tag("h2", "When compiling pays off", id="compilation-h"),
+        tag("div", shown, class_="charts"),
+        id="compilation",
+        aria_labelledby="compilation-h",
     )
 
 

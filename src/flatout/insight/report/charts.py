@@ -19,6 +19,8 @@ LABEL_GAP = 34
 # Beyond this many times the usual range a value leaves the axis and is marked at its edge.
 OUTLIER = 3.0
 LARGEST = 1e100
+# A logarithmic axis goes on by this factor.
+LOG_ROOM = 2.0
 STRIPS = 60  # places at which the pointer shows values
 
 
@@ -71,6 +73,7 @@ class Chart:
     levels: Sequence[Level] = ()
     broken: Sequence[float] = ()  # steps whose value was not finite
     from_zero: bool = True
+    log: bool = False  # both axes
     x_name: str = "step"
     missing: str = "nothing was recorded to draw this from"
 
@@ -102,13 +105,23 @@ class _Frame:
     x_high: float
     y_low: float
     y_high: float
+    log: bool = False
 
     def x(self, value: float) -> float:
-        return LEFT + (value - self.x_low) / (self.x_high - self.x_low) * (WIDTH - LEFT - RIGHT)
+        return LEFT + self._share(value, self.x_low, self.x_high) * (WIDTH - LEFT - RIGHT)
 
     def y(self, value: float) -> float:
         inside = min(max(value, self.y_low), self.y_high)
-        return HEIGHT - BOTTOM - (inside - self.y_low) / (self.y_high - self.y_low) * (HEIGHT - TOP - BOTTOM)
+        return HEIGHT - BOTTOM - self._share(inside, self.y_low, self.y_high) * (HEIGHT - TOP - BOTTOM)
+
+    def ticks(self, low: float, high: float, *, count: int = 4) -> list[float]:
+        return decades(low, high) if self.log else ticks(low, high, count=count)
+
+    def _share(self, value: float, low: float, high: float) -> float:
+        """How far a value lies on the way from low to high."""
+        if self.log:
+            return math.log(value / low) / math.log(high / low)
+        return (value - low) / (high - low)
 
 
 def draw(chart: Chart) -> Html:
@@ -155,7 +168,7 @@ def draw_bands(chart: Bands) -> Html:
 
 def short(value: float) -> str:
     """A number for an axis: 1.5M, 20k, 0.25."""
-    for size, letter in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+    for size, letter in ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
         if abs(value) >= size:
             return f"{value / size:.3g}{letter}"
     return f"{value:.3g}"
@@ -174,6 +187,12 @@ def ticks(low: float, high: float, *, count: int = 4) -> list[float]:
     return [step * number for number in range(first, last + 1)]
 
 
+def decades(low: float, high: float) -> list[float]:
+    """The powers of ten from `low` to `high`."""
+    first, last = math.ceil(math.log10(low) - 1e-9), math.floor(math.log10(high) + 1e-9)
+    return [10.0**power for power in range(first, last + 1)]
+
+
 def _svg(id: str, title: str, about: str, *content: Child) -> Html:
     return tag(
         "svg",
@@ -190,6 +209,9 @@ def _svg(id: str, title: str, about: str, *content: Child) -> Html:
 def _frame(chart: Chart, lines: Sequence[Line]) -> _Frame:
     points = [point for line in lines for point in line.points]
     xs = [point.x for point in points]
+    if chart.log:
+        ys = [point.y for point in points]
+        return _Frame(x_low=min(xs), x_high=max(xs), y_low=min(ys) / LOG_ROOM, y_high=max(ys) * LOG_ROOM, log=True)
     means = sorted(point.y for point in points)
     low, high = min(point.bottom for point in points), max(point.top for point in points)
     # A spike must not flatten everything else: the axis ends where nearly all means do.
@@ -209,11 +231,11 @@ def _frame(chart: Chart, lines: Sequence[Line]) -> _Frame:
 def _axes(frame: _Frame, *, show: Callable[[float], str], x_name: str) -> Html:
     bottom = HEIGHT - BOTTOM
     parts = []
-    for value in ticks(frame.y_low, frame.y_high):
+    for value in frame.ticks(frame.y_low, frame.y_high):
         y = _round(frame.y(value))
         parts.append(tag("line", x1=LEFT, x2=WIDTH - RIGHT, y1=y, y2=y, class_="grid"))
         parts.append(tag("text", show(value), x=LEFT - 6, y=_round(y + 4), class_="tick end"))
-    for value in ticks(frame.x_low, frame.x_high, count=3):
+    for value in frame.ticks(frame.x_low, frame.x_high, count=3):
         x = _round(frame.x(value))
         parts.append(tag("line", x1=x, x2=x, y1=bottom, y2=bottom + 4, class_="axis"))
         parts.append(tag("text", short(value), x=x, y=bottom + 17, class_="tick middle"))

@@ -8,9 +8,10 @@ from functools import partial
 from typing import Any
 
 from flatout.insight.report.charts import Band, Bands, Chart, Level, Line, Point, share, short
+from flatout.insight.report.roofline import roofline
 from flatout.insight.story import Story, names_of
 from flatout.record import Rollup
-from flatout.record.events import MicroBatchSearched
+from flatout.record.events import Compiled, MicroBatchSearched
 
 # Phases in the order they are stacked, with the class that colours them.
 PHASES = {
@@ -43,6 +44,8 @@ def charts(story: Story, *, id: str) -> list[Chart | Bands]:
     parts = [_loss_parts(story, id=f"{id}parts"), _temperature(story, id=f"{id}temperature")] if routes else []
     searched = [event for event in story.events if isinstance(event, MicroBatchSearched)]
     sizes = [_micro_batches(searched[-1], id=f"{id}micro-batch")] if searched else []
+    roof = roofline(story, id=f"{id}roofline")
+    paid = _payback(story, id=f"{id}payback")
     return [
         *rewards,
         loss_chart([story], id=f"{id}loss"),
@@ -54,6 +57,8 @@ def charts(story: Story, *, id: str) -> list[Chart | Bands]:
         _memory(story, id=f"{id}memory"),
         _bands(story, id=f"{id}phases"),
         _utilisation(story, id=f"{id}utilisation"),
+        *([roof] if roof else []),
+        *([paid] if paid else []),
         *sizes,
     ]
 
@@ -167,6 +172,43 @@ def _micro_batches(event: MicroBatchSearched, *, id: str) -> Chart:
     about = f"Tokens per second of the micro-batches that were tried; {failed or 'none'} did not fit."
     lines = [line] if points else []
     return Chart(id=id, title="Micro-batch search", about=about, show=short, lines=lines, x_name="sequences")
+
+
+def _payback(story: Story, *, id: str) -> Chart | None:
+    """From the measured time of compiling and of a step; what a step would take without it is the plan's estimate."""
+    compiled = next((event for event in reversed(story.events) if isinstance(event, Compiled)), None)
+    if compiled is None or not compiled.break_even or not story.speed.step_s:
+        return None
+    paid, step_s = compiled.break_even, story.speed.step_s
+    return payback_chart(
+        id=id,
+        about=f"Compiling took {compiled.seconds:.1f} s and pays off at step {paid:,}, by the plan's estimate.",
+        compiled=(compiled.seconds, step_s),
+        plain=(0.0, step_s + compiled.seconds / paid),
+        even=paid,
+        last=story.total_steps or story.num_steps,
+        x_name="step",
+    )
+
+
+def payback_chart(
+    *,
+    id: str,
+    about: str,
+    compiled: tuple[float, float],
+    plain: tuple[float, float],
+    even: float,
+    last: float,
+    x_name: str,
+) -> Chart:
+    """Seconds with and without compiling, each as those of the start and of a step (or token); equal at `even`."""
+    xs = (0.0, even, max(last, 2 * even))
+    lines = [
+        Line(name=name, colour=colour, points=[Point(x=x, y=start_s + x * each_s) for x in xs])
+        for name, colour, (start_s, each_s) in (("compiled", 1, compiled), ("not compiled", 2, plain))
+    ]
+    title = "Time with and without compiling, s"
+    return Chart(id=id, title=title, about=about, show=short, lines=lines, x_name=x_name)
 
 
 def speed_chart(stories: Sequence[Story], *, id: str) -> Chart:

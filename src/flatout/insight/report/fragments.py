@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, TypeVar
 
 from flatout.insight import numbers
@@ -10,7 +10,7 @@ from flatout.insight.compare import Comparison, flatten, settings_that_differ
 from flatout.insight.diagnose.runs import findings_of
 from flatout.insight.machine import Machine
 from flatout.insight.report import routing
-from flatout.insight.report.charts import Bands, Chart, draw, draw_bands
+from flatout.insight.report.charts import Bands, Chart, draw, draw_bands, short
 from flatout.insight.report.figures import charts, loss_chart, phase_colour, speed_chart, validation_chart
 from flatout.insight.report.html import Child, Html, join, tag, text
 from flatout.insight.story import Choice, Forecast, Gpu, Story, names_of
@@ -184,25 +184,27 @@ def figure(chart: Chart | Bands, *, level: int) -> Html:
 def _numbers(chart: Chart | Bands) -> Html | None:
     """A chart's numbers as a short table, as an alternative to the curves."""
     if isinstance(chart, Bands):
-        heads = [band.name for band in chart.bands]
+        x_name, heads = "step", [band.name for band in chart.bands]
         rows = [
             [f"{x:,.0f}", *(percent(band.shares[at]) for band in chart.bands)]
             for at, x in _spread(list(enumerate(chart.xs)))
         ]
     else:
-        heads = [line.name for line in chart.lines if line.points]
-        rows = []
-        for line in chart.lines:
-            for point in _spread(line.points):
-                cells = [chart.show(point.y) if other is line else "" for other in chart.lines if other.points]
-                rows.append([f"{point.x:,.0f}", *cells])
-        rows.sort(key=lambda row: float(row[0].replace(",", "")))
+        x_name, heads = chart.x_name, [line.name for line in chart.lines if line.points]
+        found = [(point, line) for line in chart.lines for point in _spread(line.points)]
+        rows = [
+            [
+                short(point.x) if chart.log else f"{point.x:,.0f}",
+                *(chart.show(point.y) if other is line else "" for other in chart.lines if other.points),
+            ]
+            for point, line in sorted(found, key=lambda one: one[0].x)
+        ]
     if not rows:
         return None
     return tag(
         "details",
         tag("summary", "In numbers"),
-        table(["step", *heads], rows, caption=chart.title, numeric=True),
+        table([x_name, *heads], rows, caption=chart.title, numeric=True),
         id=f"{chart.id}-numbers",
     )
 
@@ -534,9 +536,27 @@ def _against(compared: Comparison) -> Html:
     return table(["run", f"against {first}"], rows, caption="Against the first run")
 
 
-def table(heads: Sequence[str], rows: Sequence[Sequence[Child]], *, caption: str, numeric: bool = False) -> Html:
-    """A table whose rows are named by their first cell; on a narrow page it scrolls, also by keyboard."""
-    body = [tag("tr", tag("th", row[0], scope="row"), [tag("td", cell) for cell in row[1:]]) for row in rows]
+def table(
+    heads: Sequence[str],
+    rows: Sequence[Sequence[Child]],
+    *,
+    caption: str,
+    numeric: bool = False,
+    words: Collection[str] = (),
+) -> Html:
+    """A table whose rows are named by their first cell; on a narrow page it scrolls, also by keyboard.
+
+    The cells of a numeric table are not wrapped, except in columns of words.
+    """
+    classes = ["words" if head in words else None for head in heads[1:]]
+    body = [
+        tag(
+            "tr",
+            tag("th", row[0], scope="row"),
+            [tag("td", cell, class_=kind) for cell, kind in zip(row[1:], classes, strict=True)],
+        )
+        for row in rows
+    ]
     return tag(
         "div",
         tag(
