@@ -62,7 +62,8 @@ train: {steps: 300, lr: 1.0e-5, warmup_steps: 10}
 def rows_of(job: str, found: dict[str, Any], call: Call) -> list[Result]:
     """Speeds, and against the reference: how many times as fast, and the ratio of the losses. Of a CPU only ratios."""
     rows = []
-    absolute = {"tokens_per_s": "1/s", "peak_gib": "GiB", "start_s": "s"} if torch.cuda.is_available() else {}
+    absolute = {"tokens_per_s": "1/s", "peak_gib": "GiB", "start_s": "s", "longest_start_s": "s"}
+    absolute = absolute if torch.cuda.is_available() else {}
     for row in found["rows"]:
         name, blocks = f"{job}: {row['name']}", row["blocks"]
         if row["problem"] is not None or not blocks:

@@ -67,6 +67,7 @@ class Row:
     mfu: float | None
     peak_gib: float | None
     start_s: float | None
+    longest_start_s: float | None  # of all trials: a first compilation finds nothing in torch's cache
     loss: float | None
     time: Difference | None
     loss_difference: Difference | None
@@ -410,6 +411,7 @@ class _Session:
             mfu=None if log_time is None else _mfu(good, log_time),
             peak_gib=mean_of(good, lambda one: one.peak_gib),
             start_s=mean_of(good, lambda one: one.start_s),
+            longest_start_s=max((one.start_s for one in good if one.start_s is not None), default=None),
             loss=mean_of(good, lambda one: one.loss),
             time=time,
             loss_difference=loss,

@@ -35,8 +35,9 @@ class Payback:
 
     def __str__(self) -> str:
         return (
-            f"Compiling ({self.compiled.name!r} against {self.plain.name!r}) delays the end of the first step by "
-            f"{self.later_s:.1f} s, which pays off after {number(float(f'{self.tokens:.3g}'))} tokens."
+            f"Compiling ({self.compiled.name!r} against {self.plain.name!r}) delays the end of the first step by up to "
+            f"{self.later_s:.1f} s, which pays off after {number(float(f'{self.tokens:.3g}'))} tokens. Where torch has "
+            "the compiled code in its cache, the delay is shorter."
         )
 
 
@@ -49,15 +50,16 @@ def paybacks(found: Ablation) -> list[Payback]:
         for row in found.rows
         if row.compiles and row.reference in named and row.verdict in ("faster", "slower")
     ]
-    courses = [(of, beside) for a, b in pairs if (of := _course(a)) is not None and (beside := _course(b)) is not None]
-    return [
-        Payback(compiled=compiled, plain=plain)
-        for compiled, plain in courses
-        if compiled.start_s > plain.start_s and compiled.token_s < plain.token_s
-    ]
+    return [payback for compiled, plain in pairs if (payback := _payback(compiled, plain)) is not None]
 
 
-def _course(row: Row) -> Course | None:
-    if row.start_s is None or not row.tokens_per_s:
+def _payback(compiled: Row, plain: Row) -> Payback | None:
+    late, early = compiled.longest_start_s, plain.start_s
+    if late is None or early is None or not compiled.tokens_per_s or not plain.tokens_per_s:
         return None
-    return Course(name=row.name, start_s=row.start_s, token_s=1 / row.tokens_per_s)
+    if late <= early or compiled.tokens_per_s <= plain.tokens_per_s:
+        return None
+    return Payback(
+        compiled=Course(name=compiled.name, start_s=late, token_s=1 / compiled.tokens_per_s),
+        plain=Course(name=plain.name, start_s=early, token_s=1 / plain.tokens_per_s),
+    )

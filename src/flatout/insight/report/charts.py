@@ -73,7 +73,7 @@ class Chart:
     levels: Sequence[Level] = ()
     broken: Sequence[float] = ()  # steps whose value was not finite
     from_zero: bool = True
-    log: bool = False  # both axes
+    log: bool = False  # both axes; all values are positive
     x_name: str = "step"
     missing: str = "nothing was recorded to draw this from"
 
