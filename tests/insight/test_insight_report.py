@@ -8,6 +8,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from html.parser import HTMLParser
 from itertools import pairwise
 from pathlib import Path
@@ -18,11 +19,12 @@ from tests.insight import hostile, made
 from flatout.hardware import named
 from flatout.insight import numbers
 from flatout.insight.report import page, render
+from flatout.insight.report.charts import Chart
 from flatout.insight.report.figures import charts
 from flatout.insight.report.html import Html, join, tag
 from flatout.insight.story import tell
-from flatout.record import Diagnosis, Finding, Run, Span, StepRecord
-from flatout.record.events import Compiled
+from flatout.record import Diagnosis, Finding, Run, Span, StepExtra, StepRecord
+from flatout.record.events import Compiled, HardwareFound, Planned
 
 ALLOWED = """
 html head meta title style body a header main footer p nav ul li section div h1 h2 h3 h4 h5 dl dt dd article figure
@@ -169,35 +171,106 @@ def test_utilisation_is_drawn_at_the_step_that_was_under_way(h200: Run):
         assert point.y == sample["gpus"][0]["tensor_active"]
 
 
+def roof_of(run: Run) -> Chart | None:
+    return next((chart for chart in charts(tell(run), id="") if chart.id == "roofline"), None)
+
+
 def test_each_phase_lies_below_the_roof(h200: Run):
-    (chart,) = [chart for chart in charts(tell(h200), id="") if chart.id == "roofline"]
+    chart = roof_of(h200)
     limit, *phases = chart.lines
     assert [line.name for line in phases] == ["forward", "backward", "optimize"]
-    (low, ridge, high) = limit.points
     card = named("H200")
-    assert low.y / low.x == pytest.approx(card.bandwidth)
-    assert ridge.y == high.y == card.peak_flops["fp8"], "the plan has 8-bit matmuls"
+    assert limit.points[-1].y == card.peak_flops["fp8"], "the plan has 8-bit matmuls"
+    assert limit.points[0].y / limit.points[0].x == pytest.approx(card.bandwidth)
+    limits = {point.x: point.y for point in limit.points}
     for line in phases:
         (point,) = line.points
-        assert 0 < point.y < min(ridge.y, point.x * card.bandwidth)
-        assert low.x < point.x < high.x
+        assert point.y < limits[point.x] == min(card.peak_flops["fp8"], point.x * card.bandwidth)
     done = tell(h200).rates.flops.executed * 65536
     spent = {line.name: line.points[0].y for line in phases}
-    # The median step of the made run is 1 % slower than its spans say.
+    # The median step of the made run takes 1 % longer than its spans say.
     assert 0.036 * spent["forward"] + 0.071 * spent["backward"] == pytest.approx(done, rel=0.02)
+
+
+def test_the_roofline_is_that_of_the_last_attempt(tmp_path: Path):
+    """Resumed on a machine with half the bandwidth, where every phase takes ten times as long."""
+    run = made.make(tmp_path / "run", steps=40, ended=False)
+    before = roof_of(run)
+    slow = named("H200").to_json() | {"bandwidth": 2.4e12}
+    with run.recorder() as recorder:
+        recorder.event(HardwareFound(facts=slow))
+        for step in range(40, 60):
+            record = made.h200_step(step, attempt=recorder.attempt, clock=made.BEGAN + step, steps=60, spike_at=None)
+            spans = tuple(replace(span, seconds=10 * span.seconds) for span in record.spans)
+            recorder.step(replace(record, seconds=10 * record.seconds, spans=spans))
+    after = roof_of(run)
+    assert after.lines[0].points[0].y / after.lines[0].points[0].x == pytest.approx(2.4e12)
+    for old, new in zip(before.lines[1:], after.lines[1:], strict=True):
+        assert new.points[0].y == pytest.approx(old.points[0].y / 10, rel=0.05)
+
+
+def test_the_loss_of_a_few_targets_is_less_work(tmp_path: Path):
+    every, few = (made.make(tmp_path / name, steps=20, ended=False) for name in ("every", "few"))
+    for run, share in ((every, 1.0), (few, 0.25)):
+        with run.recorder() as recorder:
+            for step in range(20, 40):
+                record = made.h200_step(
+                    step, attempt=recorder.attempt, clock=made.BEGAN + step, steps=40, spike_at=None
+                )
+                recorder.step(replace(record, extra=StepExtra(targets=int(share * record.tokens))))
+    forward = [roof_of(run).lines[1].points[0] for run in (every, few)]
+    assert forward[1].y < 0.8 * forward[0].y
 
 
 @pytest.mark.parametrize("changes", [{"recipe": "rl"}, {"train": {"objective": "mine:loss"}}])
 def test_phases_whose_work_is_unknown_have_no_roofline(tmp_path: Path, changes: dict[str, object]):
-    run = made.make(tmp_path / "run", steps=8, config={"recipe": "pretrain"} | changes)
-    assert "roofline" not in [chart.id for chart in charts(tell(run), id="")]
+    run = made.make(tmp_path / "run", steps=12, config={"recipe": "pretrain"} | changes)
+    assert roof_of(run) is None
 
 
-def test_without_a_bandwidth_there_is_no_roofline(tmp_path: Path):
-    hardware = named("H200").to_json() | {"bandwidth": None}
-    run = made.make(tmp_path / "run", steps=8, hardware=hardware)
-    assert "roofline" not in [chart.id for chart in charts(tell(run), id="")]
+@pytest.mark.parametrize("steps", [2, 12])
+def test_a_few_steps_have_no_roofline_yet(tmp_path: Path, steps: int):
+    run = made.make(tmp_path / "run", steps=steps, config={"recipe": "pretrain", "train": None})
+    assert (roof_of(run) is None) == (steps == 2)
+
+
+@pytest.mark.parametrize("lacks", [{"bandwidth": None}, {"peak_flops": {}}])
+def test_a_device_whose_limits_are_unknown_has_no_roofline(tmp_path: Path, lacks: dict[str, object]):
+    run = made.make(tmp_path / "run", steps=12, ended=False)
+    with run.recorder() as recorder:
+        recorder.event(HardwareFound(facts=named("H200").to_json() | lacks))
+    assert roof_of(run) is None
     harmless(Page(render([run])))
+
+
+@pytest.mark.parametrize(
+    ("keys", "value"),
+    [
+        (("decisions", "precision"), "fp4"),
+        (("decisions", "accumulation"), None),
+        (("decisions", "sharding"), ...),
+        (("job", "shape", "hidden"), "wide"),
+        (("job", "shape"), ...),
+        (("rates", "flops", "backward"), 0.0),
+    ],
+    ids=str,
+)
+def test_a_plan_of_another_version_is_drawn_as_far_as_it_is_known(tmp_path: Path, keys: tuple[str, ...], value: object):
+    plan = made.h200_plan(12).to_json()
+    part = plan
+    for key in keys[:-1]:
+        part = part[key]
+    if value is ...:
+        del part[keys[-1]]
+    else:
+        part[keys[-1]] = value
+    run = made.make(tmp_path / "run", steps=12, ended=False)
+    with run.recorder() as recorder:
+        recorder.event(Planned(facts=plan))
+    chart = roof_of(run)
+    assert ([line.name for line in chart.lines] if chart else []) == (
+        ["limit", "forward", "optimize"] if keys[-1] == "backward" else []
+    )
 
 
 def test_compiling_has_paid_off_where_the_lines_cross(tmp_path: Path):
@@ -210,7 +283,7 @@ def test_compiling_has_paid_off_where_the_lines_cross(tmp_path: Path):
     assert compiled[1].x == 5_000
     assert compiled[1].y == pytest.approx(plain[1].y)
     assert compiled[2].y < plain[2].y
-    assert compiled[2].x == 10_000, "beyond the run, so that the crossing is seen"
+    assert compiled[2].x == 10_000, "the crossing is in the middle"
     assert "pays off at step 5,000" in render([run])
 
 

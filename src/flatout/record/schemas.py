@@ -20,6 +20,7 @@ Scalar = Annotated[
     ),
     "a number, a text, true, false or null",
 ]
+Positive = Annotated[float, lambda value: 0 < value <= 1e30, "a number above 0"]
 Process = Annotated[int, lambda value: 0 < value < 2**31, "the number of a process"]
 
 
@@ -28,7 +29,7 @@ Process = Annotated[int, lambda value: 0 < value < 2**31, "the number of a proce
 
 @dataclass
 class _Flops:
-    forward: Annotated[float, lambda value: 0 < value <= 1e30, "a number above 0"]
+    forward: Positive
     backward: Annotated[float, lambda value: 0 <= value <= 1e30, "a number from 0 on"]
     recomputed: Finite
     common: Finite
@@ -39,7 +40,7 @@ class _Flops:
 @dataclass
 class _Rates:
     flops: _Flops
-    peak_flops: Annotated[float, lambda value: 0 < value <= 1e30, "a number above 0"] | None
+    peak_flops: Positive | None
     num_devices: Annotated[int, lambda value: 0 < value < 10**9, "a number of devices"] = 1
     precision: str | None = None
     peak_source: str | None = None
@@ -66,6 +67,12 @@ class _Decisions(TypedDict, total=False):
     recompute: str | None
     precision: str | None
     tf32: bool | None
+    sharding: str | None
+    compile: str | None
+    fused_qkv: bool | None
+    fused_mlp: bool | None
+    fused_loss: bool | None
+    fp8: bool | None
 
 
 class PlanView(TypedDict, total=False):
@@ -99,6 +106,8 @@ class _Measured(TypedDict, total=False):
 class HardwareView(TypedDict, total=False):
     gpu: str | None
     measured: _Measured | None
+    bandwidth: Positive | None
+    peak_flops: Mapping[str, Positive]
 
 
 class EnvironmentView(TypedDict, total=False):

@@ -73,7 +73,6 @@ def _compilation(paid: Sequence[Payback]) -> Html:
             compiled=(one.compiled.start_s, one.compiled.token_s),
             plain=(one.plain.start_s, one.plain.token_s),
             even=one.tokens,
-            last=2 * one.tokens,
             x_name="tokens",
         )
         shown.append(tag("figure", tag("figcaption", str(one)), draw(chart)))

@@ -186,7 +186,6 @@ def _payback(story: Story, *, id: str) -> Chart | None:
         compiled=(compiled.seconds, step_s),
         plain=(0.0, step_s + compiled.seconds / paid),
         even=paid,
-        last=story.total_steps or story.num_steps,
         x_name="step",
     )
 
@@ -198,11 +197,10 @@ def payback_chart(
     compiled: tuple[float, float],
     plain: tuple[float, float],
     even: float,
-    last: float,
     x_name: str,
 ) -> Chart:
     """Seconds with and without compiling, each as those of the start and of a step (or token); equal at `even`."""
-    xs = (0.0, even, max(last, 2 * even))
+    xs = (0.0, even, 2 * even)
     lines = [
         Line(name=name, colour=colour, points=[Point(x=x, y=start_s + x * each_s) for x in xs])
         for name, colour, (start_s, each_s) in (("compiled", 1, compiled), ("not compiled", 2, plain))
