@@ -6,7 +6,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from flatout.parity import LOOKS, equivalent, hodges_lehmann, holm, paired, t_quantile, t_tail, typical
+from flatout.parity import LOOKS, enough, equivalent, hodges_lehmann, holm, paired, t_quantile, t_tail, typical
 
 TRIALS, STEPS = 2_000, 12
 Noise = Callable[[np.random.Generator, int], np.ndarray]
@@ -138,3 +138,23 @@ def test_one_spike_moves_neither_the_median_nor_hodges_lehmann() -> None:
 def test_what_is_no_pair_is_refused(a: list[float], b: list[float]) -> None:
     with pytest.raises(ValueError, match=r"pair|finite"):
         paired(a, b)
+
+
+@pytest.mark.parametrize(("effect", "noise"), [(0.05, 0.03), (0.02, 0.03), (0.0, 0.03), (0.0, 0.1)])
+def test_as_many_pairs_as_were_said_to_be_enough_decide(effect: float, noise: float) -> None:
+    """In most cases: the spread and the effect are known from eight pairs only."""
+    random, decided, said = np.random.default_rng(0), 0, []
+    while len(said) < 200:
+        found = paired([0.0] * 8, list(random.normal(effect, noise, 8)), looks=(4, 8, 16))
+        if found.verdict != "too noisy to tell":
+            continue
+        said.append(count := enough(found))
+        assert count > 8
+        true = paired([0.0] * count, list(random.normal(math.log(found.ratio), noise, count)), looks=(4, 8, count))
+        decided += true.verdict != "too noisy to tell"
+    assert decided >= 120, decided
+
+
+def test_without_an_interval_nothing_is_known_of_how_many_are_enough() -> None:
+    assert enough(paired([0.0, 0.0], [0.1, 0.2])) is None
+    assert enough(paired([0.0] * 4, [0.1] * 4)) == 8, "what is certain already stays so at the next look"

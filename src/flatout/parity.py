@@ -105,6 +105,27 @@ def paired(
     )
 
 
+def enough(
+    found: Difference, *, looks: Sequence[int] = LOOKS, alpha: float = ALPHA, margin: float = MARGIN
+) -> int | None:
+    """About how many pairs in all would decide, by the spread of those so far; None if there is no interval.
+
+    It is a planned look, or beyond the last one a multiple of it.
+    """
+    if found.low <= 0 or not math.isfinite(found.high):
+        return None
+    level = 1 - alpha / len(looks)
+    half = math.log(found.high / found.low) / 2
+    spread = half / t_quantile(found.pairs - 1, level=level) * math.sqrt(found.pairs)
+    centre = abs(math.log(found.ratio))
+    count = next((look for look in looks if look > found.pairs), 2 * found.pairs)
+    while True:
+        half = t_quantile(count - 1, level=level) * spread / math.sqrt(count)
+        if half < centre or centre + half <= math.log1p(margin):
+            return count
+        count = next((look for look in looks if look > count), 2 * count)
+
+
 def equivalent(a_logs: Sequence[float], b_logs: Sequence[float], *, margin: float, alpha: float = ALPHA) -> bool:
     """Two one-sided tests (TOST): whether the ratio is shown to lie within 1 / (1 + margin) and 1 + margin."""
     found = paired(a_logs, b_logs, looks=(max(1, len(a_logs)),), alpha=2 * alpha)

@@ -24,7 +24,7 @@ class Simulated:
     some steps and some whole trials take much longer (spikes); or they wander and some steps take much longer (all).
     """
 
-    samples, on_gpu = False, True
+    samples, on_gpu, about = False, True, None
 
     def __init__(
         self,

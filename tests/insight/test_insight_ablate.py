@@ -32,10 +32,11 @@ from flatout.config.settings import Settings
 from flatout.errors import RunFailed, UsageError
 from flatout.insight import processes
 from flatout.insight import trials as trials_module
-from flatout.insight.ablate import BEFORE, HEADS, PLAN, Ablation, Row, _variants, ablate, compared, not_in_effect
+from flatout.insight.ablate import BEFORE, PLAN, _variants, ablate, compared, not_in_effect
 from flatout.insight.payback import paybacks
 from flatout.insight.processes import Process
 from flatout.insight.report.ablation import html
+from flatout.insight.rows import HEADS, HL, Ablation, Row
 from flatout.insight.switches import SWITCHES, Switch, applies, before_of, of_baseline
 from flatout.insight.trials import Measured, Trial, Trials
 from flatout.optim import schedule
@@ -94,8 +95,12 @@ IDLE, USEFUL = "cudnn.benchmark", "fused optimizer"
 
 @pytest.mark.parametrize(
     ("first", "lacks"),
-    [({"only": [USEFUL]}, 4), ({"only": [USEFUL, IDLE], "budget_s": 14}, 3)],
-    ids=["not asked for", "left out by the budget"],
+    [
+        ({"only": [USEFUL]}, 4),
+        ({"only": [USEFUL, IDLE], "budget_s": 14}, 4),
+        ({"only": [USEFUL, IDLE], "blocks": 1}, 6),
+    ],
+    ids=["not asked for", "left out by the budget", "one block of each"],
 )
 def test_a_second_call_on_a_faster_machine_calls_nothing_faster(config: Path, first: Any, lacks: int) -> None:
     simulated: Any = Simulated(config, chance=random.Random(0), noise=0.002)
@@ -700,7 +705,10 @@ def test_the_page_has_bars_intervals_and_every_row(config: Path) -> None:
     assert "not part of the plan here" in page
 
 
-@pytest.mark.parametrize(("width", "heads"), [(64, ["tokens/s", "speed", "loss", "verdict"]), (250, list(HEADS[1:]))])
+@pytest.mark.parametrize(
+    ("width", "heads"),
+    [(64, ["tokens/s", "speed", "loss", "verdict"]), (250, [head for head in HEADS[1:] if head != HL])],
+)
 def test_a_narrow_terminal_has_the_important_columns_and_whole_numbers(
     config: Path, width: int, heads: list[str]
 ) -> None:
@@ -765,6 +773,97 @@ def test_what_starts_no_later_or_is_no_faster_has_nothing_to_pay_off(compiling: 
     ):
         assert paybacks(of_rows(plain, other)) == []
     assert "When compiling pays off" not in html(of_rows(plain, other), name="job")
+
+
+def test_the_middle_is_shown_beside_the_mean_where_there_are_enough_blocks(config: Path) -> None:
+    simulated: Any = Simulated(config, chance=random.Random(0), noise=0.002)
+    few = ablate(simulated, only=["fused optimizer"], tables=["without"])
+    assert HL not in html(few, name="job")
+    many = ablate(simulated, only=["fused optimizer"], tables=["without"], blocks=8)
+    assert HL in html(many, name="job")
+    (row,) = [row for row in many.rows if row.reference]
+    assert row.cells[HEADS.index(HL)] == f"{1 / row.time.middle:.2f}x"
+
+
+def test_what_a_verdict_still_takes_is_said(config: Path) -> None:
+    simulated: Any = Simulated(config, chance=random.Random(0), noise=0.1)
+    found = ablate(simulated, only=["cudnn.benchmark"], tables=["alone"])
+    row = found.rows[-1]
+    assert row.verdict == "not enough evidence"
+    assert row.enough in (8, 16) or row.enough > 16
+    (note,) = [note for note in found.notes() if row.name in note]
+    assert f"--blocks {row.enough}" in note or f"about {row.enough} blocks" in note
+    assert note in html(found, name="job")
+    again = ablate(simulated, only=["cudnn.benchmark"], tables=["alone"], blocks=1)
+    assert again.to_json()["rows"][-1]["blocks_for_verdict"] == row.enough, "known from the blocks before"
+
+
+def test_one_block_is_no_verdict_and_says_so(config: Path) -> None:
+    simulated: Any = Simulated(config, chance=random.Random(0))
+    found = ablate(simulated, only=["fused optimizer"], blocks=1, tables=["without"])
+    assert "A verdict takes at least 4 blocks (--blocks 4, or a larger --budget): - fused optimizer." in found.notes()
+
+
+def test_rows_that_compare_all_steps_are_named(config: Path) -> None:
+    simulated: Any = Simulated(config, chance=random.Random(0))
+    found = ablate(simulated, only=["rare logging", "fused optimizer"], tables=["without"])
+    (note,) = [note for note in found.notes() if "all steps together" in note]
+    assert "- rare logging" in note
+    assert "fused optimizer" not in note
+
+
+def test_a_short_budget_decides_a_few_rows_instead_of_none(config: Path) -> None:
+    simulated: Any = Simulated(config, chance=random.Random(0), noise=0.002)
+    found = ablate(simulated, only=SOME, tables=["alone"], budget_s=18)
+    verdicts = {row.name: row.verdict for row in found.rows if row.question}
+    assert verdicts[PLAN] == "faster"
+    assert verdicts["+ mixed precision"] == "faster"
+    assert verdicts["+ no recomputation"] == "faster"
+    assert found.left_out["+ fused optimizer"] == found.left_out["+ cudnn.benchmark"] == "the budget was too short"
+    assert found.seconds <= 18
+
+
+@pytest.mark.parametrize(("margin", "verdict"), [(0.02, "equal"), (0.0001, "not enough evidence")])
+def test_the_margin_of_losses_is_the_users(config: Path, margin: float, verdict: str) -> None:
+    simulated: Any = Simulated(config, chance=random.Random(0), noise=0.002)
+    found = ablate(simulated, only=["fused optimizer"], tables=["without"], loss_margin=margin)
+    assert found.rows[-1].loss_verdict == verdict
+
+
+def test_switches_outside_the_asked_table_are_named(config: Path) -> None:
+    simulated: Any = Simulated(config, chance=random.Random(0))
+    with pytest.raises(UsageError, match=r"cudnn.benchmark \(not part of the plan, so only"):
+        ablate(simulated, only=["torch.compile", "cudnn.benchmark"], tables=["without"])
+
+
+def test_a_switch_that_a_recipe_cannot_show_is_refused_before_any_trial(tmp_path: Path) -> None:
+    config = tmp_path / "rft.yaml"
+    config.write_text(SAMPLING)
+    simulated: Any = Simulated(config, chance=random.Random(0))
+    with pytest.raises(UsageError, match="trials of recipe rft cannot show fused optimizer; choose from: mixed"):
+        ablate(simulated, only=["fused optimizer"])
+    assert not simulated.found
+
+
+def test_what_trials_of_other_recipes_measure_is_said(tmp_path: Path) -> None:
+    (config := tmp_path / "rft.yaml").write_text(SAMPLING)
+    about = Trials(config, [], folder=tmp_path / "search", base={}).about
+    assert about.startswith("Trials of recipe rft only sample. The loss is the mean negative log-probability")
+    example = gallery.find("router-embedded")
+    assert "phase 1" in Trials(example.path, [], folder=tmp_path / "router", base={}).about
+    assert Trials(gallery.find("pretrain-demo").path, [], folder=tmp_path / "plain", base={}).about is None
+
+
+def test_a_plan_that_also_changes_the_recipe_is_another_training(config: Path) -> None:
+    simulated: Any = Simulated(config, chance=random.Random(0))
+    switches = [
+        Switch(
+            name="train.lr", task="", claim="none", before={"train.lr": 2e-3}, after={"train.lr": 1e-3}, kind="recipe"
+        )
+    ]
+    rows = {row.name: row for row in ablate(simulated, switches=switches, tables=["alone"]).rows}
+    at = HEADS.index("loss")
+    assert rows[PLAN].cells[at] == rows["+ train.lr"].cells[at] == "another training"
 
 
 def test_a_page_of_failures_has_no_picture(config: Path) -> None:

@@ -19,7 +19,7 @@ from flatout.words import counted, duration
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from flatout.insight.ablate import Ablation
+    from flatout.insight.rows import Ablation
     from flatout.insight.switches import Switch
     from flatout.insight.trials import Trials
 
@@ -31,8 +31,8 @@ QUESTIONS = {
     "cumulative": "One after the other, the largest gain first",
 }
 # Columns that a narrow terminal leaves out, in this order, and those that are never wrapped.
-OPTIONAL = ("claim", "start-up", "MFU", "memory")
-NUMBERS = ("tokens/s", "speed", "MFU", "memory", "start-up")
+OPTIONAL = ("Hodges-Lehmann", "claim", "start-up", "MFU", "memory")
+NUMBERS = ("tokens/s", "speed", "Hodges-Lehmann", "MFU", "memory", "start-up")
 SearchFolder = Annotated[
     Path | None,
     typer.Option("--run", help="folder of the trials (default: a new one in runs/); an existing one is continued"),
@@ -41,6 +41,9 @@ Budget = Annotated[
     str | None, typer.Option(help="time for all trials, such as 90s, 10m or 2h; decides what is left out")
 ]
 
+LossMargin = Annotated[
+    float, typer.Option(help="losses are equal if they are shown to differ by less than this share", min=1e-6, max=0.5)
+]
 Limit = Annotated[float, typer.Option(help="seconds after which a trial counts as hung", min=1.0)]
 
 
@@ -50,9 +53,12 @@ def ablate(
     baseline: Annotated[
         Path | None, typer.Option(help="YAML file to start from (default: the starting point of common guides)")
     ] = None,
-    blocks: Annotated[int, typer.Option(help="repeats of every variant, in turn", min=1, max=16)] = 4,
+    blocks: Annotated[
+        int, typer.Option(help="repeats of every variant, in turn; verdicts come after 4, 8 and 16", min=1, max=16)
+    ] = 4,
     steps: Annotated[int, typer.Option(help="steps that a trial measures after its warm-up", min=10)] = 10,
     budget: Budget = None,
+    loss_margin: LossMargin = 0.005,
     only: Annotated[list[str] | None, typer.Option(help="measure only this switch; may be repeated")] = None,
     table: Annotated[
         list[str] | None, typer.Option(help="measure only this table: alone, without or cumulative; may be repeated")
@@ -71,6 +77,7 @@ def ablate(
     from flatout.insight import ablate as verb
     from flatout.insight.payback import paybacks
     from flatout.insight.report.ablation import html
+    from flatout.insight.rows import QUESTIONS as TABLES
     from flatout.insight.switches import SWITCHES, of_baseline
     from flatout.insight.trials import WARMUP, Trials, short
 
@@ -83,11 +90,14 @@ def ablate(
     names = {switch.name for switch in switches}
     if unknown := next((name for name in only or () if name not in names), None):
         raise UsageError(f"--only {unknown!r} is not a switch; choose from: {', '.join(sorted(names))}")
-    tables = [one for one in verb.QUESTIONS if one in (table or ())]
-    if unknown := next((name for name in table or () if name not in verb.QUESTIONS), None):
-        raise UsageError(f"--table {unknown!r} is not a table; choose from: {', '.join(verb.QUESTIONS)}")
+    tables = [one for one in TABLES if one in (table or ())]
+    if unknown := next((name for name in table or () if name not in TABLES), None):
+        raise UsageError(f"--table {unknown!r} is not a table; choose from: {', '.join(TABLES)}")
     if not switches:
-        raise UsageError(f"{baseline} has the same settings as {config}, so there is nothing to measure")
+        raise UsageError(
+            f"{baseline} and {config} differ in nothing that a trial can show, as every trial sets its own number of "
+            "steps, evaluations and saves"
+        )
     trials = Trials(
         config,
         overrides or [],
@@ -98,7 +108,13 @@ def ablate(
     )
     with searching(trials):
         found = verb.ablate(
-            trials, blocks=blocks, budget_s=seconds, switches=switches, only=only or (), tables=tables or verb.QUESTIONS
+            trials,
+            blocks=blocks,
+            budget_s=seconds,
+            switches=switches,
+            only=only or (),
+            tables=tables or TABLES,
+            loss_margin=loss_margin,
         )
     write_atomic(trials.folder / "ablation.json", json.dumps(found.to_json(), indent=1).encode())
     write_atomic(trials.folder / "ablation.html", html(found, name=config.stem).encode())
@@ -110,12 +126,8 @@ def ablate(
         out.print()
     for payback in paybacks(found):
         print_plain(f"{payback}")
-    for look, many in _grouped((row.name, row.next_look) for row in found.rows).items():
-        if look:
-            print_plain(
-                f"The next look at the evidence is after {look} blocks (--blocks {look}, or a larger --budget): "
-                f"{', '.join(many)}."
-            )
+    for note in found.notes():
+        print_plain(note)
     for reason, many in _grouped(found.left_out.items()).items():
         print_plain(f"Left out ({reason}): {', '.join(many)}.")
     if seconds is not None and found.seconds > seconds:
@@ -166,19 +178,20 @@ def _grouped(named: Iterable[tuple[str, T]]) -> dict[T, list[str]]:
 
 
 def _tables(found: Ablation, *, width: int) -> list[Table]:
-    from flatout.insight.ablate import HEADS
+    from flatout.insight.rows import shown
     from flatout.terminal import table
 
     tables = []
     for question, title in QUESTIONS.items():
         if not (rows := found.asked(question)):
             continue
-        shown = _columns([HEADS, *(row.cells for row in rows)], width=width)
-        made = table(title, *(HEADS[at] for at in shown))
-        for column, at in zip(made.columns, shown, strict=True):
-            column.no_wrap = HEADS[at] in NUMBERS
-        for row in rows:
-            made.add_row(*(escaped(row.cells[at]) for at in shown))
+        heads, lines = shown([row.cells for row in rows])
+        columns = _columns([heads, *lines], width=width)
+        made = table(title, *(heads[at] for at in columns))
+        for column, at in zip(made.columns, columns, strict=True):
+            column.no_wrap = heads[at] in NUMBERS
+        for cells in lines:
+            made.add_row(*(escaped(cells[at]) for at in columns))
         tables.append(made)
     return tables
 
@@ -186,8 +199,8 @@ def _tables(found: Ablation, *, width: int) -> list[Table]:
 def _columns(lines: Sequence[Sequence[str]], *, width: int) -> list[int]:
     """The columns that a terminal has room for; the most important ones in any case."""
     widest = [max(map(len, cells)) + 2 for cells in zip(*lines, strict=True)]
-    shown = list(range(len(widest)))
+    kept = list(range(len(widest)))
     for name in OPTIONAL:
-        if sum(widest[at] for at in shown) > width:
-            shown.remove(lines[0].index(name))
-    return shown
+        if name in lines[0] and sum(widest[at] for at in kept) > width:
+            kept.remove(lines[0].index(name))
+    return kept

@@ -13,18 +13,17 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from statistics import fmean
-from typing import Any, Literal, get_args
+from typing import Any
 
 from flatout import parity
 from flatout.errors import RunFailed, UsageError
-from flatout.insight.compare import finite
+from flatout.insight.rows import QUESTIONS, Ablation, LossVerdict, Question, Row
 from flatout.insight.switches import FOLLOW, SWITCHES, Kind, Switch, after_of, applies, before_of, changes, planned_of
 from flatout.insight.switches import PLAN as PLAN_KEY
 from flatout.insight.trials import Measured, Trial, Trials
 from flatout.parity import Difference
-from flatout.words import number, percent
 
 BEFORE, PLAN = "before", "full plan"
 # Losses of changed numerics that differ by less are called equal.
@@ -32,12 +31,6 @@ LOSS_MARGIN = 0.005
 BLOCKS, MOST_BLOCKS = parity.LOOKS[0], parity.LOOKS[-1]
 # From the first seed of one session to that of the next.
 SEEDS = 1000
-
-HEADS = ("", "claim", "tokens/s", "speed", "MFU", "memory", "start-up", "loss", "verdict")
-
-Question = Literal["alone", "without", "cumulative"]
-QUESTIONS: tuple[Question, ...] = get_args(Question)
-LossVerdict = Literal["equal", "different", "not enough evidence"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,96 +42,8 @@ class Variant:
     reference: str | None
     code: str = ""
     switch: Switch | None = None
+    kind: Kind | None = None
     question: Question = "alone"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Row:
-    """One variant against its reference. Times are ratios: below 1, it takes less time."""
-
-    name: str
-    question: Question | None
-    kind: Kind | None
-    reference: str | None
-    task: str | None
-    claim: str | None
-    blocks: int
-    tokens_per_s: float | None
-    mfu: float | None
-    peak_gib: float | None
-    start_s: float | None
-    longest_start_s: float | None  # of all trials: a first compilation finds nothing in torch's cache
-    loss: float | None
-    time: Difference | None
-    loss_difference: Difference | None
-    loss_verdict: LossVerdict | None
-    problem: str | None
-    not_in_effect: str | None = None  # why the switch changes nothing here
-    compiles: bool = False  # the switch takes time at the start
-
-    @property
-    def verdict(self) -> str:
-        if self.problem is not None:
-            return self.problem
-        if self.time is not None and self.time.decided:
-            return self.time.verdict
-        if self.not_in_effect is not None:
-            return f"not in effect: {self.not_in_effect}"
-        if self.time is None:
-            return "reference" if self.reference is None else "not compared yet" if self.blocks else "not measured"
-        if self.time.verdict == "no effect shown":
-            return f"no difference above {parity.MARGIN:.0%}"
-        return "not enough evidence"
-
-    @property
-    def blocks_needed(self) -> int:
-        """More blocks until the next planned look at the evidence; 0 if it is not short."""
-        return self.time.needed_more if self.time is not None and self.problem is None else 0
-
-    @property
-    def next_look(self) -> int | None:
-        """The number of blocks at the next look, if the evidence is short."""
-        if self.time is None or not self.blocks_needed:
-            return None
-        return next((look for look in parity.LOOKS if look > self.time.pairs), None)
-
-    @property
-    def cells(self) -> list[str]:
-        """The row as a table shows it, under HEADS."""
-        speed = "" if self.time is None else f"{1 / self.time.ratio:.2f}x"
-        if self.time is not None and self.time.low > 0:
-            speed += f" ({1 / self.time.high:.2f} to {1 / self.time.low:.2f})"
-        return [
-            self.name,
-            self.claim or "",
-            number(self.tokens_per_s),
-            speed,
-            percent(self.mfu),
-            number(self.peak_gib, unit=" GiB"),
-            number(self.start_s, unit=" s"),
-            "another training" if self.kind == "recipe" else self.loss_verdict or "",
-            self.verdict,
-        ]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Ablation:
-    rows: Sequence[Row]
-    left_out: Mapping[str, str]  # why, by name
-    decisions: Mapping[str, Any]  # of the full plan
-    seconds: float
-
-    def asked(self, question: str) -> list[Row]:
-        """The rows of a question, preceded by their references where these are not rows of it."""
-        rows = [row for row in self.rows if row.question == question]
-        named = {row.reference for row in rows} - {row.name for row in rows}
-        before = [replace(row, reference=None, time=None, loss_verdict=None) for row in self.rows if row.name in named]
-        return [*before, *rows] if rows else []
-
-    def to_json(self) -> dict[str, Any]:
-        rows = [asdict(row) | {"verdict": row.verdict} for row in self.rows]
-        found: dict[str, Any] = finite(asdict(self) | {"rows": rows})
-        return found
 
 
 def ablate(
@@ -149,19 +54,29 @@ def ablate(
     switches: Sequence[Switch] = SWITCHES,
     only: Sequence[str] = (),
     tables: Collection[Question] = QUESTIONS,
+    loss_margin: float = LOSS_MARGIN,
 ) -> Ablation:
     """Measures every switch; those of the guides, or those that lead from a baseline to the configuration."""
     seed = trials.settings.seed
+    known = [switch for switch in switches if applies(switch, trials.settings)]
+    if only and not any(switch.name in only for switch in known):
+        raise UsageError(
+            f"trials of recipe {trials.settings.recipe} cannot show {', '.join(only)}; choose from: "
+            f"{', '.join(switch.name for switch in known)}"
+        )
     first = trials.run(Trial(settings={}, seed=seed), name=PLAN, again=True)
     if first.problem is not None:
         raise RunFailed(f"the configuration itself cannot be measured: {first.problem}")
-    session = _Session(trials, blocks=blocks, budget_s=budget_s)
-    known = [switch for switch in switches if applies(switch, trials.settings)]
-    variants, left_out = _variants(known, first.decisions, only=only, on_gpu=trials.on_gpu)
-    if all(variant.switch is None for variant in variants):
-        told = ", ".join(f"{name} ({why})" for name, why in left_out.items()) or "none applies to this recipe"
+    session = _Session(trials, blocks=blocks, budget_s=budget_s, loss_margin=loss_margin)
+    every, left_out = _variants(known, first.decisions, only=only, on_gpu=trials.on_gpu)
+    variants = _in_tables(every, tables)
+    asked = {variant.switch.name for variant in variants if variant.switch is not None}
+    unasked = {variant.switch.name for variant in every if variant.switch is not None} - asked
+    left_out |= dict.fromkeys(sorted(unasked), "not part of the plan, so only the table alone measures it")
+    if not asked:
+        told = ", ".join(f"{name} ({why})" for name, why in left_out.items())
         raise UsageError(f"there is no switch to measure: {told}")
-    session.measure(_in_tables(variants, tables))
+    session.measure(variants)
     if "cumulative" in tables:
         steps = _cumulative(variants, session, known=known)
         if len(steps) > 1:
@@ -173,6 +88,7 @@ def ablate(
         left_out=left_out | session.left_out,
         decisions=first.decisions,
         seconds=trials.spent_s,
+        about=trials.about,
     )
 
 
@@ -185,7 +101,7 @@ def _variants(
     planned = free | {key: value for switch in known for key, value in planned_of(switch, full).items()}
     found = [
         Variant(name=BEFORE, settings=before, reference=None, code=_code(known)),
-        Variant(name=PLAN, settings=planned, reference=BEFORE),
+        Variant(name=PLAN, settings=planned, reference=BEFORE, kind=_kind(known)),
     ]
     chosen, left_out = [], {}
     for switch in known:
@@ -221,6 +137,11 @@ def _in_tables(variants: Sequence[Variant], tables: Collection[Question]) -> lis
         for one in variants
         if one.name == PLAN or one.question == "without"
     ]
+
+
+def _kind(switches: Sequence[Switch]) -> Kind:
+    """What several switches change together."""
+    return "recipe" if any(switch.kind == "recipe" for switch in switches) else "numerics"
 
 
 def _code(known: Sequence[Switch], on: Sequence[Switch] = ()) -> str:
@@ -261,8 +182,8 @@ def _cumulative(variants: Sequence[Variant], session: _Session, *, known: Sequen
 class _Session:
     """Measures variants block by block, and remembers everything."""
 
-    def __init__(self, trials: Trials, *, blocks: int, budget_s: float | None) -> None:
-        self.trials, self.blocks, self.budget_s = trials, blocks, budget_s
+    def __init__(self, trials: Trials, *, blocks: int, budget_s: float | None, loss_margin: float) -> None:
+        self.trials, self.blocks, self.budget_s, self.loss_margin = trials, blocks, budget_s, loss_margin
         self.variants: dict[str, Variant] = {}
         self.measured: dict[str, dict[int, Measured]] = {}  # by name, then by seed
         self.left_out: dict[str, str] = {}
@@ -282,7 +203,7 @@ class _Session:
         if references and not self._fits(self._due(names[:2])):
             self.left_out |= dict.fromkeys((variant.name for variant in variants), "the budget was spent")
             return
-        self._shorten(names, most=1, why="the budget was too short")
+        self._shorten(names, most=self.blocks, why="the budget was too short")
         first = block
         while due := self._due(names) or self._undecided(names):
             if block == first + MOST_BLOCKS or (block and not self._fits(due, most=1)):
@@ -393,7 +314,7 @@ class _Session:
             shared = _pairs(own, against)
             pairs = [against[seed] for seed in shared], [own[seed] for seed in shared]
             whole = variant.switch is not None and variant.switch.some_steps
-            time, loss, verdict = compared(*pairs, whole=whole)
+            time, loss, verdict = compared(*pairs, margin=self.loss_margin, whole=whole)
             if own and not shared and self._failed(variant.reference):
                 problem = f"{variant.reference} could not be measured"
             elif shared and variant.switch is not None:
@@ -402,7 +323,7 @@ class _Session:
         return Row(
             name=variant.name,
             question=variant.question if variant.reference is not None else None,
-            kind=None if switch is None else switch.kind,
+            kind=variant.kind if switch is None else switch.kind,
             reference=variant.reference,
             task=None if switch is None else switch.task,
             claim=None if switch is None else switch.claim,
@@ -419,6 +340,7 @@ class _Session:
             problem=problem,
             not_in_effect=unused,
             compiles=switch is not None and switch.compiles,
+            whole=switch is not None and switch.some_steps,
         )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from flatout.insight.ablate import Ablation, Row
+from flatout.insight.rows import Ablation, Row
 from flatout.words import number
 
 

@@ -184,6 +184,19 @@ class Trials:
                 f"another search is using {self.folder}: wait for it, or name another --run FOLDER"
             ) from None
 
+    @property
+    def about(self) -> str | None:
+        """What trials of this recipe measure, where that is not plain."""
+        likelihood = "The loss is the mean negative log-probability of the generated tokens."
+        if self.samples:
+            return f"Trials of recipe {self.settings.recipe} only sample. {likelihood}"
+        if RECIPES[self.settings.recipe].rolls_out:
+            return likelihood
+        if RECIPES[self.settings.recipe].routes:
+            phase = short(self.settings).get("router.phase", self.settings.router.phase)
+            return f"Trials train phase {phase} of recipe router (router.phase: another one)."
+        return None
+
     def known(self, trial: Trial) -> bool:
         """Whether it was measured. One that was stopped is tried again if it may take longer now."""
         found = self.found.get(trial.key)

@@ -6,13 +6,13 @@ import time
 from collections.abc import Sequence
 
 from flatout import __version__
-from flatout.insight.ablate import HEADS, Ablation, Row
 from flatout.insight.payback import Payback, paybacks
 from flatout.insight.report.charts import draw
 from flatout.insight.report.figures import payback_chart
 from flatout.insight.report.fragments import table
 from flatout.insight.report.html import Child, Html, join, tag
 from flatout.insight.report.page import POLICY, digest, document, style
+from flatout.insight.rows import Ablation, Row, shown
 from flatout.words import number
 
 QUESTIONS = {
@@ -37,6 +37,7 @@ def html(found: Ablation, *, name: str) -> str:
             "main",
             tag("h1", f"The gain of each optimization: {name}"),
             sections,
+            [tag("p", note, class_="note") for note in found.notes()],
             _compilation(paid) if paid else None,
             table(["", "why"], left, caption="Left out") if left else None,
             id="content",
@@ -52,12 +53,12 @@ def _section(found: Ablation, question: str) -> Html | None:
         return None
     title, about = QUESTIONS[question]
     chart = waterfall(found, rows) if question == "cumulative" else bars(rows)
-    cells = [row.cells for row in found.asked(question)]
+    heads, cells = shown([row.cells for row in found.asked(question)])
     return tag(
         "section",
         tag("h2", title, id=f"{question}-h"),
         tag("figure", tag("figcaption", about), chart) if chart is not None else None,
-        table(HEADS, cells, caption=title, numeric=True, words=WORDS),
+        table(heads, cells, caption=title, numeric=True, words=WORDS),
         id=question,
         aria_labelledby=f"{question}-h",
     )
