@@ -106,6 +106,20 @@ def test_noise_leaves_the_estimate_and_says_so() -> None:
     assert "too noisy to tell" in kept.evidence[-1]
 
 
+@pytest.mark.parametrize("gains", [(0.2,), (-0.002, 0.001)])
+def test_too_few_repeats_leave_the_estimate(gains: tuple[float, ...]) -> None:
+    (kept,) = after(Proof(cause="empty-cache", gains=gains, loss_difference=None))
+    assert (kept.status, kept.gain) == ("estimated", 0.3)
+    assert "no interval" in kept.evidence[-1]
+
+
+@pytest.mark.parametrize(("gains", "told"), [((0.4, 0.41, 0.4), True), ((0.4, 0.41), False), ((0.4, -0.3, 0.1), False)])
+def test_the_headline_has_what_all_fixes_save_if_it_is_shown(gains: tuple[float, ...], told: bool) -> None:
+    proofs = [Proof(cause=cause, gains=gains, loss_difference=None) for cause in ("empty-cache", ALL_TOGETHER)]
+    found = measured(Diagnosis(verdict="", limit={}, findings=(finding("empty-cache"),)), proofs)
+    assert ("together (measured)" in found.verdict) == told
+
+
 def test_what_occurs_in_some_steps_counts_over_the_whole_run() -> None:
     saving = a_run([1.0] * 9 + [11.0])
     assert log_time(saving, cause="checkpointing") == pytest.approx(math.log(2.0 / 100))

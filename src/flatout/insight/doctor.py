@@ -313,7 +313,7 @@ def print_proofs(proofs: Sequence[Proof], *, console: Console, fixes: Mapping[st
         if proof.problem:
             said = f"{proof.cause} failed: {proof.problem}"
             console.print(f"[red]{escape(redact(said))}[/]", highlight=False, soft_wrap=True)
-        elif fixes is not None and (proof.gain or 0.0) > 0:
+        elif fixes is not None and proof.verdict == "faster":
             patch = "every change above" if proof.cause == ALL_TOGETHER else fixes.get(proof.cause, "")
             said = f"make it permanent, {proof.cause}: {patch}"
             console.print(escape(redact(said)), highlight=False, soft_wrap=True)

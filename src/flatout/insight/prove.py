@@ -124,7 +124,7 @@ def measured(diagnosis: Diagnosis, proofs: Sequence[Proof]) -> Diagnosis:
     """The diagnosis with measured gains instead of estimated ones; the estimates are kept as evidence.
 
     A finding whose fix was shown to save less than is worth reporting is left out. Where the measurement was too noisy,
-    the estimate remains.
+    or the repeats are too few for an interval, the estimate remains.
     """
     by_cause = {proof.cause: proof for proof in proofs}
     told_of: list[Finding] = []
@@ -138,12 +138,12 @@ def measured(diagnosis: Diagnosis, proofs: Sequence[Proof]) -> Diagnosis:
         was = "unknown" if finding.gain is None else f"{finding.gain:.0%}"
         told = f"measured: {proof.gain:.1%} of the time per token ({proof.told}); estimated before: {was}"
         noted = replace(finding, evidence=(*finding.evidence, told))
-        unclear = proof.verdict in ("too noisy to tell", "no effect shown")
+        unclear = proof.verdict in ("too few pairs", "too noisy to tell", "no effect shown")
         told_of.append(noted if unclear else replace(noted, gain=proof.gain, status="measured"))
     findings = ranked(told_of)
     verdict = verdict_of(findings, diagnosis.limit) if by_cause else diagnosis.verdict
     together = by_cause.get(ALL_TOGETHER)
-    if together is not None and together.gain is not None:
+    if together is not None and together.gain is not None and together.verdict == "faster":
         verdict += f"; all fixes that are switches save {together.gain:.1%} together (measured)"
     return replace(diagnosis, verdict=verdict, findings=findings)
 
