@@ -48,7 +48,7 @@ DRAWS, LINE = 4, 80
 # Short, because users wait for it: one diagnosis, and a few steps for each fix.
 LOOK = Asked(steps=8, seconds=45.0, quiet=True)
 PROOF = Asked(steps=7, seconds=2.0, quiet=True)
-MOST_PROOFS, REPEATS = 3, 2
+MOST_PROOFS, REPEATS = 3, 3
 
 
 def run(folder: Path, *, console: Console, repeats: int = REPEATS, overrides: Sequence[str] = ()) -> Outcome:

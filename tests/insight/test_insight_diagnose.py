@@ -259,8 +259,8 @@ def test_a_measured_gain_replaces_the_estimate_and_may_change_the_order() -> Non
     found = diagnose(seen(**TWO_CAUSES))
     assert [f.cause for f in found.findings] == ["fp32-matmul", "needless-recompute"]
     proofs = [
-        Proof(cause="fp32-matmul", gains=(0.1, 0.14), loss_difference=0.01),
-        Proof(cause="needless-recompute", gains=(0.3, 0.32), loss_difference=0.0),
+        Proof(cause="fp32-matmul", gains=(0.11, 0.12, 0.13), loss_difference=0.01),
+        Proof(cause="needless-recompute", gains=(0.3, 0.31, 0.32), loss_difference=0.0),
     ]
     proved = measured(found, proofs)
     assert [(f.cause, f.status) for f in proved.findings] == [
@@ -273,10 +273,10 @@ def test_a_measured_gain_replaces_the_estimate_and_may_change_the_order() -> Non
 def test_the_headline_is_what_was_measured() -> None:
     found = diagnose(seen(**TWO_CAUSES))
     assert "fp32-matmul, about 72% of step time" in found.verdict
-    one = Proof(cause="needless-recompute", gains=(0.29, 0.3), loss_difference=0.0)
+    one = Proof(cause="needless-recompute", gains=(0.29, 0.295, 0.3), loss_difference=0.0)
     assert "needless-recompute, 29.5% of step time (measured)" in measured(found, [one]).verdict
-    both = [one, Proof(cause="fp32-matmul", gains=(0.297,), loss_difference=0.0)]
-    both.append(Proof(cause=ALL_TOGETHER, gains=(0.41,), loss_difference=0.0))
+    both = [one, Proof(cause="fp32-matmul", gains=(0.297,) * 3, loss_difference=0.0)]
+    both.append(Proof(cause=ALL_TOGETHER, gains=(0.41,) * 3, loss_difference=0.0))
     said = measured(found, both).verdict
     assert "the largest is fp32-matmul, 29.7% of step time (measured)" in said
     assert said.endswith("; all fixes that are switches save 41.0% together (measured)")
