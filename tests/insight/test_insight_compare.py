@@ -31,11 +31,14 @@ def made(
     loss: float = 1.0,
     steps: int = 160,
     start: float = 1.0,
+    **facts: Any,
 ) -> Run:
     """A run whose steps scatter by 2 %, the first ones `start` times as long, and whose loss falls with the tokens."""
     chance = random.Random(f"{folder.name}{seed}")
     config = {"recipe": "pretrain", "seed": seed, "train": {"lr": lr}}
-    run = Run.create(folder, config_text="", config=config, plan={}, hardware={}, environment={})
+    run = Run.create(
+        folder, config_text="", **{"config": config, "plan": {}, "hardware": {}, "environment": {}, **facts}
+    )
     with run.recorder() as recorder:
         for step in range(steps):
             seconds = step_s * math.exp(chance.gauss(0, 0.02)) * (start if step < WARM_STEPS else 1)
@@ -149,9 +152,57 @@ def test_a_report_of_several_runs_says_the_same(format: Any, tmp_path: Path) -> 
     assert "did not take turns" not in render(repeats, format=format)
 
 
+@pytest.mark.parametrize("format", ["html", "md"])
+def test_a_report_has_every_number_of_the_comparison(format: Any, tmp_path: Path) -> None:
+    runs = [made(tmp_path / "a"), made(tmp_path / "b", lr=2e-3, step_s=0.08)]
+    text = html.unescape(render(runs, format=format)).replace("\\", "")
+    for table in compare(runs).tables():
+        for name, cells in table.rows:
+            assert name in text
+            assert all(cell in text for cell in cells)
+    assert "loss at 160,000 tokens" in text
+    assert "device hours" in text
+
+
+def test_the_same_settings_with_other_versions_or_devices_are_compared(tmp_path: Path) -> None:
+    old, new = {"packages": {"torch": "2.11.0"}}, {"packages": {"torch": "2.13.0"}}
+    here, there = {"gpu": "NVIDIA H100"}, {"gpu": "NVIDIA H200"}
+    first = made(tmp_path / "a", environment=old, hardware=here)
+    found = compare([first, made(tmp_path / "b", step_s=0.08, environment=new, hardware=here)])
+    assert found.settings == [("torch", ["2.11.0", "2.13.0"])]
+    assert found.against[0].time.verdict == "faster"
+    found = compare([first, made(tmp_path / "c", environment=old, hardware=there)])
+    assert found.settings == [("device", ["NVIDIA H100", "NVIDIA H200"])]
+
+
+def test_decisions_of_the_plans_that_differ_are_shown(tmp_path: Path) -> None:
+    plans = [{"decisions": {"precision": precision, "tf32": True}} for precision in ("fp32", "bf16")]
+    runs = [made(tmp_path / f"r{at}", lr=1e-3 * (at + 1), plan=plan) for at, plan in enumerate(plans)]
+    assert compare(runs).decisions == [("precision", ["fp32", "bf16"])]
+    code, text = said(*(run.path for run in runs))
+    assert code == 0
+    assert "Decisions that differ" in text
+
+
+def test_two_runs_of_a_watched_script_are_compared_without_settings(tmp_path: Path) -> None:
+    watched = {"plan": {"foreign": True}, "config": {}}
+    runs = [made(tmp_path / "before", **watched), made(tmp_path / "after", step_s=0.05, **watched)]
+    found = compare(runs)
+    assert found.against[0].time.verdict == "faster"
+    assert found.settings == found.decisions == []
+    ours = compare([runs[0], made(tmp_path / "ours", step_s=0.05)])
+    assert ours.settings == [], "a script has no settings of flatout"
+
+
+@pytest.mark.parametrize(("margin", "verdict"), [(0.05, "equal"), (0.0001, "not enough evidence")])
+def test_the_margin_of_losses_is_the_users(tmp_path: Path, margin: float, verdict: str) -> None:
+    runs = [made(tmp_path / f"{lr}-{seed}", seed=seed, lr=lr) for lr in (1e-3, 2e-3) for seed in range(4)]
+    assert compare(runs, loss_margin=margin).against[0].loss_verdict == verdict
+
+
 def test_mistakes_are_named(tmp_path: Path) -> None:
     one, again = made(tmp_path / "a"), made(tmp_path / "b", seed=1)
-    with pytest.raises(UsageError, match="the same settings except for the seed"):
+    with pytest.raises(UsageError, match="differ in nothing but their seed"):
         compare([one, again])
     with pytest.raises(UsageError, match="no steps yet"):
         compare([one, made(tmp_path / "c", lr=2e-3, steps=0)])

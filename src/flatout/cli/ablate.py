@@ -12,7 +12,18 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
-from flatout.cli.shared import AsJson, Config, Overrides, err, escaped, new_folder, out, print_json, print_plain
+from flatout.cli.shared import (
+    AsJson,
+    Config,
+    LossMargin,
+    Overrides,
+    err,
+    escaped,
+    new_folder,
+    out,
+    print_json,
+    print_plain,
+)
 from flatout.errors import UsageError
 from flatout.words import counted, duration
 
@@ -41,9 +52,6 @@ Budget = Annotated[
     str | None, typer.Option(help="time for all trials, such as 90s, 10m or 2h; decides what is left out")
 ]
 
-LossMargin = Annotated[
-    float, typer.Option(help="losses are equal if they are shown to differ by less than this share", min=1e-6, max=0.5)
-]
 Limit = Annotated[float, typer.Option(help="seconds after which a trial counts as hung", min=1.0)]
 
 

@@ -33,6 +33,9 @@ Overrides = Annotated[
 ]
 RunFolder = Annotated[Path | None, typer.Option("--run", help="run folder (default: runs/CONFIG-TIME)")]
 ModelName = Annotated[str, typer.Argument(help="run folder, model folder or hub name", metavar="RUN|MODEL")]
+LossMargin = Annotated[
+    float, typer.Option(help="losses are equal if they are shown to differ by less than this share", min=1e-6, max=0.5)
+]
 AsJson = Annotated[bool, typer.Option("--json", help="machine-readable output")]
 Adapter = Annotated[
     str | None,

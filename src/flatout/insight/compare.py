@@ -1,6 +1,7 @@
 """Compares runs: speed, memory, phases, loss at equal tokens and at equal time, task scores, settings, cost.
 
-Runs whose settings differ only in the seed are repeats of one configuration. With three repeats or more the unit of
+Runs of flatout whose settings, device and versions differ only in the seed are repeats of one configuration. A watched
+script is a configuration of its own, since it may have been edited. With three repeats or more the unit of
 evidence is a run, and runs with the same seed are a pair. With fewer, it is a block of steps. Then a machine that was
 slower on the day of one run cannot be told from a slower configuration, and the answer says so.
 """
@@ -19,6 +20,7 @@ from flatout.insight.story import Story, TaskScore, tell
 from flatout.parity import Difference
 from flatout.record import Run
 from flatout.verdict import warm_up
+from flatout.words import duration, loss_text, number, percent
 
 # Steps of a block at least, blocks at most, and the steps at the end of a run that they are taken from.
 BLOCK_STEPS, MOST_BLOCKS, STEPS_READ = 10, 16, 4096
@@ -79,12 +81,53 @@ class Against:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Table:
+    """Rows of text with a column for each configuration."""
+
+    title: str
+    rows: Sequence[tuple[str, Sequence[str]]]
+
+
+@dataclass(frozen=True, kw_only=True)
 class Comparison:
     sides: Sequence[Numbers]
     against: Sequence[Against]
     tokens: int  # up to which losses are compared
     seconds: float
-    settings: Sequence[tuple[str, Sequence[Any]]] = field(default_factory=list)
+    settings: Sequence[tuple[str, Sequence[Any]]] = field(default_factory=list)  # those that differ
+    decisions: Sequence[tuple[str, Sequence[Any]]] = field(default_factory=list)  # of the plans, likewise
+
+    def tables(self) -> list[Table]:
+        """The numbers of all configurations next to each other."""
+        numbers: list[tuple[str, Callable[[Numbers], str]]] = [
+            ("runs", lambda side: str(side.runs)),
+            ("tokens/s", lambda side: number(side.tokens_per_s)),
+            ("MFU", lambda side: percent(side.mfu)),
+            ("peak memory", lambda side: number(side.peak_gib, unit=" GiB")),
+            (f"loss at {self.tokens:,} tokens", lambda side: loss_text(side.loss_at_equal_tokens)),
+            (f"loss at {duration(self.seconds)}", lambda side: loss_text(side.loss_at_equal_time)),
+            ("last validation loss", lambda side: loss_text(side.val_loss)),
+            ("device hours", lambda side: number(side.device_hours)),
+        ]
+        if any(side.cost is not None for side in self.sides):
+            numbers.append(("cost", lambda side: number(side.cost)))
+        phases = dict.fromkeys(name for side in self.sides for name in side.phases)
+        tasks = dict.fromkeys(name for side in self.sides for name in side.tasks)
+        repeated = any(side.runs > 1 for side in self.sides)
+        return [
+            Table(
+                title="Means of the runs" if repeated else "Runs",
+                rows=[(name, [text(side) for side in self.sides]) for name, text in numbers],
+            ),
+            Table(
+                title="Seconds of a step",
+                rows=[(name, [number(side.phases.get(name)) for side in self.sides]) for name in phases],
+            ),
+            Table(
+                title="Tasks, of the first run" if repeated else "Tasks",
+                rows=[(name, [_score(side.tasks.get(name)) for side in self.sides]) for name in tasks],
+            ),
+        ]
 
     def sentences(self, one: Against) -> list[str]:
         """What the evidence says about the speed and the loss of one configuration."""
@@ -113,32 +156,63 @@ class Comparison:
         return found
 
 
-def compare(runs: Sequence[Run], *, stories: Sequence[Story] | None = None, price: float | None = None) -> Comparison:
+def compare(
+    runs: Sequence[Run],
+    *,
+    stories: Sequence[Story] | None = None,
+    price: float | None = None,
+    loss_margin: float = LOSS_MARGIN,
+) -> Comparison:
     """The first run's configuration is the one that others are compared with.
 
     `stories` are those of the runs, if they were read already; `price` is that of a device for an hour.
     """
     sides = sides_of(runs, stories or [tell(run) for run in runs])
     if len(sides) < 2:
-        raise UsageError("these runs have the same settings except for the seed: give runs of two configurations")
+        raise UsageError(
+            "these runs differ in nothing but their seed: give runs of two configurations, devices or versions"
+        )
     every = [story for side in sides for story in side.stories.values()]
     if empty := next((story.path for story in every if not story.num_steps), None):
         raise UsageError(f"{empty} has no steps yet, so there is nothing to compare")
     tokens, seconds = min(story.tokens for story in every), min(story.seconds for story in every)
+    firsts = [next(iter(side.stories.values())) for side in sides]
     return Comparison(
         sides=[_numbers(side, tokens=tokens, seconds=seconds, price=price) for side in sides],
-        against=[_against(sides[0], side, tokens=tokens) for side in sides[1:]],
+        against=[_against(sides[0], side, tokens=tokens, loss_margin=loss_margin) for side in sides[1:]],
         tokens=tokens,
         seconds=seconds,
-        settings=differences([_unseeded(side.config) for side in sides]),
+        settings=_of_own(firsts, lambda story: _unseeded(story.config) | _setup(story)),
+        decisions=_of_own(firsts, lambda story: story.plan.get("decisions", {})),
     )
+
+
+def _of_own(stories: Sequence[Story], facts: Callable[[Story], Mapping[str, Any]]) -> list[tuple[str, list[Any]]]:
+    """The facts that differ between runs of flatout; None for watched scripts, which have none."""
+    own = [at for at, story in enumerate(stories) if not story.plan.get("foreign")]
+    found = [
+        (key, dict(zip(own, values, strict=True))) for key, values in differences([facts(stories[at]) for at in own])
+    ]
+    return [(key, [of.get(at) for at in range(len(stories))]) for key, of in found]
+
+
+def _setup(story: Story) -> dict[str, Any]:
+    """What a run depends on besides its settings."""
+    packages = story.environment.get("packages") or {}
+    device = story.hardware.get("gpu") or story.hardware.get("cpu")
+    return {"device": device, "torch": packages.get("torch"), "flatout": story.environment.get("flatout")}
+
+
+def _score(score: TaskScore | None) -> str:
+    return "n/a" if score is None else score.score
 
 
 def sides_of(runs: Sequence[Run], stories: Sequence[Story]) -> list[Side]:
     """Runs by configuration, in the order in which each was first named."""
     found: dict[tuple[tuple[str, str], ...], list[tuple[Any, Run, Story]]] = {}
     for run, story in zip(runs, stories, strict=True):
-        settings = tuple((name, repr(value)) for name, value in flatten(_unseeded(story.config)))
+        facts = {"watched": story.path} if story.plan.get("foreign") else _unseeded(story.config) | _setup(story)
+        settings = tuple((name, repr(value)) for name, value in flatten(facts))
         found.setdefault(settings, []).append((story.config.get(SEED), run, story))
     sides, taken = [], set[str]()
     for several in found.values():
@@ -196,7 +270,7 @@ def _step(run: Run, story: Story) -> dict[str, float]:
     return {name: max(0.0, seconds) / count for name, seconds in found.items()}
 
 
-def _against(first: Side, other: Side, *, tokens: int) -> Against:
+def _against(first: Side, other: Side, *, tokens: int, loss_margin: float) -> Against:
     shared = [seed for seed in first.runs if seed in other.runs]
     if len(shared) < parity.FEWEST_PAIRS:
         a, b, unit = _blocks(first, other)
@@ -213,13 +287,13 @@ def _against(first: Side, other: Side, *, tokens: int) -> Against:
     known = [[math.log(loss) for loss in side if loss is not None and loss > 0] for side in losses]
     looks = (len(shared),)
     complete = all(len(side) == len(shared) for side in known)
-    loss = parity.paired(known[0], known[1], looks=looks, margin=LOSS_MARGIN) if complete else None
+    loss = parity.paired(known[0], known[1], looks=looks, margin=loss_margin) if complete else None
     return Against(
         name=other.name,
         unit=RUNS,
         time=parity.paired(times[0], times[1], looks=looks),
         loss=loss,
-        loss_verdict=_loss_verdict(loss, equal=complete and parity.equivalent(*known, margin=LOSS_MARGIN)),
+        loss_verdict=_loss_verdict(loss, equal=complete and parity.equivalent(*known, margin=loss_margin)),
     )
 
 
@@ -294,14 +368,9 @@ def differences(configs: Sequence[Mapping[str, Any]]) -> list[tuple[str, list[An
 
 def settings_that_differ(stories: Sequence[Story]) -> list[tuple[str, list[Any]]] | None:
     """The settings that differ between runs, None where they cannot: a watched script has no settings of flatout."""
-    own = [at for at, story in enumerate(stories) if not story.plan.get("foreign")]
-    if len(own) < 2:
+    if sum(not story.plan.get("foreign") for story in stories) < 2:
         return None
-    found = []
-    for key, values in differences([stories[at].config for at in own]):
-        of = dict(zip(own, values, strict=True))
-        found.append((key, [of.get(at) for at in range(len(stories))]))
-    return found
+    return _of_own(stories, lambda story: story.config)
 
 
 def flatten(facts: Mapping[str, Any], *, under: str = "") -> Iterable[tuple[str, Any]]:

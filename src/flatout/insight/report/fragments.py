@@ -506,7 +506,7 @@ def side_by_side(stories: Sequence[Story], compared: Comparison | None) -> list[
             f"{len(stories)} runs side by side",
             tag("ul", listed, class_="runs"),
             table(["", *names], rows, caption="Side by side", numeric=True),
-            *([_against(compared)] if compared else []),
+            *(_against(compared) if compared else []),
             id="runs",
             level=1,
         ),
@@ -529,11 +529,21 @@ def side_by_side(stories: Sequence[Story], compared: Comparison | None) -> list[
     ]
 
 
-def _against(compared: Comparison) -> Html:
-    first, rows = compared.sides[0].name, list[list[Child]]()
-    for one in compared.against:
-        rows.append([one.name, " ".join(compared.sentences(one))])
-    return table(["run", f"against {first}"], rows, caption="Against the first run")
+def _against(compared: Comparison) -> list[Html]:
+    """What `flatout compare` says of the same runs."""
+    names = [side.name for side in compared.sides]
+    numbers = [
+        table(["", *names], [[name, *cells] for name, cells in one.rows], caption=one.title, numeric=True)
+        for one in compared.tables()
+        if one.rows
+    ]
+    decided = [[tag("code", key), *(_value(value) for value in values)] for key, values in compared.decisions]
+    said: list[list[Child]] = [[one.name, " ".join(compared.sentences(one))] for one in compared.against]
+    return [
+        *numbers,
+        *([table(["decision", *names], decided, caption="Decisions of the plans that differ")] if decided else []),
+        table(["run", f"against {names[0]}"], said, caption="Against the first run"),
+    ]
 
 
 def table(

@@ -75,6 +75,10 @@ def markdown(stories: Sequence[Story], *, compared: Comparison | None = None) ->
     rows += [[row[0].name, *(figure.text for figure in row)] for row in every]
     lines += ["", *_table(["", *names], rows)]
     if compared:
+        sides = [side.name for side in compared.sides]
+        for table in compared.tables():
+            if table.rows:
+                lines += ["", f"## {table.title}", "", *_table(["", *sides], [[k, *v] for k, v in table.rows])]
         for one in compared.against:
             heading = _text(f"{one.name} against {compared.sides[0].name}")
             lines += ["", f"**{heading}.** {' '.join(compared.sentences(one))}"]
