@@ -12,6 +12,7 @@ from flatout.cli.ablate import Budget, Limit, SearchFolder, say, searching, seco
 from flatout.cli.shared import (
     AsJson,
     Config,
+    LossMargin,
     Overrides,
     escaped,
     new_folder,
@@ -24,21 +25,24 @@ from flatout.errors import RunFailed, UsageError
 from flatout.words import loss_text, number, percent
 
 if TYPE_CHECKING:
+    from flatout.insight.lr import Rates
     from flatout.insight.trials import Measured
-    from flatout.insight.tune import Rates, Tuned
+    from flatout.insight.tune import Tuned
 
 
 def tune(
     config: Config,
     overrides: Overrides = None,
     search: Annotated[
-        Literal["plan", "lr"], typer.Option(help="plan: decisions that change the speed; lr: the learning rate")
+        Literal["plan", "lr"],
+        typer.Option(help="plan: decisions that change the speed; lr: the learning rate and its warm-up"),
     ] = "plan",
     trials: Annotated[int | None, typer.Option(help="trials of the search, at most (default: 20)", min=2)] = None,
     budget: Budget = None,
     apply: Annotated[bool, typer.Option("--apply", help="write the result into CONFIG; comments are kept")] = False,
     revert: Annotated[bool, typer.Option("--revert", help="undo the last --apply, byte for byte")] = False,
     limit: Limit = 600.0,
+    loss_margin: LossMargin = 0.005,
     run: SearchFolder = None,
     as_json: AsJson = False,
 ) -> None:
@@ -61,24 +65,24 @@ def tune(
     from flatout.config import load
     from flatout.files import write_atomic
     from flatout.hardware import detect
+    from flatout.insight import lr
     from flatout.insight import tune as verb
     from flatout.insight.trials import STEPS, Trials
     from flatout.plan import job_of
 
     settings = load(config, overrides=overrides or []).settings
     folder = run or new_folder(f"{config.stem}-tune")
-    steps = verb.LR_STEPS if search == "lr" else STEPS
+    steps = lr.STEPS if search == "lr" else STEPS
     made = Trials(config, overrides or [], folder=folder, steps=steps, limit_s=limit, say=say)
     if search == "lr":
         with searching(made):
-            rates = verb.search_lr(made)
-        values, found = ({} if rates.best == rates.lr else {"train.lr": rates.best}), rates.to_json()
-        unconfirmed = rates.unconfirmed
+            rates = lr.search(made)
+        values, found, unconfirmed = rates.values, rates.to_json(), rates.unconfirmed
     else:
         seconds = None if budget is None else seconds_of(budget)
         job = job_of(settings, hardware=detect(), num_ranks=1)
         with searching(made):
-            tuned = verb.tune(made, job, most=trials or 20, budget_s=seconds)
+            tuned = verb.tune(made, job, most=trials or 20, budget_s=seconds, loss_margin=loss_margin)
         values, found, unconfirmed = tuned.values, tuned.to_json(), tuned.unconfirmed
     write_atomic(folder / "tuned.json", json.dumps(found, indent=1).encode())
     if as_json:
@@ -125,6 +129,8 @@ def _print_tuned(tuned: Tuned) -> None:
     out.print(made, highlight=False)
     if tuned.left:
         print_plain(f"The search ended: {tuned.left}.")
+    if tuned.unpaid:
+        print_plain(f"The trial with the fastest steps is not the best plan: {tuned.unpaid}.")
     changed = table("Changes", "setting", "before", "now")
     for key, (before, after) in tuned.changes.items():
         changed.add_row(key, str(before), str(after))
@@ -156,6 +162,13 @@ def _print_rates(rates: Rates) -> None:
     for lr, loss in rates.losses.items():
         made.add_row(f"{lr:.3g}", loss_text(loss))
     out.print(made, highlight=False)
+    made = table(f"Loss after {rates.steps} steps, learning rate {rates.best:.3g}", "warm-up steps", "loss")
+    for warmup, loss in rates.warmup_losses.items():
+        made.add_row(str(warmup), loss_text(loss))
+    if rates.warmup_losses:
+        out.print(made, highlight=False)
+    else:
+        print_plain(f"Your warm-up of {rates.warmup:,} steps is too long for these trials, so it stays.")
     found = rates.difference
     if rates.best in (min(rates.losses), max(rates.losses)):
         which = "highest" if rates.best == max(rates.losses) else "lowest"
@@ -163,4 +176,6 @@ def _print_rates(rates: Rates) -> None:
         print_plain(f"{rates.best:.3g} is the {which} rate that was tried, and {beyond}.")
     if found is not None and found.low > 0:
         change = f"{found.ratio - 1:+.2%} (95 % interval {found.low - 1:+.2%} to {found.high - 1:+.2%})"
-        print_plain(f"Learning rate {rates.best:.3g} against {rates.lr:.3g}: loss {change}, {found.pairs} seeds.")
+        both = (rates.best, rates.best_warmup), (rates.lr, rates.warmup)
+        names = [f"learning rate {a:.3g} and {b} warm-up steps" for a, b in both]
+        print_plain(f"Loss of {names[0]} against {names[1]}: {change}, {found.pairs} seeds.")

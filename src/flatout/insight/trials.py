@@ -260,6 +260,7 @@ class Trials:
         values = {**self.base, **trial.settings, **short(self.settings, steps=self.steps), "seed": trial.seed}
         if not self.samples:
             values |= rates(self.settings, steps=values["train.steps"], reach_peak=LR in trial.settings)
+            values |= {key: value for key, value in trial.settings.items() if key == WARMUP}
         return [f"{key}={_word(value)}" for key, value in values.items()]
 
     def _failed(self, trial: Trial, seconds: float, problem: str) -> Measured:

@@ -3,7 +3,7 @@
 The cost model starts the search: it predicts the time of every combination of decisions and leaves out those that do
 not fit in memory. After each trial, the main effects of the decisions are fitted to what the model got wrong (ridge
 regression), and the combination that is now predicted to be fastest is measured next. The effective batch and the
-lengths never change. The learning rate is a search of its own, by loss at equal tokens.
+lengths never change. The learning rate has a search of its own (`lr`).
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from statistics import fmean
+from statistics import fmean, median
 from typing import Any
 
 import numpy as np
 
 from flatout import parity
-from flatout.errors import FlatoutError, RunFailed, UsageError
-from flatout.insight.ablate import SEEDS, compared
+from flatout.errors import FlatoutError, RunFailed
+from flatout.insight.ablate import LOSS_MARGIN, SEEDS, compared
 from flatout.insight.compare import finite
 from flatout.insight.switches import FOLLOW, PLAN, ROWS
 from flatout.insight.trials import Measured, Trial, Trials
@@ -38,8 +38,6 @@ PATIENCE, BETTER = 6, 0.01
 CRASHED = 0.5
 # Pairs of the start and the best plan at the end.
 CONFIRMED = parity.LOOKS[0]
-LR_FACTORS = (0.25, 0.5, 1.0, 2.0, 4.0)
-LR_STEPS = 60
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +52,7 @@ class Tuned:
     without: Mapping[str, float | None]  # by knob: time of the best plan with it as before, as a ratio; one trial each
     trials: Sequence[Measured]
     left: str | None  # why the search ended early
+    unpaid: str | None = None  # why the combination with the fastest steps is not the best one
 
     @property
     def values(self) -> dict[str, Any]:
@@ -71,8 +70,11 @@ class Tuned:
         return found
 
 
-def knobs_of(job: Job, *, samples: bool = False) -> dict[str, list[Choice]]:
-    """What a search may change on this device; with `samples`, for trials that only sample."""
+def knobs_of(job: Job, *, samples: bool = False, completions: int | None = None) -> dict[str, list[Choice]]:
+    """What a search may change on this device; with `samples`, for trials that only sample.
+
+    A trial with `completions` generates that many for its training.
+    """
     sm, on_gpu = job.hardware.sm, job.device == "gpu"
     sixteen = "fp16" if on_gpu and sm is not None and sm < (8, 0) else "bf16"
     if samples:
@@ -103,6 +105,9 @@ def knobs_of(job: Job, *, samples: bool = False) -> dict[str, list[Choice]]:
         }
         if sm is not None and sm >= (8, 9) and job.adapters is None:
             found["8-bit matmuls"] = [{"plan.fp8": used} for used in (True, False)]
+    if completions is not None:
+        most = min(MOST_ROWS[job.device], 1 << (completions - 1).bit_length())
+        found["concurrent sequences"] = [{ROWS: 1 << power} for power in range(3, most.bit_length())]
     return {name: choices for name, choices in found.items() if len(choices) > 1}
 
 
@@ -178,9 +183,9 @@ def values_of(one: Measured, knobs: Mapping[str, Sequence[Choice]]) -> Choice:
 
 
 def _predicted(job: Job, values: Choice) -> float | None:
-    if ROWS in values:
+    pins = {name.removeprefix(PLAN): value for name, value in values.items() if name != ROWS}
+    if not pins.keys() - {"precision"}:
         return 0.0  # the plan predicts training only
-    pins = {name.removeprefix(PLAN): value for name, value in values.items()}
     try:
         plan = decide(replace(job, pins=replace(job.pins, accumulation=None, loss_chunk=None, **pins)))
     except FlatoutError:
@@ -190,9 +195,13 @@ def _predicted(job: Job, values: Choice) -> float | None:
     return -math.log(plan.predicted.tokens_per_s) if plan.predicted.tokens_per_s else 0.0
 
 
-def tune(trials: Trials, job: Job, *, most: int = 20, budget_s: float | None = None) -> Tuned:
+def tune(
+    trials: Trials, job: Job, *, most: int = 20, budget_s: float | None = None, loss_margin: float = LOSS_MARGIN
+) -> Tuned:
     """Searches, confirms the best plan against the start, and measures what each change brought."""
-    seed, knobs = trials.settings.seed, knobs_of(job, samples=trials.samples)
+    seed, rl = trials.settings.seed, trials.settings.rl
+    completions = rl.prompts * rl.samples if trials.settings.recipe == "rl" else None
+    knobs = knobs_of(job, samples=trials.samples, completions=completions)
     start = trials.run(Trial(settings={}, seed=seed), name="as it is", again=True)
     if start.problem is not None and not start.out_of_memory:
         raise RunFailed(f"the configuration itself cannot be measured: {start.problem}")
@@ -223,12 +232,12 @@ def tune(trials: Trials, job: Job, *, most: int = 20, budget_s: float | None = N
         if stale >= PATIENCE:
             left = f"{PATIENCE} trials in a row were not faster by {BETTER:.0%}"
             break
-    best = _best(measured)
+    best, unpaid = _worth(measured, job)
     if best.problem is not None:
         raise RunFailed(f"no trial could be measured; the last one: {best.problem}")
     changes = _changes(start, best, trials, knobs)
     pairs = _confirmed(trials, changes, budget_s=budget_s) if changes else []
-    gain, _, loss = compared([a for a, _ in pairs], [b for _, b in pairs])
+    gain, _, loss = compared([a for a, _ in pairs], [b for _, b in pairs], margin=loss_margin)
     return Tuned(
         start=start,
         best=best,
@@ -238,6 +247,7 @@ def tune(trials: Trials, job: Job, *, most: int = 20, budget_s: float | None = N
         without=_without(trials, start, best, knobs, levels=levels, budget_s=budget_s) if changes else {},
         trials=measured,
         left=left,
+        unpaid=unpaid,
     )
 
 
@@ -283,6 +293,30 @@ def _best(measured: Sequence[Measured]) -> Measured:
     return min(measured, key=lambda one: math.inf if one.log_time is None else one.log_time)
 
 
+def _worth(measured: Sequence[Measured], job: Job) -> tuple[Measured, str | None]:
+    """The trial whose run would end first, and why that is not the one with the fastest steps.
+
+    Compilation delays the first step, by the longest start of a compiled trial, as torch caches what it compiled.
+    """
+    fastest = _best(measured)
+    late = [one.start_s for one in measured if _compiled(one) and one.start_s is not None]
+    early = [one.start_s for one in measured if not _compiled(one) and one.start_s is not None]
+    if job.steps is None or not late or not early or not _compiled(fastest):
+        return fastest, None
+    delay_s, tokens = max(late) - median(early), job.steps * job.batch_tokens
+    plain = _best([one for one in measured if not _compiled(one)])
+    if plain.log_time is None or fastest.log_time is None:
+        return fastest, None
+    if math.exp(fastest.log_time) + delay_s / tokens < math.exp(plain.log_time):
+        return fastest, None
+    told = f"compiling delays the first step by {delay_s:.1f} s, which does not pay off in {job.steps:,} steps"
+    return plain, told
+
+
+def _compiled(one: Measured) -> bool:
+    return one.decisions.get("compile") not in (None, "none")
+
+
 def _next(model: Model, measured: Sequence[Measured], knobs: Mapping[str, Sequence[Choice]]) -> Choice | None:
     """The combination that is predicted to be fastest, of those that were neither measured nor ruled out."""
     tried = {key(values_of(one, knobs)) for one in measured}
@@ -308,8 +342,8 @@ def _as_heavy(values: Choice, failed: Mapping[str, Any]) -> bool:
     def heavy(one: Mapping[str, Any]) -> tuple[int, ...]:
         kept = ("full", "selective", "none").index(one.get("plan.recompute") or "none")
         bits = 32 if one.get("plan.precision") == "fp32" else 16
-        size = one.get(ROWS) or one.get("plan.micro_batch") or 0
-        return size, kept, bits, int(one.get("plan.fused_loss") is False)
+        sizes = one.get(ROWS) or 0, one.get("plan.micro_batch") or 0
+        return *sizes, kept, bits, int(one.get("plan.fused_loss") is False)
 
     return all(mine >= theirs for mine, theirs in zip(heavy(values), heavy(failed), strict=True))
 
@@ -385,65 +419,3 @@ def _without(
         known = one.log_time is not None and best.log_time is not None
         found[name] = math.exp((one.log_time or 0.0) - (best.log_time or 0.0)) if known else None
     return found
-
-
-@dataclass(frozen=True, kw_only=True)
-class Rates:
-    """The result of a search for the learning rate: losses at equal tokens."""
-
-    lr: float  # of the configuration
-    best: float
-    losses: Mapping[float, float | None]  # by learning rate, with the first seed
-    difference: Difference | None  # of the loss, with several seeds
-    steps: int
-
-    @property
-    def unconfirmed(self) -> str | None:
-        lower = self.difference is not None and self.difference.verdict == "faster"
-        return None if lower else "with other seeds its loss is not shown to be lower"
-
-    def to_json(self) -> dict[str, Any]:
-        found: dict[str, Any] = finite(asdict(self))
-        if self.difference is not None:  # of losses, not of times
-            words = {"faster": "lower", "slower": "higher"}
-            found["difference"]["verdict"] = words.get(self.difference.verdict, self.difference.verdict)
-        return found
-
-
-def search_lr(trials: Trials) -> Rates:
-    """Runs the same steps with several learning rates; the grid grows while its best is at an end."""
-    if trials.samples:
-        raise UsageError("--search lr trains, and trials of recipe rft only sample: search with recipe sft on its rows")
-    if trials.settings.recipe == "rl":
-        raise UsageError("--search lr compares losses, and that of a policy says nothing about its rewards")
-    lr, seed = trials.settings.train.lr, trials.settings.seed
-    losses: dict[float, float | None] = {}
-
-    def loss(factor: float, number: int = 0) -> float | None:
-        trial = Trial(settings={"train.lr": lr * factor}, seed=seed + number)
-        return trials.run(trial, name=f"learning rate {lr * factor:.3g}").last_loss
-
-    factors = list(LR_FACTORS)
-    while missing := [factor for factor in factors if factor not in losses]:
-        losses |= {factor: loss(factor) for factor in missing}
-        best = min(losses, key=lambda factor: _or_worst(losses[factor]))
-        if best in (min(factors), max(factors)) and len(factors) < 2 * len(LR_FACTORS):
-            factors.append(best / 2 if best == min(factors) else best * 2)
-    if losses[best] is None:
-        raise RunFailed("no trial could be measured: every learning rate failed")
-    difference = None
-    if best != 1.0:
-        pairs = [(loss(1.0, number), loss(best, number)) for number in range(1, CONFIRMED + 1)]
-        known = [(math.log(a), math.log(b)) for a, b in pairs if a is not None and b is not None and min(a, b) > 0]
-        difference = parity.paired([a for a, _ in known], [b for _, b in known], looks=(max(1, len(known)),))
-    return Rates(
-        lr=lr,
-        best=lr * best,
-        losses={lr * factor: losses[factor] for factor in sorted(losses)},
-        difference=difference,
-        steps=trials.steps,
-    )
-
-
-def _or_worst(loss: float | None) -> float:
-    return math.inf if loss is None or not math.isfinite(loss) else loss
