@@ -222,6 +222,19 @@ def test_attention_is_the_fastest_that_can_do_it(hardware: str, others: dict[str
     assert decide(job(hardware=hardware, **others)).decisions.attention == expected
 
 
+@pytest.mark.parametrize(("hidden", "precision"), [(128, "fp32"), (256, "bf16"), (768, "bf16")])
+def test_narrow_layers_stay_in_fp32_on_a_cpu(hidden: int, precision: str) -> None:
+    """Their time is not spent in matmuls, and casts cost more than faster matmuls save."""
+    fast = replace(named("CPU"), peak_flops={"fp32": 2e11, "bf16": 1e12}, peak_source="measured")
+    shape = replace(SMALL, hidden=hidden, heads=4, kv_heads=4, head_dim=hidden // 4, intermediate=3 * hidden)
+    assert decide(job(hardware=fast, shape=shape)).decisions.precision == precision
+    steps = {
+        name: decide(job(hardware=fast, shape=shape, pins={"precision": name})).predicted.step_s
+        for name in ("fp32", "bf16")
+    }
+    assert min(steps, key=lambda name: steps[name]) == precision, "the prediction agrees"
+
+
 def test_a_measured_cpu_has_figures_and_an_unmeasured_one_says_why_not() -> None:
     measured = replace(named("CPU"), peak_flops={"fp32": 1e11, "bf16": 5e10}, peak_source="measured", process_gib=0.3)
     plan = decide(job(hardware=measured, steps=10))

@@ -128,6 +128,26 @@ def test_a_cpu_is_measured_once_and_remembered(tmp_path: Path, monkeypatch: pyte
     assert measured == ["a CPU"] * 4
 
 
+def test_the_first_product_of_a_data_type_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch generates its kernel then: bf16 units that are five times as fast as fp32 looked 300 times as slow."""
+    module, made = sys.modules["flatout.hardware.measure"], []
+
+    def product(dtype: str, side: int, *, device: object) -> list[object]:
+        made.append(found := [dtype, side, 0])
+        return found
+
+    def clock(call: list[Any]) -> float:
+        call[2] += 1
+        first = 30.0 if call[2] == 1 else 1.0
+        return first * 2 * call[1] ** 3 / (5e11 if call[0] == "bf16" else 1e11)
+
+    monkeypatch.setattr(module, "_product", product)
+    monkeypatch.setattr(module, "_thread_clock", clock)
+    facts = module._cpu_facts("a CPU", seconds=0.0)
+    assert facts.flops == {"fp32": pytest.approx(1e11), "bf16": pytest.approx(5e11)}
+    assert len(made) == 3, "fp32, a small bf16 product, and a large one, as the small one was fast"
+
+
 def test_time_spent_waiting_for_a_core_does_not_count() -> None:
     assert _thread_clock(lambda: time.sleep(0.5)) < 0.25
 

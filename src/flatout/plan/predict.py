@@ -220,6 +220,7 @@ def time_of(job: Job, passes: Passes) -> StepTime | None:
             accumulation=passes.accumulation,
             flops=job.flops(passes.recompute),
             peak_flops=peak,
+            fp32_flops=job.hardware.peak_flops.get("fp32"),
         )
     return step_time(
         job.shape,
