@@ -469,7 +469,7 @@ def step_time(
 
 # What very wide layers reach of a CPU's measured peak.
 CPU_MATMUL_SHARE = 0.95
-# By how much casts to 16 bits lengthen all but the matmuls, on a Xeon with bf16 units.
+# By how much casts to 16 bits lengthen all but the matmuls, on a Xeon with bf16 units; see docs/predictions.md.
 CPU_CASTS = 2.0
 
 

@@ -15,8 +15,8 @@ FOREIGN = "transformers runs this model"
 FP8_HIDDEN = 768
 
 
-# bf16 trains faster on a CPU if its matmuls are this many times as fast as in fp32, and the layers this wide: with the
-# bf16 units of a Xeon, 0.9 times as fast at a width of 128, 1.1 to 1.7 at 256, 2.2 at 512.
+# bf16 trains faster on a CPU if its matmuls are this many times as fast as in fp32, and the layers this wide; see
+# docs/predictions.md.
 FAST_BF16, WIDE_FOR_BF16 = 1.5, 256
 
 
