@@ -194,7 +194,7 @@ class Trials:
             return likelihood
         if RECIPES[self.settings.recipe].routes:
             phase = short(self.settings).get("router.phase", self.settings.router.phase)
-            return f"Trials train phase {phase} of recipe router (router.phase: another one)."
+            return f"Trials train phase {phase} of recipe router; router.phase selects another one."
         return None
 
     def known(self, trial: Trial) -> bool:
