@@ -27,17 +27,18 @@ from typer.testing import CliRunner
 from flatout import gallery, parity
 from flatout.cli import app
 from flatout.cli.ablate import _tables, seconds_of
-from flatout.config import load
+from flatout.config import load, to_mapping
 from flatout.config.settings import Settings
 from flatout.errors import RunFailed, UsageError
 from flatout.insight import processes
 from flatout.insight import trials as trials_module
 from flatout.insight.ablate import BEFORE, PLAN, _variants, ablate, compared, not_in_effect
+from flatout.insight.compare import flatten
 from flatout.insight.payback import paybacks
 from flatout.insight.processes import Process
 from flatout.insight.report.ablation import html
 from flatout.insight.rows import HEADS, HL, Ablation, Row
-from flatout.insight.switches import SWITCHES, Switch, applies, before_of, of_baseline
+from flatout.insight.switches import FOLLOW_SIZES, SWITCHES, Switch, applies, before_of, of_baseline, recipe_changes
 from flatout.insight.trials import Measured, Trial, Trials
 from flatout.optim import schedule
 from flatout.record import Run, StepRecord
@@ -329,19 +330,34 @@ def test_a_budget_counts_each_variant_by_its_own_trials(config: Path) -> None:
 def test_a_trial_has_the_learning_rates_of_the_first_steps() -> None:
     for warmup in (0, 5, 12, 13, 100):
         whole = replace(Settings().train, lr=6e-4, warmup_steps=warmup, schedule="constant")
-        given = trials_module.rates(replace(Settings(), train=whole), steps=13)
+        given = trials_module.rates(whole, steps=13)
         trial = replace(whole, **{key.removeprefix("train."): value for key, value in given.items()})
         assert trial.warmup_steps < 13
         real, short = schedule(whole, total_steps=1000), schedule(trial, total_steps=13)
         assert [short(step) for step in range(13)] == pytest.approx([real(step) for step in range(13)])
 
 
-def test_a_trial_that_sets_the_learning_rate_reaches_it(config: Path, tmp_path: Path) -> None:
-    trials = Trials(config, ["train.warmup_steps=90"], folder=tmp_path / "search")
+def test_a_search_for_the_learning_rate_reaches_it(config: Path, tmp_path: Path) -> None:
+    trials = Trials(config, ["train.warmup_steps=90"], folder=tmp_path / "search", reach_peak=True)
     given = trials._given(Trial(settings={"train.lr": 1.0}, seed=0))
     assert {"train.lr=1.0", "train.warmup_steps=3"} <= set(given)
-    given = trials._given(Trial(settings={}, seed=0))
-    assert {"train.warmup_steps=12", f"train.lr={1e-3 * 13 / 91}"} <= set(given)
+    given = trials._given(Trial(settings={"train.lr": 1.0, "train.warmup_steps": 5}, seed=0))
+    assert {"train.lr=1.0", "train.warmup_steps=5"} <= set(given)
+
+
+def test_a_trial_with_another_learning_rate_or_warm_up_has_that_of_the_first_steps(
+    config: Path, tmp_path: Path
+) -> None:
+    trials = Trials(config, ["train.warmup_steps=90"], folder=tmp_path / "search")
+    for settings, warmup, lr in (
+        ({}, 12, 1e-3 * 13 / 91),
+        ({"train.lr": 1.0}, 12, 1.0 * 13 / 91),
+        ({"train.warmup_steps": 51}, 12, 1e-3 * 13 / 52),
+        ({"train.lr": 1.0, "train.warmup_steps": 0}, 0, 1.0),
+    ):
+        given = dict(word.split("=") for word in trials._given(Trial(settings=settings, seed=0)))
+        assert int(given["train.warmup_steps"]) == warmup
+        assert float(given.get("train.lr", "nan")) == pytest.approx(lr), settings
 
 
 def test_one_table_alone(config: Path) -> None:
@@ -354,6 +370,38 @@ def test_one_table_alone(config: Path) -> None:
     assert rows["- mixed precision"].verdict == "slower"
     found = ablate(Simulated(config, chance=random.Random(0)), only=SOME, tables=["alone"])  # type: ignore[arg-type]
     assert {row.question for row in found.rows} == {None, "alone"}
+
+
+def test_changes_of_the_recipe_have_a_table_of_their_own(config: Path) -> None:
+    simulated: Any = Simulated(config, chance=random.Random(0), noise=0.002)
+    found = ablate(simulated, tables=["recipe"])
+    plan, *rows = found.asked("recipe")
+    assert (plan.name, plan.verdict) == (PLAN, "reference")
+    assert [row.name for row in rows] == [
+        "- larger batch",
+        "- longer sequences",
+        "- higher learning rate",
+        "- cosine with warm-up",
+        "- gradient clipping",
+    ]
+    assert all(row.cells[-2] == "another training" for row in rows)
+    assert not found.left_out
+    assert {row.question for row in ablate(simulated).rows} == {None, "alone", "without", "cumulative"}
+    used = {one.settings.get("train.batch_tokens") for one in simulated.found.values()}
+    assert used == {None, 256}, "no other variant changes the batch"
+    sizes = [one.settings for one in simulated.found.values() if one.settings.get("train.batch_tokens") == 256]
+    assert all(settings["plan.micro_batch"] is None for settings in sizes), "the plan chooses again"
+    page = html(found, name="job")
+    assert "recipe-h" in page
+    assert "another training" in page
+
+
+def test_what_takes_minutes_is_measured_on_request(config: Path) -> None:
+    simulated: Any = Simulated(config, chance=random.Random(0), noise=0.002)
+    name = "torch.compile max-autotune"
+    assert "if --only names it" in ablate(simulated, tables=["alone"]).left_out[name]
+    rows = {row.name: row for row in ablate(simulated, tables=["alone"], only=[name]).rows}
+    assert rows[f"+ {name}"].blocks == 4
 
 
 def test_on_a_gpu_a_step_lasts_as_long_as_on_the_device(config: Path, tmp_path: Path) -> None:
@@ -415,6 +463,27 @@ def test_a_folder_has_one_search_at_a_time(config: Path, tmp_path: Path) -> None
     with pytest.raises(UsageError, match="another search is using"):
         Trials(config, [], folder=tmp_path / "search")
     del first
+
+
+@pytest.mark.parametrize("name", [one.path.stem for one in gallery.examples()])
+def test_every_change_of_the_recipe_is_a_valid_configuration(name: str, tmp_path: Path) -> None:
+    example = gallery.find(name)
+    trials = Trials(example.path, [], folder=tmp_path / "search", base={})
+    changes = recipe_changes(trials.settings)
+    assert bool(changes) != trials.samples
+    own = dict(flatten(to_mapping(trials.settings)))
+    for change in changes:
+        assert change.kind == "recipe"
+        settings = dict.fromkeys(FOLLOW_SIZES) | dict(change.before)
+        loaded = load(example.path, overrides=trials._given(Trial(settings=settings, seed=0))).settings
+        found = dict(flatten(to_mapping(loaded)))
+        for key, before in change.before.items():
+            assert change.after[key] == own[key]
+            if key not in ("train.lr", "train.warmup_steps"):  # a trial has those of the first steps
+                assert found[key] == before
+    if name == "rl-guru-mixed":
+        sizes = {key: value for change in changes[:3] for key, value in change.before.items()}
+        assert sizes == {"rl.prompts": 48, "sample.max_tokens": 256, "rl.samples": 2}
 
 
 @pytest.mark.parametrize("name", [one.path.stem for one in gallery.examples()])
@@ -657,11 +726,43 @@ def test_trials_measure_as_many_steps_as_the_command_says(
 
 
 @pytest.mark.parametrize(
+    ("only", "tables"),
+    [
+        (["larger batch"], {"recipe"}),
+        (["larger batch", "mixed precision"], {"recipe", "alone", "without"}),
+        (["mixed precision"], {"alone", "without"}),
+    ],
+    ids=["recipe", "both", "plan"],
+)
+def test_a_switch_that_is_named_is_measured_in_its_tables(
+    config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, only: list[str], tables: set[str]
+) -> None:
+    monkeypatch.chdir(ROOT)
+    words = [word for name in only for word in ("--only", name)]
+    found = CliRunner().invoke(app, ["ablate", str(config), "--blocks", "1", "--run", str(tmp_path / "search"), *words])
+    assert found.exit_code == 0, found.output
+    rows = json.loads((tmp_path / "search" / "ablation.json").read_text())["rows"]
+    assert {row["question"] for row in rows} - {None} == tables
+
+
+def test_trials_that_only_sample_have_no_changes_of_the_recipe(tmp_path: Path) -> None:
+    config = tmp_path / "rft.yaml"
+    config.write_text(SAMPLING)
+    found = CliRunner().invoke(app, ["ablate", str(config), "--table", "recipe", "--run", str(tmp_path / "search")])
+    assert isinstance(found.exception, UsageError)
+    assert "trials of recipe rft only sample" in str(found.exception)
+
+
+@pytest.mark.parametrize(
     ("words", "told"),
     [
         (["--only", "nothing"], "is not a switch"),
         (["--budget", "soon"], "is not a duration"),
         (["--budget", "0m"], "is not a duration"),
+        (["--table", "other"], "choose from: alone, without, cumulative, recipe"),
+        (["--table", "alone", "--only", "larger batch"], "add --table recipe"),
+        (["--table", "recipe", "--only", "TF32"], "add --table alone or without or cumulative"),
+        (["--table", "recipe", "--baseline", str(gallery.find("pretrain-demo").path)], "use the other tables"),
     ],
 )
 def test_bad_input(config: Path, words: list[str], told: str) -> None:

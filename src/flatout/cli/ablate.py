@@ -30,7 +30,7 @@ from flatout.words import counted, duration
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from flatout.insight.rows import Ablation
+    from flatout.insight.rows import Ablation, Question
     from flatout.insight.switches import Switch
     from flatout.insight.trials import Trials
 
@@ -40,6 +40,7 @@ QUESTIONS = {
     "alone": "Each switch alone, added to the starting point",
     "without": "The full plan without each switch",
     "cumulative": "One after the other, the largest gain first",
+    "recipe": "The full plan without each change of the recipe",
 }
 # Columns that a narrow terminal leaves out, in this order, and those that are never wrapped.
 OPTIONAL = ("Hodges-Lehmann", "claim", "start-up", "MFU", "memory")
@@ -69,7 +70,10 @@ def ablate(
     loss_margin: LossMargin = 0.005,
     only: Annotated[list[str] | None, typer.Option(help="measure only this switch; may be repeated")] = None,
     table: Annotated[
-        list[str] | None, typer.Option(help="measure only this table: alone, without or cumulative; may be repeated")
+        list[str] | None,
+        typer.Option(
+            help="measure this table: alone, without, cumulative (default: these three) or recipe; repeatable"
+        ),
     ] = None,
     limit: Limit = 600.0,
     run: SearchFolder = None,
@@ -85,22 +89,18 @@ def ablate(
     from flatout.insight import ablate as verb
     from flatout.insight.payback import paybacks
     from flatout.insight.report.ablation import html
-    from flatout.insight.rows import QUESTIONS as TABLES
-    from flatout.insight.switches import SWITCHES, of_baseline
-    from flatout.insight.trials import WARMUP, Trials, short
+    from flatout.insight.switches import SWITCHES, of_baseline, recipe_changes
+    from flatout.insight.trials import Trials, short
 
     require_torch()
     seconds = None if budget is None else seconds_of(budget)
+    settings = load(config, overrides=overrides or []).settings
     switches: Sequence[Switch] = SWITCHES
+    recipe = recipe_changes(settings)
     if baseline is not None:
-        fixed = {*short(load(config, overrides=overrides or []).settings), WARMUP, "seed"}
-        switches = of_baseline(_flat(config, overrides), _flat(baseline, None), without=fixed)
-    names = {switch.name for switch in switches}
-    if unknown := next((name for name in only or () if name not in names), None):
-        raise UsageError(f"--only {unknown!r} is not a switch; choose from: {', '.join(sorted(names))}")
-    tables = [one for one in TABLES if one in (table or ())]
-    if unknown := next((name for name in table or () if name not in TABLES), None):
-        raise UsageError(f"--table {unknown!r} is not a table; choose from: {', '.join(TABLES)}")
+        fixed = {*short(settings), "seed"}
+        switches, recipe = of_baseline(_flat(config, overrides), _flat(baseline, None), without=fixed), []
+    tables = _asked_tables(table or (), only or (), switches=switches, recipe=recipe, baseline=baseline)
     if not switches:
         raise UsageError(
             f"{baseline} and {config} differ in nothing that a trial can show, as every trial sets its own number of "
@@ -121,7 +121,7 @@ def ablate(
             budget_s=seconds,
             switches=switches,
             only=only or (),
-            tables=tables or TABLES,
+            tables=tables,
             loss_margin=loss_margin,
         )
     write_atomic(trials.folder / "ablation.json", json.dumps(found.to_json(), indent=1).encode())
@@ -145,6 +145,37 @@ def ablate(
         "Warm-up steps and compilation are not part of the speed. Whole tables, with charts: "
         f"{trials.folder / 'ablation.html'}"
     )
+
+
+def _asked_tables(
+    tables: Sequence[str],
+    only: Sequence[str],
+    *,
+    switches: Sequence[Switch],
+    recipe: Sequence[Switch],
+    baseline: Path | None,
+) -> list[Question]:
+    """The tables to measure: those that were named, or those that have the switches that were named."""
+    from flatout.insight.rows import QUESTIONS as TABLES
+    from flatout.insight.rows import USUAL
+
+    of_plan, of_recipe = {switch.name for switch in switches}, {switch.name for switch in recipe}
+    if unknown := next((name for name in only if name not in of_plan | of_recipe), None):
+        raise UsageError(f"--only {unknown!r} is not a switch; choose from: {', '.join(sorted(of_plan | of_recipe))}")
+    if unknown := next((name for name in tables if name not in TABLES), None):
+        raise UsageError(f"--table {unknown!r} is not a table; choose from: {', '.join(TABLES)}")
+    if baseline is not None and "recipe" in tables:
+        raise UsageError("--table recipe goes back to what guides start from; with --baseline, use the other tables")
+    if not tables:
+        in_recipe = set(only) & of_recipe
+        usual = [] if in_recipe and not set(only) - of_recipe else list(USUAL)
+        return [*usual, "recipe"] if in_recipe else usual
+    found = [one for one in TABLES if one in tables]
+    for name in only:
+        fitting = ["recipe"] if name in of_recipe else list(USUAL)
+        if not set(fitting) & set(found):
+            raise UsageError(f"--only {name!r} is in no table that was named: add --table {' or '.join(fitting)}")
+    return found
 
 
 @contextmanager

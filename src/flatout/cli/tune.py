@@ -73,7 +73,9 @@ def tune(
     settings = load(config, overrides=overrides or []).settings
     folder = run or new_folder(f"{config.stem}-tune")
     steps = lr.STEPS if search == "lr" else STEPS
-    made = Trials(config, overrides or [], folder=folder, steps=steps, limit_s=limit, say=say)
+    made = Trials(
+        config, overrides or [], folder=folder, steps=steps, limit_s=limit, reach_peak=search == "lr", say=say
+    )
     if search == "lr":
         with searching(made):
             rates = lr.search(made)

@@ -1,7 +1,8 @@
 """Measures optimizations one at a time: `flatout ablate CONFIG`.
 
-Three questions, each with its own rows: what does a switch bring alone, on the guides' starting point; what is lost
-without it, from the full plan; and what do the switches bring one after the other, the largest gain first.
+Four questions, each with its own rows: what does a switch bring alone, on the guides' starting point; what is lost
+without it, from the full plan; what do the switches bring one after the other, the largest gain first; and, on request,
+how fast is the recipe without what the guides changed in it.
 
 A block measures every variant once, in a random order; the next block measures them in the reverse order, so drift
 affects all alike. Within a block, all variants have the same seed and the same data. The unit of evidence is a block's
@@ -19,8 +20,20 @@ from typing import Any
 
 from flatout import parity
 from flatout.errors import RunFailed, UsageError
-from flatout.insight.rows import QUESTIONS, Ablation, LossVerdict, Question, Row
-from flatout.insight.switches import FOLLOW, SWITCHES, Kind, Switch, after_of, applies, before_of, changes, planned_of
+from flatout.insight.rows import QUESTIONS, USUAL, Ablation, LossVerdict, Question, Row
+from flatout.insight.switches import (
+    FOLLOW,
+    FOLLOW_SIZES,
+    SWITCHES,
+    Kind,
+    Switch,
+    after_of,
+    applies,
+    before_of,
+    changes,
+    planned_of,
+    recipe_changes,
+)
 from flatout.insight.switches import PLAN as PLAN_KEY
 from flatout.insight.trials import Measured, Trial, Trials
 from flatout.parity import Difference
@@ -53,16 +66,23 @@ def ablate(
     budget_s: float | None = None,
     switches: Sequence[Switch] = SWITCHES,
     only: Sequence[str] = (),
-    tables: Collection[Question] = QUESTIONS,
+    tables: Collection[Question] = USUAL,
     loss_margin: float = LOSS_MARGIN,
 ) -> Ablation:
     """Measures every switch; those of the guides, or those that lead from a baseline to the configuration."""
     seed = trials.settings.seed
     known = [switch for switch in switches if applies(switch, trials.settings)]
-    if only and not any(switch.name in only for switch in known):
+    if "recipe" in tables and trials.samples:
+        raise UsageError(
+            f"--table recipe is about training, and trials of recipe {trials.settings.recipe} only sample: use recipe "
+            "sft on its rows"
+        )
+    recipe = recipe_changes(trials.settings) if "recipe" in tables else []
+    offered = [switch.name for switch in (*known, *recipe)]
+    if only and not any(name in offered for name in only):
         raise UsageError(
             f"trials of recipe {trials.settings.recipe} cannot show {', '.join(only)}; choose from: "
-            f"{', '.join(switch.name for switch in known)}"
+            f"{', '.join(offered)}"
         )
     first = trials.run(Trial(settings={}, seed=seed), name=PLAN, again=True)
     if first.problem is not None:
@@ -73,7 +93,10 @@ def ablate(
     asked = {variant.switch.name for variant in variants if variant.switch is not None}
     unasked = {variant.switch.name for variant in every if variant.switch is not None} - asked
     left_out |= dict.fromkeys(sorted(unasked), "not part of the plan, so only the table alone measures it")
-    if not asked:
+    if "recipe" in tables:
+        earlier, unchanged = _earlier(recipe, first.decisions, only=only, planned=every[1].settings)
+        variants, left_out = [*variants, *earlier], unchanged if set(tables) == {"recipe"} else left_out | unchanged
+    if all(variant.switch is None for variant in variants):
         told = ", ".join(f"{name} ({why})" for name, why in left_out.items())
         raise UsageError(f"there is no switch to measure: {told}")
     session.measure(variants)
@@ -109,6 +132,8 @@ def _variants(
             continue
         if switch.needs_gpu and not on_gpu:
             left_out[switch.name] = "needs a GPU"
+        elif switch.on_request and not only:
+            left_out[switch.name] = "takes minutes; measured if --only names it"
         elif changes(switch, full):
             chosen.append(switch)
         else:
@@ -128,6 +153,25 @@ def _variants(
     return found, left_out
 
 
+def _earlier(
+    recipe: Sequence[Switch], full: Mapping[str, Any], *, only: Sequence[str], planned: Mapping[str, Any]
+) -> tuple[list[Variant], dict[str, str]]:
+    """The full plan without each change of the recipe; what depends on its sizes is planned again."""
+    chosen = [switch for switch in recipe if not only or switch.name in only]
+    made = [
+        Variant(
+            name=f"- {switch.name}",
+            settings={**planned, **dict.fromkeys(FOLLOW_SIZES), **switch.before},
+            reference=PLAN,
+            switch=switch,
+            question="recipe",
+        )
+        for switch in chosen
+        if changes(switch, full)
+    ]
+    return made, {switch.name: "not part of this recipe" for switch in chosen if not changes(switch, full)}
+
+
 def _in_tables(variants: Sequence[Variant], tables: Collection[Question]) -> list[Variant]:
     """Those of some tables. The starting point is measured where something is compared with it."""
     if "alone" in tables or "cumulative" in tables:
@@ -135,7 +179,7 @@ def _in_tables(variants: Sequence[Variant], tables: Collection[Question]) -> lis
     return [
         replace(one, reference=None) if one.name == PLAN else one
         for one in variants
-        if one.name == PLAN or one.question == "without"
+        if one.name == PLAN or one.question in tables
     ]
 
 

@@ -10,7 +10,8 @@ from typing import Any
 from flatout import parity
 from flatout.errors import RunFailed, UsageError
 from flatout.insight.compare import finite
-from flatout.insight.trials import LR, WARMUP, Trial, Trials
+from flatout.insight.switches import LR, WARMUP
+from flatout.insight.trials import Trial, Trials
 from flatout.parity import Difference
 
 FACTORS = (0.25, 0.5, 1.0, 2.0, 4.0)

@@ -15,8 +15,10 @@ from flatout.words import number, percent
 HL = "Hodges-Lehmann"
 HEADS = ("", "claim", "tokens/s", "speed", HL, "MFU", "memory", "start-up", "loss", "verdict")
 
-Question = Literal["alone", "without", "cumulative"]
+# The last one is measured on request: what it changes is another training.
+Question = Literal["alone", "without", "cumulative", "recipe"]
 QUESTIONS: tuple[Question, ...] = get_args(Question)
+USUAL = QUESTIONS[:3]
 LossVerdict = Literal["equal", "different", "not enough evidence"]
 SHORT, NOT_YET = "not enough evidence", "not compared yet"
 

@@ -11,16 +11,20 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from flatout.config import to_mapping
 from flatout.config.recipes import RECIPES
 from flatout.config.settings import Settings
+from flatout.insight.compare import flatten
 
 # Numerics: the same training with other rounding, so the loss must stay equal. Recipe: another training.
 Kind = Literal["numerics", "recipe"]
-PLAN, PRESET = "plan.", "plan.preset"
+PLAN, PRESET, TRAIN = "plan.", "plan.preset", "train."
+LR, WARMUP = "train.lr", "train.warmup_steps"
 # The setting of concurrent sequences.
 ROWS = "sample.rows"
-# Decisions that follow from others.
+# Decisions that follow from others, and from the sizes of a recipe.
 FOLLOW = ("plan.accumulation", "plan.loss_chunk")
+FOLLOW_SIZES = (*FOLLOW, "plan.micro_batch")
 # A starting point of the micro-batch and of concurrent sequences.
 EIGHTH = "an eighth of the plan's"
 
@@ -40,6 +44,7 @@ class Switch:
     needs_gpu: bool = False  # where no setting of the plan says so
     compiles: bool = False  # it takes time at the start, which has to pay off
     some_steps: bool = False  # it costs or saves time in some steps only, which a median would not show
+    on_request: bool = False  # measured only if it is named, because its trials take minutes
 
 
 _EMPTY_CACHE = """
@@ -87,11 +92,20 @@ SWITCHES = (
         after={"plan.compile": "default"},
         compiles=True,
     ),
+    Switch(
+        name="torch.compile max-autotune",
+        task="T09",
+        claim="no figure",
+        before={"plan.compile": "none"},
+        after={"plan.compile": "max-autotune"},
+        compiles=True,
+        on_request=True,
+    ),
     Switch(name="CUDA graphs", task="T09", claim="no figure", before={"plan.graphs": False}),
     Switch(name="fused optimizer", task="T10", claim="faster, no figure", before={"plan.fused_optimizer": False}),
     Switch(
         name="data loader",
-        task="T12",
+        task="T12, T14",
         claim="1.5 to 5 times as fast",
         before={"plan.workers": 0, "plan.prefetch": 1, "plan.pin_memory": False},
     ),
@@ -138,6 +152,39 @@ SWITCHES = (
         some_steps=True,
     ),
 )
+
+
+def recipe_changes(settings: Settings) -> list[Switch]:
+    """What guides change in the training itself, each with the value from before: a quarter where it is a size."""
+    train, data, rl, sample = settings.train, settings.data, settings.rl, settings.sample
+    if RECIPES[settings.recipe].samples:
+        return []
+    if RECIPES[settings.recipe].rolls_out:
+        unit, fewest = len(rl.tasks) * rl.updates, 1 if rl.algorithm == "ppo" else 2
+        claim = "24 times as fast, all three together"
+        sizes = [
+            ("more prompts", claim, {"rl.prompts": max(unit, rl.prompts // 4 // unit * unit)}),
+            ("longer completions", claim, {"sample.max_tokens": max(1, sample.max_tokens // 4)}),
+            ("more samples per prompt", claim, {"rl.samples": max(fewest, rl.samples // 4)}),
+        ]
+    else:
+        length = data.sequence_length
+        claim, batch = "4 to 8 times the GPU use", max(1, train.batch_tokens // length // 4) * length
+        sizes = [
+            ("larger batch", claim, {"train.batch_tokens": batch}),
+            ("longer sequences", "no figure", {"data.sequence_length": length if length % 4 else length // 4}),
+        ]
+    changes: list[tuple[str, str, str, dict[str, Any]]] = [
+        *(("T21", *size) for size in sizes),
+        ("T17", "higher learning rate", "faster convergence", {LR: train.lr * 2 / 3}),
+        ("T17", "cosine with warm-up", "2 epochs instead of 3", {"train.schedule": "constant", WARMUP: 0}),
+        ("T18", "gradient clipping", "more stable", {"train.clip": None}),
+    ]
+    own = dict(flatten(to_mapping(settings)))
+    return [
+        Switch(name=name, task=task, claim=claim, before=before, after={key: own[key] for key in before}, kind="recipe")
+        for task, name, claim, before in changes
+    ]
 
 
 def before_of(switch: Switch, full: Mapping[str, Any]) -> dict[str, Any]:

@@ -26,14 +26,14 @@ from typing import Any
 from flatout import __version__, parity
 from flatout.config import load, to_mapping
 from flatout.config.recipes import RECIPES
-from flatout.config.settings import RftSettings, RouterSettings, Settings
+from flatout.config.settings import RftSettings, RouterSettings, Settings, TrainSettings
 from flatout.errors import UsageError
 from flatout.files import BadFile, cache_folder, read_json, typed, write_atomic
 from flatout.hardware import detect, with_cpu_facts
 from flatout.insight.compare import BLOCK_STEPS
 from flatout.insight.processes import CORES, Ended, Process
 from flatout.insight.story import tell
-from flatout.insight.switches import ROWS
+from flatout.insight.switches import LR, ROWS, TRAIN, WARMUP
 from flatout.plan import decide, job_of
 from flatout.record import WARM_STEPS, Event, Run, StepRecord, redact
 from flatout.record.events import (
@@ -48,7 +48,6 @@ from flatout.record.records import BESIDE
 from flatout.record.rollouts import RolloutsGraded
 from flatout.record.run import SEARCH
 
-LR, WARMUP = "train.lr", "train.warmup_steps"
 # The negative log-probability of generated tokens, in the records of recipe rl.
 NLL = "nll"
 TRIALS, LOCK, IMPORTED = "trials", "lock", "imported"
@@ -117,16 +116,20 @@ class Trials:
         limit_s: float = LIMIT_S,
         steps: int = STEPS,
         base: Mapping[str, Any] | None = None,
+        reach_peak: bool = False,
         say: Callable[[str], None] = lambda _: None,
     ) -> None:
-        """`base`: settings of every trial that does not set them itself; an existing folder keeps its own."""
+        """`base`: settings of every trial that does not set them itself; an existing folder keeps its own.
+
+        With `reach_peak`, the warm-up of a trial ends early, so that it says something about the learning rate.
+        """
         self.config, self.overrides, self.folder = config, list(overrides), folder
         self.settings = load(config, overrides=self.overrides).settings
         self.base = planned(self.settings) if base is None else dict(base)
         if int(os.environ.get("WORLD_SIZE", "1")) > 1:
             raise UsageError("trials are single processes: run this command without torchrun")
         self.samples, self.on_gpu = RECIPES[self.settings.recipe].samples, detect().gpu is not None
-        self.limit_s, self.steps, self.say = limit_s, steps, say
+        self.limit_s, self.steps, self.reach_peak, self.say = limit_s, steps, reach_peak, say
         self.ahead = self.on_gpu and len(os.sched_getaffinity(0)) >= CORES
         self._next: Process | None = None
         self.found: dict[str, Measured] = {}
@@ -259,8 +262,9 @@ class Trials:
         """The overrides of a trial. What makes it short comes last."""
         values = {**self.base, **trial.settings, **short(self.settings, steps=self.steps), "seed": trial.seed}
         if not self.samples:
-            values |= rates(self.settings, steps=values["train.steps"], reach_peak=LR in trial.settings)
-            values |= {key: value for key, value in trial.settings.items() if key == WARMUP}
+            own = {key.removeprefix(TRAIN): trial.settings[key] for key in (LR, WARMUP) if key in trial.settings}
+            early = self.reach_peak and WARMUP not in trial.settings
+            values |= rates(replace(self.settings.train, **own), steps=values["train.steps"], reach_peak=early)
         return [f"{key}={_word(value)}" for key, value in values.items()]
 
     def _failed(self, trial: Trial, seconds: float, problem: str) -> Measured:
@@ -371,17 +375,14 @@ def short(settings: Settings, *, steps: int = STEPS) -> dict[str, Any]:
     return found
 
 
-def rates(settings: Settings, *, steps: int, reach_peak: bool = False) -> dict[str, Any]:
-    """The learning rates of a trial are those of the run's first steps.
-
-    A trial that sets the learning rate itself must reach it, so its warm-up is at most a quarter of its steps.
-    """
-    warmup = settings.train.warmup_steps
+def rates(train: TrainSettings, *, steps: int, reach_peak: bool = False) -> dict[str, Any]:
+    """A trial warms up as the first steps of the run do; with `reach_peak`, in at most a quarter of its steps."""
+    warmup = train.warmup_steps
     if reach_peak:
         return {WARMUP: min(warmup, steps // 4)}
     if warmup < steps:
         return {WARMUP: warmup}
-    return {WARMUP: steps - 1, LR: settings.train.lr * steps / (warmup + 1)}
+    return {WARMUP: steps - 1, LR: train.lr * steps / (warmup + 1)}
 
 
 def _some_chunks(rft: RftSettings, *, steps: int) -> dict[str, Any]:

@@ -19,6 +19,10 @@ QUESTIONS = {
     "alone": ("Each switch alone", "Speed against the starting point; the thin line is the 95 % interval."),
     "without": ("Without each switch", "Speed against the full plan; the thin line is the 95 % interval."),
     "cumulative": ("One after the other", "Tokens per second; each bar begins where the one before it ended."),
+    "recipe": (
+        "Without each change of the recipe",
+        "Speed against the full plan; the thin line is the 95 % interval. Each row is another training.",
+    ),
 }
 WORDS = ("claim", "loss", "verdict")
 WIDTH, NAMES, RIGHT, ROW = 640, 240, 60, 24
