@@ -19,7 +19,7 @@ from flatout.insight.compare import flatten
 # Numerics: the same training with other rounding, so the loss must stay equal. Recipe: another training.
 Kind = Literal["numerics", "recipe"]
 PLAN, PRESET, TRAIN = "plan.", "plan.preset", "train."
-LR, WARMUP = "train.lr", "train.warmup_steps"
+LR, WARMUP, SCHEDULE = "train.lr", "train.warmup_steps", "train.schedule"
 # The setting of concurrent sequences.
 ROWS = "sample.rows"
 # Decisions that follow from others, and from the sizes of a recipe.
@@ -177,7 +177,7 @@ def recipe_changes(settings: Settings) -> list[Switch]:
     changes: list[tuple[str, str, str, dict[str, Any]]] = [
         *(("T21", *size) for size in sizes),
         ("T17", "higher learning rate", "faster convergence", {LR: train.lr * 2 / 3}),
-        ("T17", "cosine with warm-up", "2 epochs instead of 3", {"train.schedule": "constant", WARMUP: 0}),
+        ("T17", "cosine with warm-up", "2 epochs instead of 3", {SCHEDULE: "constant", WARMUP: 0}),
         ("T18", "gradient clipping", "more stable", {"train.clip": None}),
     ]
     own = dict(flatten(to_mapping(settings)))

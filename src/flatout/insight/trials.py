@@ -33,7 +33,7 @@ from flatout.hardware import detect, with_cpu_facts
 from flatout.insight.compare import BLOCK_STEPS
 from flatout.insight.processes import CORES, Ended, Process
 from flatout.insight.story import tell
-from flatout.insight.switches import LR, ROWS, TRAIN, WARMUP
+from flatout.insight.switches import LR, ROWS, SCHEDULE, TRAIN, WARMUP
 from flatout.plan import decide, job_of
 from flatout.record import WARM_STEPS, Event, Run, StepRecord, redact
 from flatout.record.events import (
@@ -262,9 +262,11 @@ class Trials:
         """The overrides of a trial. What makes it short comes last."""
         values = {**self.base, **trial.settings, **short(self.settings, steps=self.steps), "seed": trial.seed}
         if not self.samples:
-            own = {key.removeprefix(TRAIN): trial.settings[key] for key in (LR, WARMUP) if key in trial.settings}
-            early = self.reach_peak and WARMUP not in trial.settings
-            values |= rates(replace(self.settings.train, **own), steps=values["train.steps"], reach_peak=early)
+            own = {key: trial.settings[key] for key in (LR, WARMUP) if key in trial.settings}
+            train = replace(self.settings.train, **{key.removeprefix(TRAIN): value for key, value in own.items()})
+            values |= rates(train, steps=values["train.steps"], reach_peak=self.reach_peak)
+            if self.reach_peak:
+                values |= own
         return [f"{key}={_word(value)}" for key, value in values.items()]
 
     def _failed(self, trial: Trial, seconds: float, problem: str) -> Measured:
@@ -376,13 +378,16 @@ def short(settings: Settings, *, steps: int = STEPS) -> dict[str, Any]:
 
 
 def rates(train: TrainSettings, *, steps: int, reach_peak: bool = False) -> dict[str, Any]:
-    """A trial warms up as the first steps of the run do; with `reach_peak`, in at most a quarter of its steps."""
+    """A trial has the learning rates of the run's first steps, where nothing decays yet.
+
+    With `reach_peak` it is a whole run: it warms up in at most a quarter of its steps, and decays.
+    """
     warmup = train.warmup_steps
     if reach_peak:
         return {WARMUP: min(warmup, steps // 4)}
     if warmup < steps:
-        return {WARMUP: warmup}
-    return {WARMUP: steps - 1, LR: train.lr * steps / (warmup + 1)}
+        return {SCHEDULE: "constant", WARMUP: warmup}
+    return {SCHEDULE: "constant", WARMUP: steps - 1, LR: train.lr * steps / (warmup + 1)}
 
 
 def _some_chunks(rft: RftSettings, *, steps: int) -> dict[str, Any]:
