@@ -99,6 +99,38 @@ def test_each_switch_has_its_row_and_its_verdict(config: Path) -> None:
     assert json.loads(json.dumps(found.to_json()))["rows"][0]["name"] == BEFORE
 
 
+def test_the_last_table_leads_to_the_full_plan_even_if_little_is_decided_alone(config: Path) -> None:
+    simulated: Any = Simulated(config, chance=random.Random(0), noise=0.5, kind="iid")
+    found = ablate(simulated, only=SOME)
+    alone = {row.name[2:]: row for row in found.rows if row.question == "alone" and row.name.startswith("+ ")}
+    assert {row.verdict for row in alone.values()} == {"faster", "not enough evidence"}
+    in_order = sorted((row.time.ratio, name) for name, row in alone.items() if row.time and name != IDLE)
+    steps = [row for row in found.rows if row.question == "cumulative"]
+    assert [row.name.split(" ", 1)[1] for row in steps] == [name for _, name in in_order]
+    last = {"plan.precision": "bf16", "plan.recompute": "none", "plan.fused_optimizer": True}
+    trials = [one for one in simulated.found.values() if one.seed >= 1000 and last.items() <= one.settings.items()]
+    assert len(trials) == steps[-1].blocks == 4
+
+
+@pytest.mark.parametrize(("active", "there"), [({}, False), ({"fused_optimizer": "off: fp32"}, True)])
+def test_the_last_table_leaves_out_what_does_not_help_unless_another_switch_can_change_that(
+    config: Path, active: dict[str, str], there: bool
+) -> None:
+    class Idle(Simulated):
+        """A machine on which the fused optimizer makes no difference."""
+
+        def run(self, trial: Trial, *, name: str, again: bool = False) -> Measured:
+            found = super().run(trial, name=name, again=again)
+            fused = found.settings.get("plan.fused_optimizer") is not False
+            time = (found.log_time or 0.0) + (math.log(1.1) if fused else 0.0)
+            return replace(found, log_time=time, log_total=time, active=active)
+
+    simulated: Any = Idle(config, chance=random.Random(0), noise=0.002)
+    found = ablate(simulated, only=("mixed precision", "no recomputation", USEFUL))
+    steps = [row.name for row in found.rows if row.question == "cumulative"]
+    assert (f"then {USEFUL}" in steps) == there
+
+
 IDLE, USEFUL = "cudnn.benchmark", "fused optimizer"
 
 
@@ -627,7 +659,7 @@ def test_a_table_shows_its_reference_as_one_and_nothing_twice(config: Path) -> N
     assert (reference.name, reference.verdict, reference.time) == (PLAN, "reference", None)
     assert (row.name, row.verdict) == (f"- {USEFUL}", "slower")
     assert not found.asked("cumulative")
-    assert "fewer than two switches were shown to be faster alone" in found.left_out.values()
+    assert "it takes two switches that may be faster" in found.left_out.values()
 
 
 def test_what_makes_a_trial_short_wins(config: Path, tmp_path: Path) -> None:

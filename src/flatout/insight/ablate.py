@@ -101,11 +101,12 @@ def ablate(
         raise UsageError(f"there is no switch to measure: {told}")
     session.measure(variants)
     if "cumulative" in tables:
-        steps = _cumulative(variants, session, known=known)
+        planned = {variant.switch.name for variant in every if variant.switch and variant.question == "without"}
+        steps = _cumulative(variants, session, known=known, planned=planned)
         if len(steps) > 1:
             session.measure(steps, references=[BEFORE], first_seed=seed + SEEDS)
         else:
-            left_out['the table "one after the other"'] = "fewer than two switches were shown to be faster alone"
+            left_out['the table "one after the other"'] = "it takes two switches that may be faster"
     return Ablation(
         rows=session.rows(),
         left_out=left_out | session.left_out,
@@ -193,15 +194,25 @@ def _code(known: Sequence[Switch], on: Sequence[Switch] = ()) -> str:
     return "".join(switch.code if switch in on else switch.code_before for switch in known)
 
 
-def _cumulative(variants: Sequence[Variant], session: _Session, *, known: Sequence[Switch]) -> list[Variant]:
-    """The switches that were faster alone, added one after the other, the largest gain first."""
+def _cumulative(
+    variants: Sequence[Variant], session: _Session, *, known: Sequence[Switch], planned: Collection[str]
+) -> list[Variant]:
+    """The switches added one after the other, the largest gain alone first.
+
+    One that is not part of the plan must have been shown to be faster alone. One of the plan is only left out if it was
+    shown not to be: it may take effect after another, as FP8 does after bf16.
+    """
     rows = {row.name: row for row in session.rows()}
-    alone = [variant for variant in variants if variant.question == "alone" and variant.switch is not None]
-    times = {variant.name: rows[variant.name].time for variant in alone if rows[variant.name].verdict == "faster"}
-    helped = sorted(
-        (variant for variant in alone if times.get(variant.name) is not None),
-        key=lambda variant: 1.0 if (time := times[variant.name]) is None else time.ratio,
-    )
+    ratios = dict[str, float]()
+    for variant in variants:
+        row = rows[variant.name]
+        if variant.question != "alone" or variant.switch is None or row.time is None or row.problem is not None:
+            continue
+        no_effect = row.time.verdict == "no effect shown" and row.not_in_effect is None
+        may_help = variant.switch.name in planned and row.verdict != "slower" and not no_effect
+        if row.verdict == "faster" or may_help:
+            ratios[variant.name] = row.time.ratio
+    helped = sorted((variant for variant in variants if variant.name in ratios), key=lambda one: ratios[one.name])
     settings, found = dict(variants[0].settings), list[Variant]()
     on, reference = list[Switch](), BEFORE
     for variant in helped:
