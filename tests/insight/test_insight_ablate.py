@@ -348,6 +348,25 @@ def test_a_budget_is_kept_and_what_it_leaves_out_is_said(config: Path) -> None:
     assert sum(row.blocks for row in again.values()) > sum(row.blocks for row in rows.values())
 
 
+@pytest.mark.parametrize("budget_s", [60.0, 90.0])
+def test_a_budget_is_spent_on_every_table_before_more_evidence(config: Path, budget_s: float) -> None:
+    simulated: Any = Simulated(config, chance=random.Random(1), noise=0.1)
+    found = ablate(simulated, only=SOME, budget_s=budget_s)
+    rows = [row for row in found.rows if row.time is not None]
+    assert {row.question for row in rows} == {"alone", "without", "cumulative"}
+    assert {row.blocks for row in rows} <= {4, 8, 16}, "a look that is begun is completed"
+    assert not [name for name, why in found.left_out.items() if why.startswith("the budget")]
+    assert simulated.spent_s <= budget_s
+
+
+def test_more_evidence_is_collected_only_where_it_is_likely_to_decide(config: Path) -> None:
+    simulated: Any = Simulated(config, chance=random.Random(1), noise=0.1)
+    short = [row for row in ablate(simulated, only=SOME, budget_s=2000.0).rows if row.enough is not None]
+    assert short
+    assert all(row.enough is not None and row.enough > 16 for row in short)
+    assert 4 in {row.blocks for row in short}, "there is budget left, and it is not spent in vain"
+
+
 def test_a_budget_counts_each_variant_by_its_own_trials(config: Path) -> None:
     """A slow variant costs what it costs, and does not make the others look as slow."""
 

@@ -99,7 +99,8 @@ def ablate(
     if all(variant.switch is None for variant in variants):
         told = ", ".join(f"{name} ({why})" for name, why in left_out.items())
         raise UsageError(f"there is no switch to measure: {told}")
-    session.measure(variants)
+    alone = [variant for variant in variants if variant.question == "alone"]
+    session.measure(variants, ahead=len(alone) if "cumulative" in tables else 0)
     if "cumulative" in tables:
         planned = {variant.switch.name for variant in every if variant.switch and variant.question == "without"}
         steps = _cumulative(variants, session, known=known, planned=planned)
@@ -248,9 +249,18 @@ class _Session:
         return Trial(settings=variant.settings, seed=seed, code=variant.code)
 
     def measure(
-        self, variants: Sequence[Variant], *, references: Sequence[str] = (), first_seed: int | None = None
+        self,
+        variants: Sequence[Variant],
+        *,
+        references: Sequence[str] = (),
+        first_seed: int | None = None,
+        ahead: int = 0,
     ) -> None:
-        """Every session has its own seeds, so that all its pairs are measured next to each other."""
+        """Measures variants in blocks, and then more blocks of those whose evidence is short, if there is a budget.
+
+        Every session has its own seeds, so that all its pairs are measured next to each other. `ahead` is how many
+        variants the next one has: the budget for their first blocks is kept.
+        """
         self.variants |= {variant.name: variant for variant in variants}
         start = self.trials.settings.seed if first_seed is None else first_seed
         every = [*references, *(variant.name for variant in variants)]
@@ -260,7 +270,7 @@ class _Session:
             return
         self._shorten(names, most=self.blocks, why="the budget was too short")
         first = block
-        while due := self._due(names) or self._undecided(names):
+        while due := self._due(names) or self._undecided(names, ahead=ahead):
             if block == first + MOST_BLOCKS or (block and not self._fits(due, most=1)):
                 return
             self._block(due, start, block, every=every)
@@ -307,25 +317,30 @@ class _Session:
     def _failed(self, name: str) -> bool:
         return _problem(self.measured.get(name, {})) is not None
 
-    def _fits(self, due: Mapping[str, int], *, most: int = MOST_BLOCKS) -> bool:
-        """Whether these trials, at most so many of each variant, fit the budget."""
-        ahead = sum(min(count, most) * self._seconds(name) for name, count in due.items())
-        return self.budget_s is None or self.trials.spent_s + ahead <= self.budget_s
+    def _fits(self, due: Mapping[str, int], *, most: int = MOST_BLOCKS, kept_s: float = 0.0) -> bool:
+        """Whether these trials, at most so many of each variant, fit the budget, without what is kept of it."""
+        needed_s = sum(min(count, most) * self._seconds(name) for name, count in due.items())
+        return self.budget_s is None or self.trials.spent_s + needed_s + kept_s <= self.budget_s
 
     def _seconds(self, name: str) -> float:
         """What a variant's next trial is expected to take: the mean of its own trials, or of all before its first."""
         known = self.measured.get(name) or self.trials.found
         return fmean(one.seconds for one in known.values()) if known else 0.0
 
-    def _undecided(self, names: Sequence[str]) -> dict[str, int]:
-        """One more block of those whose evidence is short, with their references, if there is a budget."""
+    def _undecided(self, names: Sequence[str], *, ahead: int) -> dict[str, int]:
+        """The blocks until the next look for those that a later look is likely to decide, as far as the budget goes."""
         if self.budget_s is None:
             return {}
-        rows = {row.name: row for row in self.rows() if row.name in names}
+        kept_s = ahead * self.blocks * fmean(one.seconds for one in self.trials.found.values())
         usable = {name for name in names if not self._failed(name)}
-        open_ = [name for name, row in rows.items() if row.blocks_needed and row.reference in usable]
-        wanted = {*open_, *(self.variants[name].reference for name in open_)}
-        return {name: 1 for name in names if name in wanted}
+        short = [row for row in self.rows() if row.name in usable and row.reference in usable and row.blocks_needed]
+        wanted: dict[str, int] = {}
+        for count, row in sorted(((row.enough or MOST_BLOCKS, row) for row in short), key=lambda one: one[0]):
+            assert row.reference is not None
+            more = wanted | {name: max(wanted.get(name, 0), row.blocks_needed) for name in (row.name, row.reference)}
+            if count <= MOST_BLOCKS and self._fits(more, kept_s=kept_s):
+                wanted = more
+        return wanted
 
     def _block(self, names: Collection[str], start: int, block: int, *, every: Sequence[str]) -> None:
         order = list(every)
