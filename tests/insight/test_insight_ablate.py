@@ -485,6 +485,9 @@ def test_the_shortest_budget_measures_the_plan_against_the_start(config: Path) -
     simulated: Any = Simulated(config, chance=random.Random(0))
     found = ablate(simulated, only=SOME, budget_s=1.0)
     assert [row.name for row in found.rows if row.blocks] == [BEFORE, PLAN]
+    assert not found.asked("without"), "nothing of it was measured"
+    assert found.left_out['the table "one after the other"'] == found.left_out["- no recomputation"]
+    assert "Without each switch" not in html(found, name="job")
 
 
 SEARCH = """

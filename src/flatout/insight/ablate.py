@@ -42,6 +42,7 @@ BEFORE, PLAN = "before", "full plan"
 # Losses of changed numerics that differ by less are called equal.
 LOSS_MARGIN = 0.005
 BLOCKS, MOST_BLOCKS = parity.LOOKS[0], parity.LOOKS[-1]
+TOO_SHORT = "the budget was too short"
 # From the first seed of one session to that of the next.
 SEEDS = 1000
 
@@ -107,7 +108,9 @@ def ablate(
         if len(steps) > 1:
             session.measure(steps, references=[BEFORE], first_seed=seed + SEEDS)
         else:
-            left_out['the table "one after the other"'] = "it takes two switches that may be faster"
+            missed = any(variant.name in session.left_out for variant in alone)
+            why = TOO_SHORT if missed else "it takes two switches that may be faster"
+            left_out['the table "one after the other"'] = why
     return Ablation(
         rows=session.rows(),
         left_out=left_out | session.left_out,
@@ -268,7 +271,7 @@ class _Session:
         if references and not self._fits(self._due(names[:2])):
             self.left_out |= dict.fromkeys((variant.name for variant in variants), "the budget was spent")
             return
-        self._shorten(names, most=self.blocks, why="the budget was too short")
+        self._shorten(names, most=self.blocks, why=TOO_SHORT)
         first = block
         while due := self._due(names) or self._undecided(names, ahead=ahead):
             if block == first + MOST_BLOCKS or (block and not self._fits(due, most=1)):

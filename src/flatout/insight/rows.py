@@ -112,11 +112,13 @@ class Ablation:
     about: str | None = None  # what trials of this recipe measure, where that is not plain
 
     def asked(self, question: str) -> list[Row]:
-        """The rows of a question, preceded by their references where these are not rows of it."""
+        """The rows of a question, after references that are not rows of it; none if nothing was measured."""
         rows = [row for row in self.rows if row.question == question]
+        if not any(row.blocks or row.problem is not None for row in rows):
+            return []
         named = {row.reference for row in rows} - {row.name for row in rows}
         before = [replace(row, reference=None, time=None, loss_verdict=None) for row in self.rows if row.name in named]
-        return [*before, *rows] if rows else []
+        return [*before, *rows]
 
     def notes(self) -> list[str]:
         """What a reader of the tables has to know, in sentences."""

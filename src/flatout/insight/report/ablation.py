@@ -52,12 +52,12 @@ def html(found: Ablation, *, name: str) -> str:
 
 
 def _section(found: Ablation, question: str) -> Html | None:
-    rows = [row for row in found.rows if row.question == question]
-    if not rows:
+    if not (asked := found.asked(question)):
         return None
+    rows = [row for row in asked if row.question == question]
     title, about = QUESTIONS[question]
     chart = waterfall(found, rows) if question == "cumulative" else bars(rows)
-    heads, cells = shown([row.cells for row in found.asked(question)])
+    heads, cells = shown([row.cells for row in asked])
     return tag(
         "section",
         tag("h2", title, id=f"{question}-h"),
