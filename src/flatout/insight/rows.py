@@ -117,7 +117,11 @@ class Ablation:
         if not any(row.blocks or row.problem is not None for row in rows):
             return []
         named = {row.reference for row in rows} - {row.name for row in rows}
-        before = [replace(row, reference=None, time=None, loss_verdict=None) for row in self.rows if row.name in named]
+        before = [
+            replace(row, kind=None, reference=None, time=None, loss_verdict=None)
+            for row in self.rows
+            if row.name in named
+        ]
         return [*before, *rows]
 
     def notes(self) -> list[str]:
