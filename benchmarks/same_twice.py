@@ -3,8 +3,9 @@
     python -m benchmarks.same_twice --times 20
 
 Each is `flatout ablate` on a small job with a switch that changes only the name of the run, with its own seeds: four
-blocks of real processes. Its three comparisons (alone, without, and the plan with its starting point) are A/A tests. A
-CPU is enough, busy or not; at a level of 5 %, one of 20 may be called different by chance.
+blocks of real processes. Its three comparisons (alone, without, and the plan with its starting point) share their
+trials, so an ablation is one A/A test. A CPU is enough, busy or not; at a level of 5 %, one of 20 may be called
+different by chance.
 """
 
 from __future__ import annotations
