@@ -359,6 +359,30 @@ def test_a_budget_is_spent_on_every_table_before_more_evidence(config: Path, bud
     assert simulated.spent_s <= budget_s
 
 
+@pytest.mark.parametrize(("slow", "seconds"), [(1, 10.0), (5, 3.0)], ids=["first trial", "first block"])
+def test_rows_that_seemed_too_long_for_the_budget_come_back_before_more_evidence(
+    config: Path, slow: int, seconds: float
+) -> None:
+    """The first trials take longer than later ones, because caches are empty."""
+
+    class Cold(Simulated):
+        def run(self, trial: Trial, *, name: str, again: bool = False) -> Measured:
+            known = trial.key in self.found
+            found = super().run(trial, name=name, again=again)
+            if not known and len(self.found) <= slow:
+                found = self.found[trial.key] = replace(found, seconds=seconds)
+                self.spent_s += seconds - 1.0
+            return found
+
+    simulated: Any = Cold(config, chance=random.Random(1), noise=0.1)
+    found = ablate(simulated, only=SOME, tables=["without"], budget_s=40.0)
+    blocks = {row.name: row.blocks for row in found.rows}
+    assert min(blocks.values()) >= 4
+    assert set(blocks) == {PLAN, "- mixed precision", "- no recomputation", "- fused optimizer"}
+    assert not [name for name, why in found.left_out.items() if why.startswith("the budget")]
+    assert simulated.spent_s <= 40.0
+
+
 def test_more_evidence_is_collected_only_where_it_is_likely_to_decide(config: Path) -> None:
     simulated: Any = Simulated(config, chance=random.Random(1), noise=0.1)
     short = [row for row in ablate(simulated, only=SOME, budget_s=2000.0).rows if row.enough is not None]
@@ -672,6 +696,19 @@ def test_the_measurement_counts_more_than_what_the_device_reports(config: Path) 
     rows = {row.name: row for row in ablate(simulated, only=[USEFUL]).rows}
     assert rows[f"- {USEFUL}"].not_in_effect == "off: not here"
     assert rows[f"- {USEFUL}"].verdict == "slower"
+
+
+@pytest.mark.parametrize(("active", "blocks"), [({}, 16), ({"fused_optimizer": "off: not here"}, 4)])
+def test_no_more_evidence_is_collected_on_a_switch_that_is_not_in_effect(
+    config: Path, active: dict[str, str], blocks: int
+) -> None:
+    class Reporting(Simulated):
+        def run(self, trial: Trial, *, name: str, again: bool = False) -> Measured:
+            return replace(super().run(trial, name=name), active=active)
+
+    simulated: Any = Reporting(config, chance=random.Random(0), gain=0.0, noise=0.05)
+    rows = {row.name: row for row in ablate(simulated, only=[USEFUL], tables=["without"], budget_s=300.0).rows}
+    assert rows[f"- {USEFUL}"].blocks == blocks
 
 
 def test_a_table_shows_its_reference_as_one_and_nothing_twice(config: Path) -> None:

@@ -267,28 +267,35 @@ class _Session:
         self.variants |= {variant.name: variant for variant in variants}
         start = self.trials.settings.seed if first_seed is None else first_seed
         every = [*references, *(variant.name for variant in variants)]
-        names, block = list(every), self._recall(every, start)
-        if references and not self._fits(self._due(names[:2])):
+        first = self._recall(every, start)
+        if references and not self._fits(self._due(every[:2])):
             self.left_out |= dict.fromkeys((variant.name for variant in variants), "the budget was spent")
             return
-        self._shorten(names, most=self.blocks, why=TOO_SHORT)
-        first = block
-        while due := self._due(names) or self._undecided(names, ahead=ahead):
-            if block == first + MOST_BLOCKS or (block and not self._fits(due, most=1)):
+        names, complete = self._affordable(every), False
+        for block in range(first, first + MOST_BLOCKS):
+            due = self._due(names)
+            if block == first + 1 or not (due or complete):  # now it is known better what the trials take
+                names = self._affordable(every)
+                due = self._due(names)
+            if not due:
+                due, complete = self._undecided(names, ahead=ahead), True
+            if not due or (block and not self._fits(due, most=1)):
                 return
             self._block(due, start, block, every=every)
-            if block == first:  # its time decides what is measured in all blocks
-                self._shorten(names, most=MOST_BLOCKS, why="the budget was too short for all blocks")
-            block += 1
 
-    def _shorten(self, names: list[str], *, most: int, why: str) -> None:
-        """Leaves out the last rows until the rest fits the budget; the first two are always kept."""
-        while not self._fits(due := self._due(names), most=most):
-            last = next((name for name in reversed(names[2:]) if name in due), None)
+    def _affordable(self, names: Sequence[str]) -> list[str]:
+        """Leaves out the last unfinished rows until the rest fits the budget; the first two are always kept."""
+        kept = list(names)
+        while not self._fits(due := self._due(kept)):
+            last = next((name for name in reversed(kept[2:]) if name in due), None)
             if last is None:
-                return
-            names.remove(last)
-            self.left_out[last] = why
+                break
+            kept.remove(last)
+        for name in names:
+            self.left_out.pop(name, None)
+            if name not in kept:
+                self.left_out[name] = f"{TOO_SHORT} for all blocks" if name in self.measured else TOO_SHORT
+        return kept
 
     def _recall(self, names: Sequence[str], start: int) -> int:
         """Takes over the blocks of earlier calls, and returns their number."""

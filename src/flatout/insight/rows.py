@@ -65,7 +65,7 @@ class Row:
     @property
     def blocks_needed(self) -> int:
         """More blocks until the next planned look at the evidence; 0 if it is not short."""
-        return self.time.needed_more if self.time is not None and self.problem is None else 0
+        return self.time.needed_more if self.time is not None and self.is_short else 0
 
     @property
     def is_short(self) -> bool:
