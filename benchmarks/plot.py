@@ -2,6 +2,7 @@
 
 python -m benchmarks.plot pretrain-124m tokens_per_s docs/pretrain-124m.svg
 python -m benchmarks.plot ablations times_as_fast docs/ablation-lora.svg lora
+python -m benchmarks.plot ablations times_as_fast docs/ablation-rl.svg rl CALL CALL    # these, of each bar the newest
 """
 
 from __future__ import annotations
@@ -41,12 +42,13 @@ def svg(results: list[Result], *, title: str) -> str:
 
 
 def main() -> None:
-    benchmark, metric, target, *jobs = sys.argv[1:]
+    benchmark, metric, target, *more = sys.argv[1:]
     rows = [r for r in read(FOLDER / f"{benchmark}.jsonl") if r.metric == metric]
+    jobs, calls = more[:1], more[1:]
     if jobs:
         without = f"{jobs[0]}: - "
         rows = [replace(r, variant=r.variant.removeprefix(without)) for r in rows if r.variant.startswith(without)]
-    newest = [r for r in rows if r.call == rows[-1].call]
+    newest = list({r.variant: r for r in rows if r.call in (calls or [rows[-1].call])}.values())
     newest.sort(key=lambda r: r.value if jobs else -r.value)
     one = newest[0]
     least, most = (f({r.repeats for r in newest}) for f in (min, max))
