@@ -15,7 +15,7 @@ import math
 import random
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from statistics import fmean
+from statistics import fmean, median
 from typing import Any
 
 from flatout import parity
@@ -272,7 +272,7 @@ class _Session:
             self.left_out |= dict.fromkeys((variant.name for variant in variants), "the budget was spent")
             return
         names, complete = self._affordable(every), False
-        for block in range(first, first + MOST_BLOCKS):
+        for block in range(first, first + 2 * MOST_BLOCKS):  # rows that come back begin later
             due = self._due(names)
             if block == first + 1 or not (due or complete):  # now it is known better what the trials take
                 names = self._affordable(every)
@@ -333,9 +333,10 @@ class _Session:
         return self.budget_s is None or self.trials.spent_s + needed_s + kept_s <= self.budget_s
 
     def _seconds(self, name: str) -> float:
-        """What a variant's next trial is expected to take: the mean of its own trials, or of all before its first."""
-        known = self.measured.get(name) or self.trials.found
-        return fmean(one.seconds for one in known.values()) if known else 0.0
+        """What a variant's next trial probably takes: the mean of its own, or before its first the median of all."""
+        if own := self.measured.get(name):
+            return fmean(one.seconds for one in own.values())
+        return median(one.seconds for one in self.trials.found.values()) if self.trials.found else 0.0
 
     def _undecided(self, names: Sequence[str], *, ahead: int) -> dict[str, int]:
         """The blocks until the next look for those that a later look is likely to decide, as far as the budget goes."""
