@@ -1,8 +1,10 @@
 """Draws the newest call of a results file as horizontal bars, in plain SVG that is readable in light and dark mode.
 
+Where calls are named, it draws the newest figure of each variant in them.
+
 python -m benchmarks.plot pretrain-124m tokens_per_s docs/pretrain-124m.svg
 python -m benchmarks.plot ablations times_as_fast docs/ablation-lora.svg lora
-python -m benchmarks.plot ablations times_as_fast docs/ablation-rl.svg rl CALL CALL    # these, of each bar the newest
+python -m benchmarks.plot ablations times_as_fast docs/ablation-rl.svg rl CALL CALL
 """
 
 from __future__ import annotations
