@@ -131,3 +131,22 @@ def test_a_killed_rank_comes_back(cluster: dict[str, str], tmp_path: Path) -> No
     job.asked("scancel", job.id)
     job.wait_for("CANCELLED")
     wait_until(lambda: not job.ranks())
+
+
+@pytest.mark.long
+def test_two_configurations_end_in_their_comparison(cluster: dict[str, str], tmp_path: Path) -> None:
+    for name, lr in (("slow", 1e-3), ("fast", 3e-3)):
+        train = {**CONFIG["train"], "lr": lr, "steps": 40}  # type: ignore[dict-item]
+        (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump({**CONFIG, "train": train}))
+    line = ["launch", "slow.yaml", "fast.yaml", "--on", "slurm", "--cpus", "1"]
+    done = subprocess.run(
+        [sys.executable, "-m", "flatout", *line], env=cluster, cwd=tmp_path, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    found = re.search(r"job (\d+) compares them when all have ended, in (\S+)", done.stdout)
+    assert found is not None, done.stdout
+    output = Path(found[2])
+    queue = ["squeue", "-h", "-j", found[1]]
+    wait_until(lambda: not subprocess.run(queue, env=cluster, capture_output=True, text=True).stdout.strip())
+    assert "fast against slow:" in output.read_text()
+    assert re.search(r"state +Finished +Finished", output.read_text())

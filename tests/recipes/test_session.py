@@ -48,10 +48,21 @@ def test_a_run_killed_while_its_folder_was_made_begins_again(
     assert not list(run.path.glob(".*.tmp"))
 
 
-def test_resuming_what_is_not_there_or_was_changed_is_refused(flatout: Call, config: Path, tmp_path: Path) -> None:
+def test_resuming_a_run_that_never_began_begins_it(flatout: Call, config: Path, tmp_path: Path) -> None:
     done = flatout("train", config, *TINY, "--run", "run", "--resume")
+    assert done.returncode == 0, done.stderr
+    assert "there is no run in run yet, so it starts from the beginning" in done.stderr
+    assert [step.step for step in Run.open(tmp_path / "run").steps()] == [0, 1]
+
+
+def test_resuming_in_a_folder_of_something_else_or_what_was_changed_is_refused(
+    flatout: Call, config: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes" / "notes.txt").write_text("mine")
+    done = flatout("train", config, *TINY, "--run", "notes", "--resume")
     assert done.returncode == 2
-    assert "there is no such folder" in done.stderr
+    assert "notes is not a run folder" in done.stderr
     assert flatout("train", config, *TINY, "--run", "run").returncode == 0
     plan = tmp_path / "run" / "plan.json"
     value = json.loads(plan.read_text())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import glob
 import json
+import os
 import shlex
 from collections.abc import Callable
 from pathlib import Path
@@ -25,6 +26,7 @@ from flatout.cli.shared import (
     out,
     print_plain,
     require_torch,
+    warn,
 )
 from flatout.errors import INTERRUPTED_EXIT, PREEMPTED_EXIT, RunFailed, UsageError
 
@@ -105,6 +107,8 @@ def _run_folder(settings: Settings, run: Path | None, *, config: Path, resume: b
         raise UsageError("--run is empty or the current folder: a run needs its own folder")
     if resume and run is None:
         raise UsageError("--resume needs --run FOLDER: the folder of the run to continue")
+    if resume and run is not None and not run.exists() and os.environ.get("RANK", "0") == "0":
+        warn([f"there is no run in {run} yet, so it starts from the beginning"])
     return run or _folder_of_job(config.stem) or new_folder(config.stem)
 
 

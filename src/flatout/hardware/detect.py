@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
@@ -53,19 +54,35 @@ def visible(gpus: Sequence[Gpu], *, wanted: str | None) -> list[Gpu]:
 
     Indices are taken in the order of the PCI bus, which is CUDA's own order as long as the cards are alike.
     """
-    chosen = list(gpus)
-    if wanted is not None:
-        chosen = []
-        for entry in wanted.split(","):
-            found = _find(entry.strip(), gpus)
-            if found is None:
-                break  # as CUDA does: what follows an entry it cannot resolve is hidden
-            if found in chosen:
-                return []  # as CUDA does: naming a device twice hides all of them
-            chosen.append(found)
-    usable = [part for gpu in chosen for part in (gpu.instances if gpu.divided else [gpu])]
+    usable = list(_usable(gpus, wanted=wanted).values())
     # CUDA gives a process one MIG instance, and nothing beside it.
     return usable[:1] if any(part.uuid.startswith("MIG-") for part in usable) else usable
+
+
+def _usable(gpus: Sequence[Gpu], *, wanted: str | None) -> dict[str, Gpu]:
+    """The GPUs, and the instances of divided ones, by the entry of CUDA_VISIBLE_DEVICES that selects each alone."""
+    chosen: dict[str, Gpu] = {}
+    for entry in map(str, range(len(gpus))) if wanted is None else wanted.split(","):
+        found = _find(entry.strip(), gpus)
+        if found is None:
+            break  # as CUDA does: what follows an entry it cannot resolve is hidden
+        if found in chosen.values():
+            return {}  # as CUDA does: naming a device twice hides all of them
+        chosen[entry.strip()] = found
+    return {
+        (name if part is gpu else part.uuid): part
+        for name, gpu in chosen.items()
+        for part in (gpu.instances if gpu.divided else [gpu])
+    }
+
+
+def devices() -> list[str]:
+    """The entries of CUDA_VISIBLE_DEVICES that this process can hand out: one for each GPU or MIG instance."""
+    wanted = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if wanted == "":
+        return []
+    with _driver() as present:
+        return list(_usable(_read_gpus(), wanted=wanted)) if present else []
 
 
 def _find(entry: str, gpus: Sequence[Gpu]) -> Gpu | None:
@@ -81,18 +98,31 @@ def _detect_gpus(wanted: str | None) -> Hardware:
         return named("CPU")
     import pynvml
 
+    with _driver() as present:
+        if not present:
+            return named("CPU")
+        driver = _ask(pynvml.nvmlSystemGetDriverVersion)
+        gpus = visible(_read_gpus(), wanted=wanted)
+        if not gpus:
+            return replace(named("CPU"), driver=driver)
+        return replace(_describe(gpus, nvlink=_all_on_nvlink(gpus)), driver=driver)
+
+
+@contextmanager
+def _driver() -> Iterator[bool]:
+    """Whether there is an NVIDIA driver, which can be asked within the block."""
+    import pynvml
+
     try:
-        pynvml.nvmlInit()
         try:
-            driver = _ask(pynvml.nvmlSystemGetDriverVersion)
-            gpus = visible(_read_gpus(), wanted=wanted)
-            if not gpus:
-                return replace(named("CPU"), driver=driver)
-            return replace(_describe(gpus, nvlink=_all_on_nvlink(gpus)), driver=driver)
+            pynvml.nvmlInit()
+        except (pynvml.NVMLError_LibraryNotFound, pynvml.NVMLError_DriverNotLoaded):
+            yield False
+            return
+        try:
+            yield True
         finally:
             pynvml.nvmlShutdown()
-    except (pynvml.NVMLError_LibraryNotFound, pynvml.NVMLError_DriverNotLoaded):
-        return named("CPU")
     except pynvml.NVMLError as error:
         raise EnvironmentLacks(
             f"the NVIDIA driver is installed but does not respond ({error}): repair it (a reboot helps after a "

@@ -18,8 +18,8 @@ from flatout import parity
 from flatout.errors import UsageError
 from flatout.insight.story import Story, TaskScore, tell
 from flatout.parity import Difference
-from flatout.record import Run
-from flatout.verdict import warm_up
+from flatout.record import Run, Verdict
+from flatout.verdict import reward_ends, warm_up
 from flatout.words import duration, loss_text, number, percent
 
 # Steps of a block at least, blocks at most, and the steps at the end of a run that they are taken from.
@@ -57,16 +57,20 @@ class Numbers:
 
     name: str
     runs: int
+    steps: float | None
+    state: str  # of the first run, as the tasks and the criteria are
     tokens_per_s: float | None
     mfu: float | None
     peak_gib: float | None
     loss_at_equal_tokens: float | None
     loss_at_equal_time: float | None
     val_loss: float | None
+    reward: float | None  # in the last tenth of the phases of rollouts
     device_hours: float
     cost: float | None
     phases: Mapping[str, float]  # seconds of a step
     tasks: Mapping[str, TaskScore]  # of the first run, by task, at its last step
+    criteria: Mapping[str, Verdict]  # by criterion and what is wanted
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,22 +101,30 @@ class Comparison:
     settings: Sequence[tuple[str, Sequence[Any]]] = field(default_factory=list)  # those that differ
     decisions: Sequence[tuple[str, Sequence[Any]]] = field(default_factory=list)  # of the plans, likewise
 
+    @property
+    def has_rewards(self) -> bool:
+        return any(side.reward is not None for side in self.sides)
+
     def tables(self) -> list[Table]:
         """The numbers of all configurations next to each other."""
         numbers: list[tuple[str, Callable[[Numbers], str]]] = [
             ("runs", lambda side: str(side.runs)),
+            ("state", lambda side: side.state),
+            ("steps", lambda side: number(side.steps)),
             ("tokens/s", lambda side: number(side.tokens_per_s)),
             ("MFU", lambda side: percent(side.mfu)),
             ("peak memory", lambda side: number(side.peak_gib, unit=" GiB")),
             (f"loss at {self.tokens:,} tokens", lambda side: loss_text(side.loss_at_equal_tokens)),
             (f"loss at {duration(self.seconds)}", lambda side: loss_text(side.loss_at_equal_time)),
             ("last validation loss", lambda side: loss_text(side.val_loss)),
+            *([("reward, last tenth", lambda side: number(side.reward))] if self.has_rewards else []),
             ("device hours", lambda side: number(side.device_hours)),
         ]
         if any(side.cost is not None for side in self.sides):
             numbers.append(("cost", lambda side: number(side.cost)))
         phases = dict.fromkeys(name for side in self.sides for name in side.phases)
         tasks = dict.fromkeys(name for side in self.sides for name in side.tasks)
+        criteria = dict.fromkeys(name for side in self.sides for name in side.criteria)
         repeated = any(side.runs > 1 for side in self.sides)
         return [
             Table(
@@ -126,6 +138,10 @@ class Comparison:
             Table(
                 title="Tasks, of the first run" if repeated else "Tasks",
                 rows=[(name, [_score(side.tasks.get(name)) for side in self.sides]) for name in tasks],
+            ),
+            Table(
+                title="Criteria, of the first run" if repeated else "Criteria",
+                rows=[(name, [_met(side.criteria.get(name)) for side in self.sides]) for name in criteria],
             ),
         ]
 
@@ -141,7 +157,16 @@ class Comparison:
             found.append(
                 "The runs did not take turns, so a machine that was slower during one of them is not ruled out."
             )
-        if loss is None:
+        if self.has_rewards:
+            mine, first = (
+                next(number(side.reward) for side in self.sides if side.name == name)
+                for name in (one.name, self.sides[0].name)
+            )
+            found.append(
+                f"Reward in the last tenth: {mine} against {first}. A policy's loss does not tell how well it does; "
+                "three runs of each with the same seeds would tell whether rewards differ by chance."
+            )
+        elif loss is None:
             found.append(f"Loss: {one.loss_verdict}; three runs of each with the same seeds would decide.")
         else:
             change = f"{loss.ratio - 1:+.2%} (95 % interval {loss.low - 1:+.2%} to {loss.high - 1:+.2%})"
@@ -203,6 +228,16 @@ def _setup(story: Story) -> dict[str, Any]:
     return {"device": device, "torch": packages.get("torch"), "flatout": story.environment.get("flatout")}
 
 
+def _known(values: Iterable[float | None]) -> list[float]:
+    return [value for value in values if value is not None]
+
+
+def _met(verdict: Verdict | None) -> str:
+    if verdict is None:
+        return "not set"
+    return verdict.got if verdict.met is None else f"{verdict.got}: {'met' if verdict.met else 'not met'}"
+
+
 def _score(score: TaskScore | None) -> str:
     return "n/a" if score is None else score.score
 
@@ -230,7 +265,12 @@ def sides_of(runs: Sequence[Run], stories: Sequence[Story]) -> list[Side]:
 
 
 def _unseeded(config: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in config.items() if key != SEED}
+    return {key: value for key, value in _of_training(config).items() if key != SEED}
+
+
+def _of_training(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings without the run folder, which is only where the run lies."""
+    return {key: value for key, value in config.items() if key != "run"}
 
 
 def _numbers(side: Side, *, tokens: int, seconds: float, price: float | None) -> Numbers:
@@ -240,12 +280,15 @@ def _numbers(side: Side, *, tokens: int, seconds: float, price: float | None) ->
     return Numbers(
         name=side.name,
         runs=len(side.runs),
+        steps=side.mean(lambda story: story.num_steps),
+        state=first.state.sentence,
         tokens_per_s=side.mean(lambda story: story.speed.tokens_per_s),
         mfu=side.mean(lambda story: story.speed.mfu),
         peak_gib=side.mean(lambda story: story.peak_gib),
         loss_at_equal_tokens=side.mean(lambda story: loss_before(story, tokens=tokens)),
         loss_at_equal_time=side.mean(lambda story: loss_before(story, seconds=seconds)),
         val_loss=side.mean(lambda story: story.evaluations[-1].val_loss if story.evaluations else None),
+        reward=fmean(rewards) if (rewards := _known(reward_ends(run)[1] for run in side.runs.values())) else None,
         device_hours=fmean(hours),
         cost=None if price is None else price * fmean(hours),
         phases={
@@ -253,6 +296,7 @@ def _numbers(side: Side, *, tokens: int, seconds: float, price: float | None) ->
             for name in dict.fromkeys(name for step in steps for name in step)
         },
         tasks={score.task: score for score in first.tasks},  # they are in the order of steps
+        criteria={f"{verdict.criterion}, {verdict.wanted}": verdict for verdict in first.criteria},
     )
 
 
@@ -370,7 +414,7 @@ def settings_that_differ(stories: Sequence[Story]) -> list[tuple[str, list[Any]]
     """The settings that differ between runs, None where they cannot: a watched script has no settings of flatout."""
     if sum(not story.plan.get("foreign") for story in stories) < 2:
         return None
-    return _of_own(stories, lambda story: story.config)
+    return _of_own(stories, lambda story: _of_training(story.config))
 
 
 def flatten(facts: Mapping[str, Any], *, under: str = "") -> Iterable[tuple[str, Any]]:

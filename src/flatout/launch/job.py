@@ -57,10 +57,14 @@ def followed(text: str) -> bool:
     return any(words in text for words in _FOLLOWED)
 
 
+def how_it_ended(code: int) -> str:
+    """The end of a process that failed."""
+    return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"failed with exit code {code}"
+
+
 def ended(rank: int, code: int) -> str:
     """How the rank that failed first ended."""
-    how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"failed with exit code {code}"
-    return f"rank {rank} {how} first\n"
+    return f"rank {rank} {how_it_ended(code)} first\n"
 
 
 def exit_code_of(codes: Sequence[int]) -> int:

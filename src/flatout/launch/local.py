@@ -47,7 +47,7 @@ def run(job: Job) -> int:
     """Runs the job to its end and returns its exit code."""
     code = 0
     for restart in range(job.restarts + 1):
-        with _forwarded() as stop:
+        with forwarded() as stop:
             if restart and stop.number is None:
                 sys.stderr.write(f"restart {restart} of {job.restarts}, from the last checkpoint\n")
             code = _attempt(job, restart=restart, stop=stop)
@@ -56,7 +56,7 @@ def run(job: Job) -> int:
     return code
 
 
-def _attempt(job: Job, *, restart: int, stop: _Stop) -> int:
+def _attempt(job: Job, *, restart: int, stop: Stop) -> int:
     environment = job.environment(restart=restart) | {
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(free_port()),
@@ -67,7 +67,7 @@ def _attempt(job: Job, *, restart: int, stop: _Stop) -> int:
         for number in range(job.world):
             own = {"RANK": str(number), "LOCAL_RANK": str(number)}
             ranks.append(_started(job.command, {**os.environ, **environment, **own}, number=number))
-            stop.ranks = ranks
+            stop.processes.append(ranks[-1].process)
         failed = _wait(ranks)
     finally:
         for rank in ranks:
@@ -120,26 +120,27 @@ def explained(failed: Sequence[Rank]) -> str:
     return ended(first.number, first.process.returncode) + "".join(first.lines)
 
 
-class _Stop:
-    """The signal that ended the job, if any, and the ranks that it was passed on to."""
+class Stop:
+    """The signal that ended the job, if any, and the processes that it is passed on to."""
 
     def __init__(self) -> None:
         self.number: int | None = None
-        self.ranks: list[Rank] = []
+        self.processes: list[subprocess.Popen[bytes]] = []
 
     def handle(self, number: int, _frame: FrameType | None) -> None:
         again = self.number is not None
         self.number = number
         if again and number != signal.SIGINT:
             return  # they are saving
-        for rank in self.ranks:
-            if rank.process.poll() is None:
-                rank.process.send_signal(signal.SIGINT if number == signal.SIGINT else signal.SIGTERM)
+        for process in self.processes:
+            if process.poll() is None:
+                process.send_signal(signal.SIGINT if number == signal.SIGINT else signal.SIGTERM)
 
 
 @contextmanager
-def _forwarded() -> Iterator[_Stop]:
-    stop = _Stop()
+def forwarded() -> Iterator[Stop]:
+    """Signals to this process go to those of the block, which save and end."""
+    stop = Stop()
     numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
     before = {n: signal.signal(n, stop.handle) for n in numbers if signal.getsignal(n) is not signal.SIG_IGN}
     try:

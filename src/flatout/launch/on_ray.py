@@ -13,23 +13,26 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from flatout.errors import PREEMPTED_EXIT, EnvironmentLacks, RunFailed
+from flatout.errors import INTERRUPTED_EXIT, PREEMPTED_EXIT, EnvironmentLacks, RunFailed
 from flatout.launch.job import FINAL, Job, ended, exit_code_of, followed
 from flatout.launch.local import GRACE_S, TAIL
 from flatout.tasks.workers import GRADERS, RAY
 
-# Longer than Ray needs to place an actor where there is room for it.
-PLACED_S = 60.0
+# Longer than an actor that lives needs to answer.
+ANSWER_S = 60.0
 POLL_S = 0.2
 
 
-def run(job: Job, *, cpus: int) -> int:
-    """Runs the job on the Ray cluster in RAY_ADDRESS, or on one that is started on this machine."""
+def run(job: Job, *, cpus: int, wait_s: float) -> int:
+    """Runs the job on the Ray cluster in RAY_ADDRESS, or on one that is started on this machine.
+
+    Fails if the cluster has no room for all ranks within `wait_s`.
+    """
     with _token() as folder:
         try:
             import ray
@@ -40,7 +43,7 @@ def run(job: Job, *, cpus: int) -> int:
             for restart in range(job.restarts + 1):
                 if restart:
                     sys.stderr.write(f"restart {restart} of {job.restarts}, from the last checkpoint\n")
-                code = _attempt(ray, job, actors, cpus=cpus, restart=restart, stops=stops)
+                code = _attempt(ray, job, actors, cpus=cpus, wait_s=wait_s, restart=restart, stops=stops)
                 if code in FINAL or stops:
                     break
     return code
@@ -143,7 +146,7 @@ class Actor:
             self.process.kill()
 
 
-def _attempt(ray: Any, job: Job, actors: list[Any], *, cpus: int, restart: int, stops: list[int]) -> int:
+def _attempt(ray: Any, job: Job, actors: list[Any], *, cpus: int, wait_s: float, restart: int, stops: list[int]) -> int:
     """Runs the ranks once. `actors` that live are used again, which is faster than new ones."""
     lost = ray.exceptions.RayActorError
     kind = ray.remote(Actor)
@@ -153,14 +156,14 @@ def _attempt(ray: Any, job: Job, actors: list[Any], *, cpus: int, restart: int, 
         kind.options(num_cpus=cpus, max_restarts=0, **gpus).remote() for _ in range(job.world - len(alive))
     ]
     try:
-        try:
-            host, port = ray.get(actors[0].address.remote(), timeout=PLACED_S)
-            ray.get([actor.address.remote() for actor in actors], timeout=PLACED_S)
-        except ray.exceptions.GetTimeoutError:
+        if not _placed(ray, actors, wait_s=wait_s, stops=stops):
+            if stops:
+                return INTERRUPTED_EXIT if stops[0] == signal.SIGINT else RunFailed.exit_code
             raise EnvironmentLacks(
-                f"Ray found no room for {job.world} ranks of {cpus} CPUs within {PLACED_S:.0f} s: `ray status` shows "
-                "what is in use; ask for fewer --ranks or --cpus"
-            ) from None
+                f"Ray found no room for {job.world} ranks of {cpus} CPUs within {wait_s:g} s: `ray status` shows "
+                "what is in use; ask for fewer --ranks or --cpus, or wait longer with --wait SECONDS"
+            )
+        host, port = ray.get(actors[0].address.remote())
         shared = job.environment(restart=restart) | {"MASTER_ADDR": host, "MASTER_PORT": str(port)}
         shared |= {GRADERS: "ray", "RAY_ADDRESS": ray.get_runtime_context().gcs_address}
         shared |= {name: os.environ[name] for name in RAY if name in os.environ and name not in shared}
@@ -198,9 +201,17 @@ def _attempt(ray: Any, job: Job, actors: list[Any], *, cpus: int, restart: int, 
         raise
 
 
+def _placed(ray: Any, actors: Sequence[Any], *, wait_s: float, stops: Sequence[int]) -> bool:
+    """Whether all actors answer within the time; a signal ends the wait."""
+    waiting, until = [actor.address.remote() for actor in actors], time.monotonic() + wait_s
+    while waiting and not stops and time.monotonic() < until:
+        _, waiting = ray.wait(waiting, num_returns=len(waiting), timeout=min(1.0, until - time.monotonic()))
+    return not waiting
+
+
 def _lives(ray: Any, actor: Any) -> bool:
     try:
-        ray.get(actor.address.remote(), timeout=PLACED_S)
+        ray.get(actor.address.remote(), timeout=ANSWER_S)
     except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError):
         return False
     return True

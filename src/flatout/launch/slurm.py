@@ -9,6 +9,8 @@ import re
 import shlex
 import shutil
 import subprocess
+import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,6 +35,15 @@ class Resources:
     container: str | None = None
 
 
+def _directives(values: Mapping[str, str | None]) -> list[str]:
+    for name, value in values.items():
+        if value is not None and not _PLAIN.fullmatch(value.removeprefix("/")):
+            raise UsageError(
+                f"{value!r} cannot be written as #SBATCH --{name}: use letters, digits and . _ : / @ % + = , - only"
+            )
+    return [f"#SBATCH --{name}={value}" for name, value in values.items() if value is not None]
+
+
 def script(job: Job, resources: Resources) -> str:
     """The batch script. Everything that is not ours is quoted, or refused where it cannot be."""
     folder = job.folder.absolute()
@@ -49,12 +60,7 @@ def script(job: Job, resources: Resources) -> str:
         "signal": f"USR2@{resources.warning_s}",
         "output": f"{folder}-%j.out",
     }
-    for name, value in directives.items():
-        if value is not None and not _PLAIN.fullmatch(value.removeprefix("/")):
-            raise UsageError(
-                f"{value!r} cannot be written as #SBATCH --{name}: use letters, digits and . _ : / @ % + = , - only"
-            )
-    lines = [f"#SBATCH --{name}={value}" for name, value in directives.items() if value is not None]
+    lines = _directives(directives)
     container = "" if resources.container is None else f" --container-image={shlex.quote(resources.container)}"
     return "\n".join(
         [
@@ -100,15 +106,49 @@ def script(job: Job, resources: Resources) -> str:
     )
 
 
+def comparing_script(jobs: Sequence[Job], resources: Resources) -> str:
+    """The batch script that compares the runs of several jobs; what there is of them, if one failed."""
+    directives = {
+        "job-name": f"compare-{jobs[0].name}",
+        "nodes": "1",
+        "ntasks": "1",
+        "cpus-per-task": "1",
+        "mem": "4G",
+        "time": "00:30:00",
+        "partition": resources.partition,
+        "account": resources.account,
+        "output": str(comparison(jobs, ".out")),
+    }
+    container = () if resources.container is None else ("srun", f"--container-image={resources.container}")
+    compared = shlex.join([*container, sys.executable, "-m", "flatout", "compare", *(str(job.folder) for job in jobs)])
+    return "\n".join(
+        ["#!/bin/bash", *_directives(directives), "", f"cd {shlex.quote(str(Path.cwd()))} || exit 3", compared, ""]
+    )
+
+
+def comparison(jobs: Sequence[Job], suffix: str) -> Path:
+    """A file of the job that compares, beside the first run folder."""
+    return jobs[0].folder.absolute().with_name(f"compare-{jobs[0].folder.name}{suffix}")
+
+
 def submit(job: Job, resources: Resources) -> str:
     """Submits the script, which stays beside the run folder, and returns the id of the job."""
-    text = script(job, resources)
+    return _submitted(job.folder.absolute().with_name(f"{job.folder.name}.sbatch"), script(job, resources))
+
+
+def submit_comparison(jobs: Sequence[Job], resources: Resources, *, after: Sequence[str]) -> str:
+    """Submits the comparison of several jobs, which starts when all have ended, however they ended."""
+    options = [f"--dependency=afterany:{':'.join(after)}"]
+    return _submitted(comparison(jobs, ".sbatch"), comparing_script(jobs, resources), options)
+
+
+def _submitted(path: Path, text: str, options: Sequence[str] = ()) -> str:
+    """The id of the job that runs the script at this path from now on."""
     if shutil.which("sbatch") is None:
         raise EnvironmentLacks("there is no sbatch on this machine: submit from a login node, or look with --dry-run")
-    path = job.folder.absolute().with_name(f"{job.folder.name}.sbatch")
     path.parent.mkdir(parents=True, exist_ok=True)
     files.write_atomic(path, text.encode())
-    done = subprocess.run(["sbatch", "--parsable", str(path)], capture_output=True, text=True)
+    done = subprocess.run(["sbatch", "--parsable", *options, str(path)], capture_output=True, text=True)
     number = done.stdout.strip().partition(";")[0]
     if done.returncode != 0 or not number.isdecimal():
         said = (done.stderr or done.stdout).strip()

@@ -44,9 +44,9 @@ class Session:
 def begun(folder: Path, ranks: Ranks, *, resume: bool) -> bool:
     """Whether there is a run to resume: as asked, or because a launcher restarted this job.
 
-    A run that was killed while its folder was being created starts again.
+    A run that was killed before its folder stood starts again.
     """
-    return ranks.any(ranks.first and (resume or launched.continues(folder)) and not Run.is_half_made(folder))
+    return ranks.any(ranks.first and (resume or launched.continues(folder)) and not Run.is_missing(folder))
 
 
 @contextmanager

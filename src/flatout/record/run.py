@@ -159,6 +159,11 @@ class Run:
             found.name == _LOCK or is_temporary(found.name) for found in run.path.iterdir()
         )
 
+    @classmethod
+    def is_missing(cls, path: Path | str) -> bool:
+        """Whether no run stands at `path`, so that one can be created there without loss."""
+        return not os.path.lexists(path) or cls.is_half_made(path)
+
     def reconfigure(self, *, config_text: str, config: Mapping[str, Any]) -> None:
         """Saves the settings with which a resumed run continues."""
         with _writing(self.path):
