@@ -348,6 +348,12 @@ def test_a_budget_is_kept_and_what_it_leaves_out_is_said(config: Path) -> None:
     assert sum(row.blocks for row in again.values()) > sum(row.blocks for row in rows.values())
 
 
+def test_the_number_of_blocks_that_was_asked_for_is_the_number_of_blocks(config: Path) -> None:
+    simulated: Any = Simulated(config, chance=random.Random(0), noise=0.3)
+    found = ablate(simulated, only=SOME, blocks=2, budget_s=1000.0, tables=["alone", "without"])
+    assert {row.blocks for row in found.rows} == {2}
+
+
 @pytest.mark.parametrize("budget_s", [60.0, 90.0])
 def test_a_budget_is_spent_on_every_table_before_more_evidence(config: Path, budget_s: float) -> None:
     simulated: Any = Simulated(config, chance=random.Random(1), noise=0.1)

@@ -63,8 +63,14 @@ def ablate(
         Path | None, typer.Option(help="YAML file to start from (default: the starting point of common guides)")
     ] = None,
     blocks: Annotated[
-        int, typer.Option(help="repeats of every variant, in turn; verdicts come after 4, 8 and 16", min=1, max=16)
-    ] = 4,
+        int | None,
+        typer.Option(
+            help="repeats of every variant, in turn (default: 4, and more as --budget allows); verdicts come after 4, "
+            "8 and 16",
+            min=1,
+            max=16,
+        ),
+    ] = None,
     steps: Annotated[int, typer.Option(help="steps that a trial measures after its warm-up", min=10)] = 10,
     budget: Budget = None,
     loss_margin: LossMargin = 0.005,

@@ -22,7 +22,7 @@ from flatout.cli.shared import (
     require_torch,
 )
 from flatout.errors import RunFailed, UsageError
-from flatout.words import loss_text, number, percent
+from flatout.words import duration, loss_text, number, percent
 
 if TYPE_CHECKING:
     from flatout.insight.lr import Rates
@@ -37,7 +37,9 @@ def tune(
         Literal["plan", "lr"],
         typer.Option(help="plan: decisions that change the speed; lr: the learning rate and its warm-up"),
     ] = "plan",
-    trials: Annotated[int | None, typer.Option(help="trials of the search, at most (default: 20)", min=2)] = None,
+    trials: Annotated[
+        int | None, typer.Option(help="trials of the search, at most (default: 20, or what the budget allows)", min=2)
+    ] = None,
     budget: Budget = None,
     apply: Annotated[bool, typer.Option("--apply", help="write the result into CONFIG; comments are kept")] = False,
     revert: Annotated[bool, typer.Option("--revert", help="undo the last --apply, byte for byte")] = False,
@@ -63,8 +65,8 @@ def tune(
         )
     require_torch()
     from flatout.config import load
-    from flatout.files import write_atomic
-    from flatout.hardware import detect
+    from flatout.files import cache_folder, write_atomic
+    from flatout.hardware import detect, with_cpu_facts
     from flatout.insight import lr
     from flatout.insight import tune as verb
     from flatout.insight.trials import STEPS, Trials
@@ -82,9 +84,10 @@ def tune(
         values, found, unconfirmed = rates.values, rates.to_json(), rates.unconfirmed
     else:
         seconds = None if budget is None else seconds_of(budget)
-        job = job_of(settings, hardware=detect(), num_ranks=1)
+        machine = with_cpu_facts(detect(), cache=cache_folder())
+        job = job_of(settings, hardware=machine, num_ranks=1)
         with searching(made):
-            tuned = verb.tune(made, job, most=trials or 20, budget_s=seconds, loss_margin=loss_margin)
+            tuned = verb.tune(made, job, most=trials, budget_s=seconds, loss_margin=loss_margin)
         values, found, unconfirmed = tuned.values, tuned.to_json(), tuned.unconfirmed
     write_atomic(folder / "tuned.json", json.dumps(found, indent=1).encode())
     if as_json:
@@ -93,6 +96,8 @@ def tune(
         _print_rates(rates)
     else:
         _print_tuned(tuned)
+        if seconds is not None:
+            print_plain(_spent(tuned, seconds=made.spent_s, budget_s=seconds))
     if not values:
         if not as_json:
             print_plain("The configuration is as good as the best trial, so there is nothing to change.")
@@ -146,6 +151,16 @@ def _print_tuned(tuned: Tuned) -> None:
     for name, ratio in tuned.without.items():
         told = "fails" if ratio is None else f"takes {ratio:.2f} times as long"
         print_plain(f"With {name} as before, the best plan {told} (one trial).")
+    for name, ratio in tuned.dropped.items():
+        print_plain(f"Not changed: {name}. As before, it took {ratio:.2f} times as long (one trial).")
+
+
+def _spent(tuned: Tuned, *, seconds: float, budget_s: float) -> str:
+    told = f"The trials took {duration(seconds)} of the budget of {duration(budget_s)}"
+    if tuned.gain is not None and tuned.gain.needed_more:
+        return f"{told}; it does not last for the {tuned.gain.needed_more} pairs until the next verdict."
+    enough = seconds < 0.9 * budget_s and tuned.left != "the budget was spent"
+    return f"{told}; the rest was not needed." if enough else f"{told}."
 
 
 def _short(one: Measured, start: Measured) -> str:

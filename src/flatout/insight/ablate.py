@@ -63,14 +63,17 @@ class Variant:
 def ablate(
     trials: Trials,
     *,
-    blocks: int = BLOCKS,
+    blocks: int | None = None,
     budget_s: float | None = None,
     switches: Sequence[Switch] = SWITCHES,
     only: Sequence[str] = (),
     tables: Collection[Question] = USUAL,
     loss_margin: float = LOSS_MARGIN,
 ) -> Ablation:
-    """Measures every switch; those of the guides, or those that lead from a baseline to the configuration."""
+    """Measures every switch; those of the guides, or those that lead from a baseline to the configuration.
+
+    `blocks` is exactly how many; without it there are four, and more where a budget lasts for the next look.
+    """
     seed = trials.settings.seed
     known = [switch for switch in switches if applies(switch, trials.settings)]
     if "recipe" in tables and trials.samples:
@@ -241,8 +244,9 @@ def _cumulative(
 class _Session:
     """Measures variants block by block, and remembers everything."""
 
-    def __init__(self, trials: Trials, *, blocks: int, budget_s: float | None, loss_margin: float) -> None:
-        self.trials, self.blocks, self.budget_s, self.loss_margin = trials, blocks, budget_s, loss_margin
+    def __init__(self, trials: Trials, *, blocks: int | None, budget_s: float | None, loss_margin: float) -> None:
+        self.trials, self.budget_s, self.loss_margin = trials, budget_s, loss_margin
+        self.blocks, self.fixed = blocks or BLOCKS, blocks is not None
         self.variants: dict[str, Variant] = {}
         self.measured: dict[str, dict[int, Measured]] = {}  # by name, then by seed
         self.left_out: dict[str, str] = {}
@@ -340,7 +344,7 @@ class _Session:
 
     def _undecided(self, names: Sequence[str], *, ahead: int) -> dict[str, int]:
         """The blocks until the next look for those that a later look is likely to decide, as far as the budget goes."""
-        if self.budget_s is None:
+        if self.budget_s is None or self.fixed:
             return {}
         kept_s = ahead * self.blocks * fmean(one.seconds for one in self.trials.found.values())
         usable = {name for name in names if not self._failed(name)}

@@ -2,14 +2,16 @@
 
 The cost model starts the search: it predicts the time of every combination of decisions and leaves out those that do
 not fit in memory. After each trial, the main effects of the decisions are fitted to what the model got wrong (ridge
-regression), and the combination that is now predicted to be fastest is measured next. The effective batch and the
-lengths never change. The learning rate has a search of its own (`lr`).
+regression), and the combination that is now predicted to be fastest is measured next. A change that its own undo does
+not support is dropped before the rest is measured again in pairs. The effective batch and the lengths never change. The
+learning rate has a search of its own (`lr`).
 """
 
 from __future__ import annotations
 
 import itertools
 import math
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from statistics import fmean, median
@@ -18,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from flatout import parity
+from flatout.config.settings import PlanSettings, settable
 from flatout.errors import FlatoutError, RunFailed
 from flatout.insight.ablate import LOSS_MARGIN, SEEDS, compared
 from flatout.insight.compare import finite
@@ -32,12 +35,18 @@ Choice = dict[str, Any]  # of one knob: values by dotted key
 RIDGE = 0.1
 # How much faster, as a logarithm, a decision that was never tried may be than predicted.
 OPTIMISM = 0.05
+# Trials of a search without a budget.
+MOST = 20
 # The search ends after this many trials in a row that are not faster by a hundredth than the best one.
 PATIENCE, BETTER = 6, 0.01
 # A trial that crashes counts as this much slower than the slowest, as a logarithm.
 CRASHED = 0.5
-# Pairs of the start and the best plan at the end.
+# With a budget the search is this many times as patient.
+BUDGET_PATIENCE = 2
+# Pairs of the start and the best plan at the end, up to the first look.
 CONFIRMED = parity.LOOKS[0]
+# Pins that no trial of one process can show, and those that follow from others.
+UNTRIED = ("plan.preset", "plan.sharding", "plan.accumulation")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +59,7 @@ class Tuned:
     gain: Difference | None
     loss_verdict: str | None
     without: Mapping[str, float | None]  # by knob: time of the best plan with it as before, as a ratio; one trial each
+    dropped: Mapping[str, float]  # the same of the changes that were dropped, because their undo was not slower
     trials: Sequence[Measured]
     left: str | None  # why the search ended early
     unpaid: str | None = None  # why the combination with the fastest steps is not the best one
@@ -61,6 +71,9 @@ class Tuned:
     @property
     def unconfirmed(self) -> str | None:
         """Why the changes should not be written; None if they should."""
+        pairs = 0 if self.gain is None else self.gain.pairs
+        if pairs < CONFIRMED:
+            return f"it takes {CONFIRMED} pairs of trials, and {pairs} fit the budget; the same --run continues"
         if self.gain is None or self.gain.verdict != "faster":
             return f"the pairs do not show that the best plan is faster ({self.gain.verdict if self.gain else 'none'})"
         return "its loss is different" if self.loss_verdict == "different" else None
@@ -82,7 +95,7 @@ def knobs_of(job: Job, *, samples: bool = False, completions: int | None = None)
         return {
             "concurrent sequences": [{ROWS: number} for number in rows],
             "precision": [{"plan.precision": name} for name in ("fp32", sixteen)],
-        }
+        } | _threads(job)
     count = job.rank_sequences
     sizes = [size for size in (1 << power for power in range(count.bit_length())) if count % size == 0]
     found: dict[str, list[Choice]] = {
@@ -108,7 +121,44 @@ def knobs_of(job: Job, *, samples: bool = False, completions: int | None = None)
     if completions is not None:
         most = min(MOST_ROWS[job.device], 1 << (completions - 1).bit_length())
         found["concurrent sequences"] = [{ROWS: 1 << power} for power in range(3, most.bit_length())]
+    found |= _threads(job)
+    found |= _pinned(job, found)
     return {name: choices for name, choices in found.items() if len(choices) > 1}
+
+
+def _threads(job: Job) -> dict[str, list[Choice]]:
+    """Numbers of threads, where they do the work."""
+    if job.device == "gpu" or job.hardware.num_cpus is None:
+        return {}
+    cores = max(1, job.hardware.num_cpus // job.num_ranks)
+    counts = {1 << power for power in range(cores.bit_length())} | {cores, job.pins.threads or cores}
+    return {"threads": [{"plan.threads": number} for number in sorted(counts)]} if len(counts) > 1 else {}
+
+
+def _pinned(job: Job, knobs: Mapping[str, list[Choice]]) -> dict[str, list[Choice]]:
+    """The knobs with the values of the user's file and of the plan itself; a pin without a knob becomes one."""
+    own, by_key = own_choices(job), {name: knob for knob, choices in knobs.items() for name in choices[0]}
+    found = {knob: list(choices) for knob, choices in knobs.items()}
+    for field in settable(PlanSettings):
+        name, pin = PLAN + field.name, getattr(job.pins, field.name)
+        if name in UNTRIED or (pin is None and name not in by_key):
+            continue
+        choices = found.setdefault(by_key.get(name, field.name), [])
+        if choices and len(choices[0]) > 1:
+            continue  # several settings that change together have both values
+        for value in (pin, own.get(name)):
+            if value is not None and {name: value} not in choices:
+                choices.append({name: value})
+    return found
+
+
+def own_choices(job: Job) -> Choice:
+    """What the plan decides by itself, by dotted key; nothing where no such plan fits."""
+    try:
+        made = decide(replace(job, pins=PlanSettings(preset=job.pins.preset)))
+    except FlatoutError:
+        return {}
+    return {PLAN + name: value for name, value in asdict(made.decisions).items()}
 
 
 class Model:
@@ -184,7 +234,7 @@ def values_of(one: Measured, knobs: Mapping[str, Sequence[Choice]]) -> Choice:
 
 def _predicted(job: Job, values: Choice) -> float | None:
     pins = {name.removeprefix(PLAN): value for name, value in values.items() if name != ROWS}
-    if not pins.keys() - {"precision"}:
+    if not pins.keys() - {"precision", "threads"}:
         return 0.0  # the plan predicts training only
     try:
         plan = decide(replace(job, pins=replace(job.pins, accumulation=None, loss_chunk=None, **pins)))
@@ -196,47 +246,34 @@ def _predicted(job: Job, values: Choice) -> float | None:
 
 
 def tune(
-    trials: Trials, job: Job, *, most: int = 20, budget_s: float | None = None, loss_margin: float = LOSS_MARGIN
+    trials: Trials,
+    job: Job,
+    *,
+    most: int | None = None,
+    budget_s: float | None = None,
+    loss_margin: float = LOSS_MARGIN,
 ) -> Tuned:
-    """Searches, confirms the best plan against the start, and measures what each change brought."""
+    """Searches, drops what does not help, and confirms the best plan against the start.
+
+    Without `most`, a search with a budget has as many trials as fit.
+    """
     seed, rl = trials.settings.seed, trials.settings.rl
     completions = rl.prompts * rl.samples if trials.settings.recipe == "rl" else None
     knobs = knobs_of(job, samples=trials.samples, completions=completions)
     start = trials.run(Trial(settings={}, seed=seed), name="as it is", again=True)
     if start.problem is not None and not start.out_of_memory:
         raise RunFailed(f"the configuration itself cannot be measured: {start.problem}")
-    names = [name for choices in knobs.values() for name in choices[0]]
-    free = dict.fromkeys([*names, *FOLLOW])
-    unpinned = trials.run(Trial(settings=free, seed=seed), name="the plan's own choice")
+    unpinned = trials.run(Trial(settings=_free(job, knobs), seed=seed), name="the plan's own choice")
     levels = Levels(trials, start if start.problem is None else unpinned)
-    model, measured, left = Model(job, knobs), [start, levels.of(unpinned)], None
-    reserve = 2 * CONFIRMED + len(knobs)
-    stale = 0
-    while len(measured) < most:
-        model.fit(measured)
-        values = _next(model, measured, knobs)
-        if values is None:
-            left = "every combination that the plan allows was measured or ruled out"
-            break
-        trial = Trial(settings=values | dict.fromkeys(FOLLOW), seed=seed)
-        if not trials.known(trial) and not fits(trials, 1 + levels.missing + reserve, budget_s=budget_s):
-            left = "the budget was spent"
-            break
-        best = _best(measured)
-        measured.append(levels.of(trials.run(trial, name=_told(values, knobs))))
-        found = measured[-1].log_time
-        if measured[-1].out_of_memory:
-            continue  # it rules out all that need as much
-        better = found is not None and (best.log_time is None or found < best.log_time - BETTER)
-        stale = 0 if better else stale + 1
-        if stale >= PATIENCE:
-            left = f"{PATIENCE} trials in a row were not faster by {BETTER:.0%}"
-            break
-    best, unpaid = _worth(measured, job)
+    search = _Search(trials, job, knobs=knobs, levels=levels, budget_s=budget_s)
+    search.measured = [start, levels.of(unpinned)]
+    left = search.run(most=most or (MOST if budget_s is None else sys.maxsize))
+    best, unpaid = _worth(search.measured, job)
     if best.problem is not None:
         raise RunFailed(f"no trial could be measured; the last one: {best.problem}")
+    best, without, dropped = search.pruned(best)
     changes = _changes(start, best, trials, knobs)
-    pairs = _confirmed(trials, changes, budget_s=budget_s) if changes else []
+    pairs = _confirmed(trials, changes, budget_s=budget_s, loss_margin=loss_margin) if changes else []
     gain, _, loss = compared([a for a, _ in pairs], [b for _, b in pairs], margin=loss_margin)
     return Tuned(
         start=start,
@@ -244,11 +281,152 @@ def tune(
         changes=changes,
         gain=gain,
         loss_verdict=loss,
-        without=_without(trials, start, best, knobs, levels=levels, budget_s=budget_s) if changes else {},
-        trials=measured,
+        without=without,
+        dropped=dropped,
+        trials=search.measured,
         left=left,
         unpaid=unpaid,
     )
+
+
+def _free(job: Job, knobs: Mapping[str, Sequence[Choice]]) -> Choice:
+    """The settings with which every trial leaves its decisions to the plan, those that the plan makes here included."""
+    names = [name for choices in knobs.values() for name in choices[0]]
+    own = own_choices(job)
+    here = {name: own[name] for name in ("plan.compile", "plan.threads") if name in names and name in own}
+    return dict.fromkeys([*names, *FOLLOW]) | here
+
+
+class _Search:
+    """The trials of a search, from the start to the best plan without the changes that do not help."""
+
+    def __init__(
+        self,
+        trials: Trials,
+        job: Job,
+        *,
+        knobs: Mapping[str, Sequence[Choice]],
+        levels: Levels,
+        budget_s: float | None,
+    ) -> None:
+        self.trials, self.knobs, self.levels, self.budget_s = trials, knobs, levels, budget_s
+        self.model, self.own = Model(job, knobs), own_choices(job)
+        self.measured: list[Measured] = []
+
+    def run(self, *, most: int) -> str | None:
+        """Measures one combination after the other, and returns why it ended before `most` trials."""
+        patience = PATIENCE if self.budget_s is None else PATIENCE * BUDGET_PATIENCE
+        stale = 0
+        while len(self.measured) < most:
+            pin = self._pin()
+            values = self._next() if pin is None else pin
+            if values is None:
+                return "every combination that the plan allows was measured or ruled out"
+            if not self._affordable(self._trial(values)):
+                return "the budget was spent"
+            best = _best(self.measured)
+            found = self._measure(values, name=_told(values, self.knobs))
+            self.measured.append(found)
+            if found.out_of_memory or pin is not None:
+                continue  # the first rules out all that need as much, and every pin is tried
+            quick = found.log_time is not None and (best.log_time is None or found.log_time < best.log_time - BETTER)
+            stale = 0 if quick else stale + 1
+            if stale >= patience:
+                return f"{patience} trials in a row were not faster by {BETTER:.0%}"
+        return None
+
+    def pruned(self, best: Measured) -> tuple[Measured, dict[str, float | None], dict[str, float]]:
+        """The best plan without the changes whose undo is not slower, and the times of all undos, as ratios.
+
+        The best plan is measured again first: the trial that was the fastest of many had luck, too.
+        """
+        without, dropped = dict[str, float | None](), dict[str, float]()
+        doubtful, plan = self._changed(best), values_of(best, self.knobs)
+        base = self._again(plan, name="the best plan again") if doubtful else None
+        if base is None or base.problem is not None:
+            return best, without, dropped
+        while doubtful:
+            tried = {name: undo for name in doubtful if (undo := self._undo(plan, [name])) is not None}
+            without |= {name: _ratio(undo, base) for name, undo in tried.items()}
+            useless = {name: ratio for name in tried if (ratio := without[name]) is not None and ratio < 1 + BETTER}
+            if not useless:
+                break
+            names, found = list(useless), self._undo(plan, list(useless)) if len(useless) > 1 else None
+            ratio = None if found is None else _ratio(found, base)
+            if found is None or ratio is None or ratio >= 1 + BETTER:
+                # They may need each other: only the one that helps least goes, and the rest is tried again.
+                names = [min(useless, key=lambda name: useless[name])]
+                found = tried[names[0]]
+            best, base, doubtful = found, found, [name for name in useless if name not in names]
+            plan = self._undone(plan, names)
+            dropped |= {name: useless[name] for name in names}
+        if dropped:
+            self.measured.append(best)
+        return best, {name: ratio for name, ratio in without.items() if name not in dropped}, dropped
+
+    def _next(self) -> Choice | None:
+        self.model.fit(self.measured)
+        return _next(self.model, self.measured, self.knobs)
+
+    def _pin(self) -> Choice | None:
+        """The start without one of its pins, where all of them together are not the fastest, each in turn."""
+        start = self.measured[0]
+        if _best(self.measured[:2]) is not start:
+            return None  # what each of these changes brings is measured at the end
+        before, tried = values_of(start, self.knobs), self._tried()
+        for choices in self.knobs.values():
+            own = {name: self.own[name] for name in choices[0] if name in self.own}
+            values = before | own
+            if values != before and key(values) not in tried and self.model.predicted(values) is not None:
+                return values
+        return None
+
+    def _tried(self) -> set[str]:
+        return _tried(self.measured, self.knobs)
+
+    def _affordable(self, trial: Trial) -> bool:
+        """Whether a trial fits beside what confirming takes; before there is something to confirm, alone."""
+        if self.trials.known(trial):
+            return True
+        count, start, best = 1 + self.levels.missing, self.measured[0], _best(self.measured)
+        if best is not start and (changed := self._changed(best)):
+            count += 2 * CONFIRMED + 1 + len(changed)
+        return fits(self.trials, count, budget_s=self.budget_s)
+
+    def _trial(self, values: Choice) -> Trial:
+        return Trial(settings=dict.fromkeys(FOLLOW) | values, seed=self.trials.settings.seed)
+
+    def _measure(self, values: Choice, *, name: str) -> Measured:
+        return self.levels.of(self.trials.run(self._trial(values), name=name))
+
+    def _changed(self, best: Measured) -> list[str]:
+        """The knobs that the best plan has elsewhere than the start."""
+        before, after = values_of(self.measured[0], self.knobs), values_of(best, self.knobs)
+        return [
+            knob
+            for knob, choices in self.knobs.items()
+            if any(before[name] is not None and before[name] != after[name] for name in choices[0])
+        ]
+
+    def _undone(self, plan: Choice, names: Sequence[str]) -> Choice:
+        before = values_of(self.measured[0], self.knobs)
+        return plan | {inner: before[inner] for name in names for inner in self.knobs[name][0]}
+
+    def _undo(self, plan: Choice, names: Sequence[str]) -> Measured | None:
+        return self._again(self._undone(plan, names), name=f"the best plan, {' and '.join(names)} as before")
+
+    def _again(self, values: Choice, *, name: str) -> Measured | None:
+        """A plan with another seed than in the search; None if the budget does not last for it and the pairs."""
+        trial = replace(self._trial(values), seed=self.trials.settings.seed + 2 * SEEDS)
+        count = 1 + self.levels.missing + 2 * CONFIRMED
+        if not self.trials.known(trial) and not fits(self.trials, count, budget_s=self.budget_s):
+            return None
+        return self.levels.of(self.trials.run(trial, name=name))
+
+
+def _ratio(undo: Measured, best: Measured) -> float | None:
+    """The time of a plan as a ratio to the best one's; None if it fails."""
+    return None if undo.log_time is None or best.log_time is None else math.exp(undo.log_time - best.log_time)
 
 
 class Levels:
@@ -319,8 +497,7 @@ def _compiled(one: Measured) -> bool:
 
 def _next(model: Model, measured: Sequence[Measured], knobs: Mapping[str, Sequence[Choice]]) -> Choice | None:
     """The combination that is predicted to be fastest, of those that were neither measured nor ruled out."""
-    tried = {key(values_of(one, knobs)) for one in measured}
-    tried |= {key(_own(one.settings)) for one in measured}
+    tried = _tried(measured, knobs)
     failed = [_needed(one) for one in measured if one.out_of_memory]
     possible = {
         key(values): values
@@ -328,6 +505,10 @@ def _next(model: Model, measured: Sequence[Measured], knobs: Mapping[str, Sequen
         if key(values) not in tried and not any(_as_heavy(values, settings) for settings in failed)
     }
     return min(possible.values(), key=model.predict, default=None)
+
+
+def _tried(measured: Sequence[Measured], knobs: Mapping[str, Sequence[Choice]]) -> set[str]:
+    return {key(values_of(one, knobs)) for one in measured} | {key(_own(one.settings)) for one in measured}
 
 
 def _needed(failed: Measured) -> Choice:
@@ -373,12 +554,16 @@ def _changes(
 
 
 def _confirmed(
-    trials: Trials, changes: Mapping[str, tuple[Any, Any]], *, budget_s: float | None
+    trials: Trials, changes: Mapping[str, tuple[Any, Any]], *, budget_s: float | None, loss_margin: float
 ) -> list[tuple[Measured, Measured]]:
-    """The start and the best plan in turn, with other seeds: what was best by chance is not best again."""
+    """The start and the best plan in turn, with other seeds: what was best by chance is not best again.
+
+    Pairs up to the next look are added while it can decide: as far as a budget goes, or without one if the spread so
+    far says that the last look will do.
+    """
     values = {name: after for name, (_, after) in changes.items()}
     both = {"as it is": dict[str, Any](), "the best plan": values}
-    pairs: list[tuple[Measured, Measured]] = []
+    pairs, goal = list[tuple[Measured, Measured]](), CONFIRMED
     for block in itertools.count():
         seed = trials.settings.seed + 1 + block
         made = {name: Trial(settings=settings, seed=seed) for name, settings in both.items()}
@@ -386,36 +571,28 @@ def _confirmed(
         new = sum(not trials.known(trial) for trial in made.values())
         if len(known) > 1 or (known and new and known != {trials.call}):
             continue  # another call measured one of them
-        if len(pairs) == CONFIRMED or (new and not fits(trials, new, budget_s=budget_s)):
+        if len(pairs) >= goal and new:
+            more = _worthwhile(pairs, budget_s=budget_s, loss_margin=loss_margin)
+            if not more or not fits(trials, 2 * more, budget_s=budget_s):
+                break
+            goal += more
+        if new and not fits(trials, new, budget_s=budget_s):
             break
         found = {
             name: trials.run(made[name], name=f"confirming, {name}")
             for name in (list(both) if len(pairs) % 2 == 0 else reversed(both))
         }
         pairs.append((found["as it is"], found["the best plan"]))
+        if len(pairs) == parity.LOOKS[-1]:
+            break
     return [(a, b) for a, b in pairs if a.problem is None and b.problem is None]
 
 
-def _without(
-    trials: Trials,
-    start: Measured,
-    best: Measured,
-    knobs: Mapping[str, Sequence[Choice]],
-    *,
-    levels: Levels,
-    budget_s: float | None,
-) -> dict[str, float | None]:
-    """The time of the best plan with one knob as before, as a ratio to the best plan's; None if it fails."""
-    before, after, found = values_of(start, knobs), values_of(best, knobs), dict[str, float | None]()
-    for name, choices in knobs.items():
-        own = list(choices[0])
-        if all(before[inner] == after[inner] for inner in own):
-            continue
-        values = after | {inner: before[inner] for inner in own}
-        trial = Trial(settings=values | dict.fromkeys(FOLLOW), seed=trials.settings.seed)
-        if not trials.known(trial) and not fits(trials, 1 + levels.missing, budget_s=budget_s):
-            break
-        one = levels.of(trials.run(trial, name=f"the best plan, {name} as before"))
-        known = one.log_time is not None and best.log_time is not None
-        found[name] = math.exp((one.log_time or 0.0) - (best.log_time or 0.0)) if known else None
-    return found
+def _worthwhile(pairs: Sequence[tuple[Measured, Measured]], *, budget_s: float | None, loss_margin: float) -> int:
+    """How many pairs more may decide; 0 if they are not worth it."""
+    good = [(a, b) for a, b in pairs if a.problem is None and b.problem is None]
+    gain, _, _ = compared([a for a, _ in good], [b for _, b in good], margin=loss_margin)
+    if gain is None or len(good) < len(pairs):
+        return 0
+    total = parity.enough(gain) if budget_s is None else None
+    return 0 if total is not None and total > parity.LOOKS[-1] else gain.needed_more
