@@ -156,6 +156,20 @@ def test_a_named_preset_sets_what_the_guide_sets_and_says_so(tmp_path: Path) -> 
     assert load(file, environ={}).settings.log.every == 10
 
 
+def test_a_checkpoint_an_epoch_is_refused_where_there_are_no_epochs(tmp_path: Path) -> None:
+    base = {"recipe": "rl", "model": SHAPE, "data": {"sequence_length": 1024}}
+    file = tmp_path / "rl.yaml"
+    file.write_text(yaml.safe_dump({**base, "rl": {"tasks": ["logic"]}, "train": {"steps": 4}, "save": {"every": 2}}))
+    assert load(file, environ={}).settings.save.every == 2
+    for value, told in {
+        "epoch": "save.every: epoch works with recipes that train on a dataset",
+        "epok": "save.every: epok must be a whole number or epoch, or null",
+        "0": "save.every: 0 must be greater than 0",
+    }.items():
+        with pytest.raises(UsageError, match=told):
+            load(file, overrides=[f"save.every={value}"], environ={})
+
+
 # What the guide sets by `TrainingArguments` and beside them, with the value and the source `config show` gives it.
 GUIDE = {
     "plan.precision": (("auto", "plan"), ("auto", "plan")),

@@ -339,6 +339,15 @@ def test_every_pin_is_tried_the_number_of_threads_too(config: Path, budget_s: fl
     assert found.gain.verdict == "faster"
 
 
+def test_a_pin_that_the_plan_agrees_with_is_tried_too(config: Path) -> None:
+    """As on a machine where another process uses one of two cores while the plan is made."""
+    config.write_text(CONFIG.replace("precision: fp32  # slow", "threads: 1"))
+    simulated: Any = Threaded(config, chance=random.Random(0), noise=0.002)
+    busy = replace(parse("CPU"), num_cpus=2, free_cpus=1)
+    found = tune(simulated, job_of(load(config).settings, hardware=busy, num_ranks=1), budget_s=20.0)
+    assert found.changes["plan.threads"] == (1, 2)
+
+
 def test_each_pin_is_tried_alone_where_the_plans_own_choice_is_slower(config: Path) -> None:
     config.write_text(
         CONFIG.replace("micro_batch: 1", "micro_batch: 1\n  workers: 3\n  prefetch: 7\n  manual_gc: false")

@@ -1,6 +1,7 @@
 """Fine-tuning end to end: adapters learn, resume bit for bit after a kill, and open in PEFT and transformers."""
 
 import json
+import math
 import signal
 import subprocess
 from collections.abc import Callable
@@ -84,6 +85,19 @@ def test_resume_after_kill_is_bit_exact(
     assert trajectory(broken) == trajectory(whole)
     assert weights_hash(broken) == weights_hash(whole)
     assert len(trajectory(whole)) == 16
+
+
+def test_a_checkpoint_at_the_end_of_every_epoch(flatout: Call, sft: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    length = ["train.steps=null", "train.epochs=2.5", "eval.every=null", "save.keep=9"]
+    done = flatout("train", sft, *length, "save.every=epoch", "train.batch_tokens=1536", "--run", run)
+    assert done.returncode == 0, done.stderr
+    (data,) = events(run, "data")
+    sequences, each = int(str(data["sequences"])), 1536 // 128
+    assert sequences % each, "an epoch ends within a step"
+    ends = [math.ceil(number * sequences / each) for number in (1, 2, 2.5)]
+    saved = sorted(int(path.name.removeprefix("step-")) for path in (run / "checkpoints").glob("step-*"))
+    assert saved == ends
 
 
 def test_full_fine_tuning_is_the_same_recipe(flatout: Call, sft: Path, tmp_path: Path) -> None:

@@ -150,6 +150,7 @@ class _Leaf:
     choices: tuple[str, ...]
     optional: bool
     help: str
+    words: tuple[str, ...] = ()  # that it takes instead of a value of its type
 
     @property
     def takes_text(self) -> bool:
@@ -177,6 +178,8 @@ class _Leaf:
             wanted = f"a list of items with the keys {', '.join(field.name for field in settable(kind))}"
         else:
             wanted = kinds.get(self.kind, "a list of two whole numbers such as [10, 12]")
+        if self.words:
+            wanted = f"{wanted} or {' or '.join(self.words)}"
         return f"{wanted}, or null" if self.optional else wanted
 
 
@@ -197,11 +200,22 @@ def _leaves_of(kind: type[Any], *, prefix: str) -> Iterator[tuple[str, _Leaf]]:
             assert isinstance(hint, type)
             yield from _leaves_of(hint, prefix=f"{key}.")
             continue
-        optional = get_origin(hint) in (Union, types.UnionType)
-        if optional:
-            (hint,) = (option for option in get_args(hint) if option is not types.NoneType)
-        choices = get_args(hint) if get_origin(hint) is Literal else ()
-        yield key, _Leaf(kind=hint, choices=choices, optional=optional, help=field.metadata["help"])
+        options = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
+        optional = types.NoneType in options
+        literals = [option for option in options if get_origin(option) is Literal]
+        kinds = [option for option in options if option not in (*literals, types.NoneType)]
+        (hint,) = kinds or literals
+        words = tuple(word for option in literals for word in get_args(option))
+        yield (
+            key,
+            _Leaf(
+                kind=hint,
+                choices=() if kinds else words,
+                optional=optional,
+                help=field.metadata["help"],
+                words=words if kinds else (),
+            ),
+        )
 
 
 @cache
@@ -226,10 +240,23 @@ def _model(kind: type[Any]) -> type[BaseModel]:
             section = _model(hint)
             definitions[field.name] = (section, Field(default_factory=section, description=help))
         else:
-            definitions[field.name] = (Annotated[hint, Field(description=help, **rules)], field.default)
+            hint = Annotated[_limited(hint, rules), Field(description=help)]
+            definitions[field.name] = (hint, field.default)
     config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
     model: type[BaseModel] = create_model(kind.__name__, __config__=config, **definitions)
     return model
+
+
+def _limited(hint: Any, rules: Mapping[str, Any]) -> Any:
+    """A type with its rules; of a number that may also be a word, only the number has them."""
+    from pydantic import Field
+
+    options = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else ()
+    words = [option for option in options if get_origin(option) is Literal]
+    numbers = [option for option in options if option in (int, float)]
+    if not rules or not words or not numbers:
+        return Annotated[hint, Field(**rules)]
+    return Union[Annotated[numbers[0], Field(**rules)], *words, types.NoneType]
 
 
 # --- given values ------------------------------------------------------------------------------------------
@@ -600,6 +627,8 @@ def _from_text(text: str, *, leaf: _Leaf) -> Any:
         return _SWITCH_WORDS.get(text.lower(), text)
     if leaf.takes_texts:
         return tuple(part.strip() for part in text.split(",") if part.strip())
+    if text in leaf.words:
+        return text
     try:
         value = _whole(text) if leaf.kind is int else float(text) if leaf.kind is float else text
     except ValueError:

@@ -371,6 +371,9 @@ def _rolled_out(settings: Settings) -> Iterator[Breach]:
     if rl.teach_lr is not None and not rl.teach:
         text = "has no effect, because rl.teach is 0; set rl.teach, or leave rl.teach_lr out"
         yield Breach(keys=("rl.teach_lr", "rl.teach"), text=text)
+    if settings.save.every == "epoch":
+        text = "epoch works with recipes that train on a dataset, and prompts are drawn without end; give steps"
+        yield Breach(keys=("save.every", "recipe"), text=text)
     if settings.train.steps is None:
         yield Breach(keys=("train.steps", "recipe"), text="missing; rollouts never end, so give the number of steps")
     elif settings.train.steps % rl.steps_in_phase:

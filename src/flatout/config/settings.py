@@ -416,7 +416,11 @@ class EvalSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class SaveSettings:
-    every: int | None = setting(None, "steps between checkpoints (default: only at the end)", gt=0)
+    every: int | Literal["epoch"] | None = setting(
+        None,
+        "steps between checkpoints, or epoch: at the end of each pass over the data (default: only at the end)",
+        gt=0,
+    )
     keep: int = setting(2, "checkpoints kept; never fewer than two verified ones", ge=2)
     asynchronous: bool = setting(True, "write a copy of the state in the background; false: training waits")
     best: bool = setting(False, "also keep the best checkpoint, by eval.criterion")

@@ -312,6 +312,8 @@ class _Search:
         self.trials, self.knobs, self.levels, self.budget_s = trials, knobs, levels, budget_s
         self.model, self.own = Model(job, knobs), own_choices(job)
         self.measured: list[Measured] = []
+        pinned = {PLAN + name for name, value in asdict(job.pins).items() if value is not None}
+        self.pins = [knob for knob, choices in knobs.items() if not pinned.isdisjoint(choices[0])]  # not tried yet
 
     def run(self, *, most: int) -> str | None:
         """Measures one combination after the other, and returns why it ended before `most` trials."""
@@ -369,20 +371,20 @@ class _Search:
         return _next(self.model, self.measured, self.knobs)
 
     def _pin(self) -> Choice | None:
-        """The start without one of its pins, where all of them together are not the fastest, each in turn."""
-        start = self.measured[0]
-        if _best(self.measured[:2]) is not start:
-            return None  # what each of these changes brings is measured at the end
-        before, tried = values_of(start, self.knobs), self._tried()
-        for choices in self.knobs.values():
-            own = {name: self.own[name] for name in choices[0] if name in self.own}
-            values = before | own
-            if values != before and key(values) not in tried and self.model.predicted(values) is not None:
-                return values
+        """The best plan with a pin of the file as the plan would have it, or otherwise; each of them in turn."""
+        best, start = values_of(_best(self.measured), self.knobs), values_of(self.measured[0], self.knobs)
+        while self.pins:
+            choices = self.knobs[self.pins.pop(0)]
+            if any(best[name] != start[name] for name in choices[0]):
+                continue  # what it brings is measured at the end
+            own = {name: self.own.get(name) for name in choices[0]}
+            for choice in (own, *reversed(choices)):
+                values = best | choice
+                if None not in choice.values() and values != best and self.model.predicted(values) is not None:
+                    if key(values) not in _tried(self.measured, self.knobs):
+                        return values
+                    break
         return None
-
-    def _tried(self) -> set[str]:
-        return _tried(self.measured, self.knobs)
 
     def _affordable(self, trial: Trial) -> bool:
         """Whether a trial fits beside what confirming takes; before there is something to confirm, alone."""

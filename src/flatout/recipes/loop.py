@@ -95,7 +95,7 @@ def _pause(training: Training, step: int, *, since: int) -> str:
             saving.save_best(step, **validation.best)
     if training.ranks.any(bool(session.stop)):
         stopped_by = session.stop.signal.name if session.stop.signal else "SIGTERM"
-    due = every(settings.save.every, step, since=since) or stopped_by.startswith("SIG")
+    due = every(training.save_steps, step, since=since) or stopped_by.startswith("SIG")
     if due and step > (saving.asked or training.start):
         phases.mark("save")
         saving.save(step, wait=bool(stopped_by))

@@ -220,7 +220,8 @@ class RolloutBatches:
     def _saved_at(self, phase: int) -> bool:
         """Whether the weights at the start of a phase are saved."""
         evaluation = (self.settings.eval.every, self.settings.eval.tasks_every) if self.settings.save.best else ()
-        cadences = [self.settings.save.every, *evaluation]
+        saves = self.settings.save.every
+        cadences = [None if saves == "epoch" else saves, *evaluation]  # the rules refuse epochs here
         step, before = phase * self.rl.steps_in_phase, (phase - 1) * self.rl.steps_in_phase
         return any(step // every > before // every for every in cadences if every)
 

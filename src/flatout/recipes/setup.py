@@ -62,6 +62,7 @@ class Training:
     profile: Profile
     start: int
     total_steps: int
+    save_steps: float | None  # between two checkpoints
 
 
 @contextmanager
@@ -91,6 +92,7 @@ def set_up(
         material = stack.enter_context(open_material(settings))
         facts = material.facts
         total_steps = steps_of(settings, material.source.steps_per_epoch)
+        save_steps = save_steps_of(settings, material.source.steps_per_epoch)
 
         # The plan.
         plan = plan_for(
@@ -164,6 +166,7 @@ def set_up(
             profile=profile,
             start=start,
             total_steps=total_steps,
+            save_steps=save_steps,
         )
 
 
@@ -188,6 +191,18 @@ def steps_of(settings: Settings, steps_per_epoch: float | None) -> int:
             "give train.steps or train.tokens"
         )
     return max(1, math.ceil(train.epochs * steps_per_epoch))
+
+
+def save_steps_of(settings: Settings, steps_per_epoch: float | None) -> float | None:
+    """The steps between two checkpoints: of an epoch not always a whole number, and a save waits for its last step."""
+    if settings.save.every != "epoch":
+        return settings.save.every
+    if steps_per_epoch is None:
+        raise UsageError(
+            "save.every: epoch needs data whose size is known, and this stream is still being written: give a number "
+            "of steps"
+        )
+    return max(1.0, steps_per_epoch)
 
 
 def plan_for(

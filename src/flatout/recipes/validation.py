@@ -48,9 +48,14 @@ def held_out(stream_of: Callable[[int], Steps], *, windows: int, ranks: Ranks, m
     return [batch for group in mine for batch in stream.micro_batches(group, micro_batch=size)]
 
 
-def every(steps: int | None, step: int, *, since: int | None = None) -> bool:
+# An epoch of 10 / 3 steps ends with step 10 three times over, whatever the rounding.
+ROUNDING = 1e-9
+
+
+def every(steps: float | None, step: int, *, since: int | None = None) -> bool:
     """Whether a multiple of `steps` was reached after step `since`, by default the step before."""
-    return steps is not None and step // steps > (step - 1 if since is None else since) // steps
+    before = step - 1 if since is None else since
+    return steps is not None and (step + ROUNDING) // steps > (before + ROUNDING) // steps
 
 
 class Validation:
