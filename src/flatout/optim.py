@@ -61,9 +61,15 @@ class FusedAdamW:
             }
 
     @torch.no_grad()
-    def step(self, *, lr: float, divisor: Tensor, skip: Tensor) -> None:
-        """Divides the gradients by `divisor` and applies them, unless `skip` is 1; both are read on the device."""
+    def step(
+        self, *, lr: float, divisor: Tensor, skip: Tensor, begin: Callable[[str], None] = lambda role: None
+    ) -> None:
+        """Divides the gradients by `divisor` and applies them, unless `skip` is 1; both are read on the device.
+
+        `begin` is called with the role of each group before its update.
+        """
         for group in self.param_groups:
+            begin(group.get("role", ""))
             chosen = [parameter for parameter in group["params"] if parameter.grad is not None]
             if not chosen:
                 continue
@@ -102,11 +108,17 @@ class FusedAdamW:
 
 def adamw(model: nn.Module, train: TrainSettings, *, fused: bool) -> FusedAdamW | torch.optim.AdamW:
     """AdamW with weight decay on matrices, not on gains and biases."""
-    matrices = [p for p in model.parameters() if p.requires_grad and p.ndim >= 2]
-    vectors = [p for p in model.parameters() if p.requires_grad and p.ndim < 2]
+    critic: Any = getattr(model, "critic", None)
+    apart = set() if getattr(critic, "trunk", None) is None else {id(p) for p in critic.parameters()}
+    trained = [p for p in model.parameters() if p.requires_grad]
     groups = [
-        {"params": matrices, "weight_decay": train.weight_decay},
-        {"params": vectors, "weight_decay": 0.0},
+        {
+            "params": [p for p in trained if (p.ndim >= 2) == matrices and (id(p) in apart) == is_critic],
+            "weight_decay": train.weight_decay if matrices else 0.0,
+            "role": "critic" if is_critic else "",
+        }
+        for is_critic in ((False, True) if apart else (False,))
+        for matrices in (True, False)
     ]
     betas = (train.beta1, train.beta2)
     if fused:

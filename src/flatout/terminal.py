@@ -24,9 +24,9 @@ from flatout.hardware import Hardware, Measured, amd_here
 from flatout.hardware.table import NO_AMD
 from flatout.plan import Decisions
 from flatout.plan.decisions import PINNED
-from flatout.record import WARM_STEPS, Event, StepRecord, events
+from flatout.record import WARM_STEPS, Event, Speed, StepRecord, events
 from flatout.record.routed import AdapterScore, PhaseScored
-from flatout.verdict import peak_words, speed_of_steps
+from flatout.verdict import Part, peak_words, rl_parts, speed_of_steps
 from flatout.words import duration, loss_text, number, percent
 
 # Steps the shown speed is averaged over.
@@ -273,9 +273,9 @@ class View:
         if outcome.reward_last_tenth is not None:
             rewards = [number(outcome.reward_first_tenth, digits=3), number(outcome.reward_last_tenth, digits=3)]
             rows.add_row("reward", f"{rewards[0]} in the first tenth, {rewards[1]} in the last")
-            rows.add_row("actor MFU", f"{percent(speed.actor_mfu)} without generation and grading")
+            rows.add_row("actor MFU", f"{percent(speed.actor_mfu)} in the time of its update, by 6N + 12LHT")
             if speed.critic_mfu is not None:
-                rows.add_row("critic MFU", f"{percent(speed.critic_mfu)} in the same time")
+                rows.add_row("critic MFU", f"{percent(speed.critic_mfu)} in the time of its update")
         losses = [number(outcome.loss_first_tenth, digits=4), number(outcome.loss_last_tenth, digits=4)]
         rows.add_row("training loss", f"{losses[0]} in the first tenth, {losses[1]} in the last")
         if outcome.val_losses:
@@ -284,12 +284,24 @@ class View:
             rows.add_row("task score", " -> ".join(map(percent, _ends(outcome.task_scores, best=max))))
         rows.add_row("ended by", "the last step" if outcome.stopped_by == "end" else outcome.stopped_by)
         self.console.print("", rows)
+        if parts := rl_parts(speed):
+            self.console.print("", parts_table(parts, speed))
         if event.verdicts:
             judged = table("Criteria", "criterion", "wanted", "got", "verdict")
             words = {True: "[green]met[/]", False: "[red]not met[/]", None: "[yellow]not measured[/]"}
             for verdict in event.verdicts:
                 judged.add_row(verdict.criterion, verdict.wanted, verdict.got, words[verdict.met])
             self.console.print("", judged)
+
+
+def parts_table(parts: Sequence[Part], speed: Speed) -> Table:
+    """The parts of a step of reinforcement learning, and their sum against the step."""
+    step = table("Parts of a step", "part", "s a step", "share")
+    for part in parts:
+        step.add_row(part.name, number(part.seconds), percent(part.share))
+    total = sum(part.seconds for part in parts)
+    step.add_row("sum", number(total), f"{percent(sum(part.share for part in parts))} of {number(speed.step_s)} s")
+    return step
 
 
 def judged_table(event: events.StudentJudged) -> Table:

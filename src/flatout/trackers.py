@@ -20,7 +20,7 @@ from flatout.errors import EnvironmentLacks
 from flatout.record import Event, Sink, StepRecord, redacted
 from flatout.record.events import Ended, Evaluated, TasksScored
 from flatout.record.rollouts import RolloutsGraded
-from flatout.verdict import shares_of_learning
+from flatout.verdict import learning_shares
 
 # The numbers of a step's `extra` that are usually charted.
 _EXTRA = ("lr", "grad_norm")
@@ -43,12 +43,12 @@ def step_scalars(record: StepRecord, *, rates: Rates) -> dict[str, float]:
     scalars: dict[str, float] = {"training/global_step": record.step}
     if record.loss is not None:
         scalars["training/loss"] = record.loss
-    if record.seconds > 0:
+    if record.seconds > 0 and not record.profiled:
         shares = rates.shares(tokens=record.tokens, seconds=record.training_s)
         scalars["perf/throughput"] = record.tokens / record.training_s
-        learning = shares_of_learning(rates, tokens=record.tokens, seconds=record.training_s, phases=record.phases)
+        learning = learning_shares(rates, tokens=record.tokens, phases=record.phases)
         mfu = {"perf/mfu/done": shares.mfu, "perf/mfu/common": shares.mfu_common}
-        mfu |= {"perf/mfu/actor": learning.mfu_common, "perf/mfu/critic": learning.critic}
+        mfu |= {"perf/mfu/actor": learning.actor, "perf/mfu/critic": learning.critic}
         scalars |= {name: share for name, share in mfu.items() if share is not None}
     if "peak_gib" in record.memory:
         scalars["perf/memory_gib"] = record.memory["peak_gib"]

@@ -9,17 +9,32 @@ import math
 from array import array
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from itertools import islice
 from typing import Any
 
 from flatout.config.settings import CriteriaSettings
 from flatout.cost import Rates, Shares
 from flatout.record import LARGEST_LOSS, WARM_STEPS, Outcome, Rollup, Run, Speed, StepRecord, Verdict
+from flatout.record.records import BESIDE
 from flatout.record.rollouts import RolloutsGraded
 
-# The phases in which a policy generates and its completions are graded.
-ROLLOUT_PHASES = ("generate", "grade")
+# The phases in which a model learns.
+UPDATE = ("forward", "backward", "reduce", "optimize")
+ROLES = ("actor", "critic")
+# The parts of a step of reinforcement learning, and the phases that each one sums; all others are the rest.
+RL_PARTS: Mapping[str, Sequence[str]] = {
+    "wait for prompts": ("data",),
+    "weight sync": ("sampler/sync",),
+    "generate": ("sampler/generate",),
+    "grade: queue": ("grader/queue",),
+    "grade: work": ("grader/grade",),
+    "old log-probs": ("actor/old_logprobs",),
+    "reference": ("reference/logprobs",),
+    "values": ("critic/values",),
+    "actor update": tuple(f"actor/{phase}" for phase in UPDATE),
+    "critic update": tuple(f"critic/{phase}" for phase in UPDATE),
+}
 
 
 class Speedometer:
@@ -46,7 +61,9 @@ class Speedometer:
             self.add(record)
 
     def add(self, some: StepRecord | Rollup, *, sign: int = 1) -> None:
-        """Counts it, even if it is warm-up; with a `sign` of -1, subtracts it again."""
+        """Counts it, even if it is warm-up, but never under the profiler; with a `sign` of -1, subtracts it again."""
+        if some.profiled:
+            return
         self.steps += sign * some.num_steps
         self.tokens += sign * some.tokens
         self.wall += sign * some.seconds
@@ -58,7 +75,7 @@ class Speedometer:
         if self.steps <= 0 or self.seconds <= 0:
             return Speed()
         shares = self.rates.shares(tokens=self.tokens, seconds=self.seconds) if self.rates else Shares()
-        learning = shares_of_learning(self.rates, tokens=self.tokens, seconds=self.seconds, phases=self._phases)
+        learning = learning_shares(self.rates, tokens=self.tokens, phases=self._phases)
         timed = bool(self._phases)
         return Speed(
             steps=self.steps,
@@ -70,17 +87,49 @@ class Speedometer:
             data_share=max(0.0, self.data / self.seconds) if timed else None,
             # Two clocks never agree to the last digit.
             unattributed_share=max(0.0, 1 - sum(self._phases.values()) / self.wall) if timed else None,
-            actor_mfu=learning.mfu_common,
+            actor_mfu=learning.actor,
             critic_mfu=learning.critic,
+            phases_s={phase: spent / self.steps for phase, spent in self._phases.items() if spent > 0},
         )
 
 
-def shares_of_learning(rates: Rates | None, *, tokens: int, seconds: float, phases: Mapping[str, float]) -> Shares:
-    """Shares of the peak in the time in which a policy learns from rollouts; unknown for runs without rollouts."""
-    outside = sum(spent for phase, spent in phases.items() if phase.rpartition("/")[2] in ROLLOUT_PHASES)
-    if rates is None or not outside or seconds <= outside:
-        return Shares()
-    return rates.shares(tokens=tokens, seconds=seconds - outside)
+@dataclass(frozen=True, kw_only=True)
+class Learning:
+    """The MFU of a policy and of its critic, each in the seconds of its own update, by the common convention."""
+
+    actor: float | None = None
+    critic: float | None = None
+
+
+def learning_shares(rates: Rates | None, *, tokens: int, phases: Mapping[str, float]) -> Learning:
+    """Unknown for runs without rollouts, and where both models learn in one CUDA graph."""
+    actor_s, critic_s = (sum(phases.get(phase, 0.0) for phase in RL_PARTS[f"{role} update"]) for role in ROLES)
+    if rates is None or not actor_s or phases.get("forward"):
+        return Learning()
+    return Learning(
+        actor=rates.shares(tokens=tokens, seconds=actor_s).mfu_common,
+        critic=rates.shares(tokens=tokens, seconds=critic_s).critic if critic_s else None,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """A part of a step: its seconds, and their share of the step."""
+
+    name: str
+    seconds: float
+    share: float
+
+
+def rl_parts(speed: Speed) -> list[Part]:
+    """The parts of a step of reinforcement learning, without evaluations and saves; empty for other recipes."""
+    spent, step_s = speed.phases_s, speed.step_s
+    if not step_s or not any(phase.startswith("actor/") for phase in spent):
+        return []
+    seconds = {name: sum(spent.get(phase, 0.0) for phase in phases) for name, phases in RL_PARTS.items()}
+    named = {*BESIDE, *(phase for phases in RL_PARTS.values() for phase in phases)}
+    seconds["rest"] = sum(took for phase, took in spent.items() if phase not in named)
+    return [Part(name=name, seconds=took, share=took / step_s) for name, took in seconds.items()]
 
 
 def speed_of(run: Run, parts: Sequence[Rollup], *, rates: Rates | None, rank: int = 0) -> Speed:

@@ -351,10 +351,15 @@ def test_a_critic_with_its_own_model_has_its_own_mfu(tmp_path: Path) -> None:
     assert shared.critic_mfu is None
     assert own.critic_mfu is not None
     assert own.actor_mfu is not None
-    # A critic has no head: 6N + 12LHT without it.
+    # A critic has no head: 6N + 12LHT without it, each in its own seconds.
     width, length, vocab = 32, 64, 320
     blocks = 6 * 2 * (4 * width * width + 3 * width * 128) + 12 * 2 * width * length
-    assert own.critic_mfu / own.actor_mfu == pytest.approx(blocks / (blocks + 6 * vocab * width))
+    actor_s, critic_s = (
+        sum(own.phases_s[f"{role}/{phase}"] for phase in ("forward", "backward", "reduce", "optimize"))
+        for role in ("actor", "critic")
+    )
+    ratio = own.critic_mfu * critic_s / (own.actor_mfu * actor_s)
+    assert ratio == pytest.approx(blocks / (blocks + 6 * vocab * width))
 
 
 def test_vllm_is_asked_for_before_anything_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -367,11 +372,13 @@ def test_vllm_is_asked_for_before_anything_is_loaded(tmp_path: Path, monkeypatch
 def test_vllm_generates_with_its_share_of_the_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[str, float]] = []
 
-    def opened(live: Any, *, backend: str = "auto", rows: int | None = None, memory: float | None = None) -> Any:
+    def opened(
+        live: Any, *, backend: str = "auto", rows: int | None = None, memory: float | None = None, watch: Any
+    ) -> Any:
         if backend == "vllm":
             assert memory is not None
             asked.append((backend, memory))
-        return sampler_of(live, rows=rows)
+        return sampler_of(live, rows=rows, watch=watch)
 
     monkeypatch.setitem(sys.modules, "vllm", types.ModuleType("vllm"))
     monkeypatch.setattr(rollouts, "sampler_of", opened)

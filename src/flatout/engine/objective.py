@@ -21,6 +21,8 @@ from flatout.model import Attend, Model, Routed
 
 # The name of the minimised value.
 LOSS = "loss"
+# Roles of the models in a step of reinforcement learning.
+ACTOR, CRITIC = "actor", "critic"
 # Rows of logits that exist at a time where log-probabilities are computed.
 LOG_PROB_ROWS = 2048
 # How a metric is reduced over micro-batches and ranks: the sum, the sum divided by all target tokens, or the maximum.
@@ -38,6 +40,7 @@ class Head:
     loss: HeadLoss
     critic: Callable[[Tensor], Tensor] | None = None  # from the last hidden states to the value at each token
     routed: Routed | None = None  # the choice among the adapters of a bank
+    backward: Callable[[str, Tensor], None] | None = None  # times the backward pass from a tensor on, by role
 
     def cross_entropy(self, targets: Tensor, *, rows: Tensor | None = None) -> Tensor:
         """Summed over the targets that are not ignored; `rows` selects some of the hidden states."""
@@ -49,7 +52,10 @@ class Head:
     ) -> tuple[Tensor, Tensor]:
         """The log-probability of each target, with its gradient, and the entropy there; 0 where a target is ignored."""
         hidden = self.hidden_NC if rows is None else self.hidden_NC.index_select(0, rows)
-        return linear_log_probs(hidden, self.weight_VC, targets, chunk=LOG_PROB_ROWS, temperature=temperature)
+        found = linear_log_probs(hidden, self.weight_VC, targets, chunk=LOG_PROB_ROWS, temperature=temperature)
+        if self.backward is not None:
+            self.backward(ACTOR, found[0])
+        return found
 
     def values(self, *, rows: Tensor | None = None, into_policy_N: Tensor | None = None) -> Tensor:
         """What the critic expects at each token. Where `into_policy_N` is false, its gradient stops at the critic."""
@@ -58,6 +64,8 @@ class Head:
         if into_policy_N is not None:
             hidden_NC = torch.where(into_policy_N[:, None], hidden_NC, hidden_NC.detach())
         found = self.critic(hidden_NC)
+        if self.backward is not None:
+            self.backward(CRITIC, found)
         return found if rows is None else found.index_select(0, rows)
 
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from flatout.data.stream import NOT_TRAINED, Batch
 from flatout.engine.conflicts import gram
 from flatout.engine.faults import OutOfMemory, is_out_of_memory
-from flatout.engine.objective import LOSS, Combine, CrossEntropy, Head, HeadLoss, Objective, Route, Tally
+from flatout.engine.objective import ACTOR, CRITIC, LOSS, Combine, CrossEntropy, Head, HeadLoss, Objective, Route, Tally
 from flatout.engine.prepare import EightBits, attend_for
 from flatout.engine.ranks import Ranks
 from flatout.engine.replay import Replay
@@ -31,7 +31,7 @@ from flatout.engine.sharding import as_gradient, gathered, reduce_gradients
 from flatout.errors import RunFailed
 from flatout.model import Model
 from flatout.optim import FusedAdamW, Schedule, is_sharded, local
-from flatout.probe import Phases
+from flatout.probe import Phases, StepTiming
 from flatout.record import WARM_STEPS, Span
 
 # How many steps the host may run ahead of the numbers it reads.
@@ -58,6 +58,7 @@ class StepFacts:
     skipped: bool
     loss_scale: float | None
     metrics: Mapping[str, float] = field(default_factory=dict)  # the objective's metrics besides the loss
+    peaks_gib: Mapping[str, float] = field(default_factory=dict)  # allocated memory by phase; empty on a CPU
 
 
 @dataclass(kw_only=True)
@@ -90,17 +91,25 @@ class Engine:
         objective: Objective | None = None,
         combine: Combine | None = None,
         route: Route | None = None,
+        role: str = "train",
     ) -> None:
         """`objective`: cross-entropy by default. `combine`: gradients of all tasks are added up by default.
 
-        `route` chooses among the adapters of a bank.
+        `route` chooses among the adapters of a bank. `role` is the model's in the phases of a step; a critic beside it
+        has its own.
         """
         self.model, self.optimizer, self.schedule = model, optimizer, schedule
         self.active, self.ranks, self.phases = active, ranks, phases
         self.head_loss, self.clip, self.seed, self.eight = head_loss, clip, seed, eight
         self.objective: Objective = objective or CrossEntropy()
         self.combine, self.route = combine, route
+        self.role = role
         self.parameters = [p for p in model.parameters() if p.requires_grad]
+        trunk: Any = getattr(getattr(model, "critic", None), "trunk", None)
+        self.critic_trunk = trunk
+        # Of each parameter; a value head on the model's own trunk is a part of the model.
+        inside = set() if trunk is None else {id(p) for p in model.get_submodule("critic").parameters()}
+        self._roles = [CRITIC if id(p) in inside else role for p in self.parameters]
         # fp16 needs a dynamic loss scale; 8-bit gradients one that makes them independent of the batch size.
         self.scale_moves = active.dtype == torch.float16
         self.scaled = self.scale_moves or eight is not None
@@ -113,7 +122,7 @@ class Engine:
         # Until this event a save copies the weights, so an update waits for it.
         self.copied: torch.cuda.Event | None = None
         self._pending: deque[_Pending] = deque()
-        self._spans: dict[int, tuple[Span, ...]] = {}
+        self._timings: dict[int, StepTiming] = {}
         self._clock: float | None = None
         self._taken = 0
 
@@ -161,11 +170,12 @@ class Engine:
             self.forget()
             self.replay = None if recorded else self.replay
             raise OutOfMemory(shortage or "another rank ran out of memory", recorded=recorded)
-        self.phases.mark("reduce")
-        for of_task in gradients.values():
-            self.ranks.sum_gradients_([g for g, split in zip(of_task, self._split(), strict=True) if not split])
+        for role in dict.fromkeys(self._roles):
+            self.phases.mark("reduce", role=role)
+            for of_task in gradients.values():
+                self.ranks.sum_gradients_(self._whole(of_task, role=role))
         metrics = tally.reduced(self.ranks, denominator=denominator)
-        self.phases.mark("optimize")
+        self.phases.mark("optimize" if self.critic_trunk is None else "clip", role=self._joint)
         lr = self.schedule(step)
         merged, measured = self._combined(gradients, step=step)
         norm = self._update(merged, tally.loss, lr)
@@ -208,6 +218,16 @@ class Engine:
                 self._accumulate(batches[at], tally, denominator=denominator)
             else:
                 self._pass(_blank(self.active.device), _nothing).backward()
+
+    @property
+    def _joint(self) -> str:
+        """The role of what cannot be told apart: where a critic has a trunk of its own, neither's."""
+        return self.role if self.critic_trunk is None else "train"
+
+    def _whole(self, gradients: Sequence[Tensor], *, role: str) -> list[Tensor]:
+        """Those of the gradients of a role that this rank does not hold only rows of."""
+        mine = [r for p, r in zip(self.parameters, self._roles, strict=True) if p.grad is not None or self.combine]
+        return [g for g, split, r in zip(gradients, self._split(), mine, strict=True) if not split and r == role]
 
     def _split(self) -> list[bool]:
         """For each gradient, in order, whether this rank holds only its rows."""
@@ -269,24 +289,24 @@ class Engine:
     def _accumulate(self, host_batch: Batch, tally: Tally, *, denominator: Tensor) -> None:
         """Forward and backward of one micro-batch."""
         if self.replay is not None and self.replay.is_due(host_batch):
-            self.phases.mark("forward")
+            self.phases.mark("forward", role=self._joint)
             self.replay.record(host_batch.to(self.active.device), self.sums)
         self.phases.mark("data")
         if self.replay is not None and (recorded := self.replay.of(host_batch)):
             recorded.take(host_batch)
-            self.phases.mark("forward")
+            self.phases.mark("forward", role=self._joint)
             recorded.forward.replay()
-            self.phases.mark("backward")
+            self.phases.mark("backward", role=self._joint)
             torch.div(self.scale, denominator, out=recorded.gradient)
             recorded.backward.replay()
             tally.loss += recorded.sums[LOSS] / denominator
             tally.add(recorded.sums)
             return
         batch = host_batch.to(self.active.device)
-        self.phases.mark("forward")
-        sums = self.sums(batch)
+        self.phases.mark("forward", role=self.role)
+        sums = self._pass(batch, lambda head: self.objective(batch, head), timed=self.role != "train")
         part = sums[LOSS] / denominator
-        self.phases.mark("backward")
+        self.phases.mark("backward", role=self.role)
         (part * self.scale if self.scaled else part).backward()
         tally.loss += part.detach()
         tally.add(sums)
@@ -342,7 +362,21 @@ class Engine:
         batch = host_batch.to(self.active.device)
         return self._pass(batch, lambda head: what(batch, head), model=model)
 
-    def _pass(self, batch: Batch, compute: Callable[[Head], T], *, model: Model | None = None) -> T:
+    @torch.no_grad()
+    def values(self, host_batch: Batch) -> Tensor:
+        """What the critic expects at each token. One with a trunk of its own does not need the policy's pass."""
+        if self.critic_trunk is None or self.sharded:
+            return self.measure(host_batch, lambda batch, head: head.values())
+        batch, critic = host_batch.to(self.active.device), self.model.get_submodule("critic")
+        attend = attend_for(batch, active=self.active)
+        nothing = torch.empty(0, device=self.active.device)
+        found: Tensor = critic(nothing, tokens_N=batch.tokens, positions_N=batch.positions, attend=attend)
+        return found
+
+    def _pass(
+        self, batch: Batch, compute: Callable[[Head], T], *, model: Model | None = None, timed: bool = False
+    ) -> T:
+        """`timed` tells the model's time from its critic's, in both directions."""
         attend, model = attend_for(batch, active=self.active), self.model if model is None else model
         critic: Any = getattr(model, "critic", None)
         routed = None if self.route is None else self.route(model, batch, attend)
@@ -350,12 +384,36 @@ class Engine:
 
         def head(hidden_NC: Tensor, weight_VC: Tensor) -> T:
             values = critic and partial(critic, tokens_N=batch.tokens, positions_N=batch.positions, attend=attend)
+            if timed and values:
+                values = partial(self._timed_values, values)
             return compute(
-                Head(hidden_NC=hidden_NC, weight_VC=weight_VC, loss=self.head_loss, critic=values, routed=routed)
+                Head(
+                    hidden_NC=hidden_NC,
+                    weight_VC=weight_VC,
+                    loss=self.head_loss,
+                    critic=values,
+                    routed=routed,
+                    backward=self._time_backward if timed and values else None,
+                )
             )
 
         found: T = model(batch.tokens, batch.positions, attend, head, *mix)
         return found
+
+    def _timed_values(self, values: Callable[[Tensor], Tensor], hidden_NC: Tensor) -> Tensor:
+        self.phases.mark("forward", role=CRITIC)
+        found = values(hidden_NC)
+        self.phases.mark("forward", role=self.role)
+        return found
+
+    def _time_backward(self, role: str, output: Tensor) -> None:
+        """The backward pass of a role begins when the gradient of its output is known.
+
+        Of two losses, autograd takes the one that was computed last first, down to its inputs. The hook runs on the
+        stream of the forward pass.
+        """
+        if output.requires_grad:
+            output.register_hook(lambda _: self.phases.mark("backward", role=self.role if role == ACTOR else role))
 
     @torch.no_grad()
     def evaluate(self, batches: list[Batch]) -> float:
@@ -380,8 +438,10 @@ class Engine:
         # The optimizer divides by this in its own pass over the gradients, which unscales and clips them.
         divisor = self.scale if self.clip is None else self.scale * (norm / self.clip).clamp(min=1.0)
         if isinstance(self.optimizer, FusedAdamW):
-            self.optimizer.step(lr=lr, divisor=divisor, skip=not_finite)
+            apart = {} if self.critic_trunk is None else {"begin": self._begin_update}
+            self.optimizer.step(lr=lr, divisor=divisor, skip=not_finite, **apart)
         elif not not_finite.item():  # the plain path waits for the device
+            self.phases.mark("optimize", role=self._joint)
             torch._foreach_div_(gradients, divisor)
             for group in self.optimizer.param_groups:
                 group["lr"] = lr
@@ -390,6 +450,9 @@ class Engine:
         if self.scale_moves:
             torch._amp_update_scale_(self.scale, self.scale_streak, not_finite, 2.0, 0.5, SCALE_GROWTH_INTERVAL)
         return norm
+
+    def _begin_update(self, role: str) -> None:
+        self.phases.mark("optimize", role=role if role == CRITIC else self.role)
 
     def finished(self, *, all: bool = False) -> list[StepFacts]:
         """Steps whose numbers are due: those more than two back, or all of them at the end of a run."""
@@ -403,14 +466,16 @@ class Engine:
                     # The host was ahead: the last step's time includes this wait.
                     now = time.perf_counter()
                     pending.seconds, self._clock = pending.seconds + now - self._clock, now
-            self._spans |= {timing.step: timing.spans for timing in self.phases.ready()}
+            self._timings |= {timing.step: timing for timing in self.phases.ready()}
+            timing = self._timings.pop(pending.step, None)
             loss, norm, scale, targets, tokens, padded, *metrics = pending.numbers.tolist()
             due.append(
                 StepFacts(
                     step=pending.step,
                     time=pending.time,
                     seconds=pending.seconds,
-                    spans=self._spans.pop(pending.step, ()),
+                    spans=() if timing is None else timing.spans,
+                    peaks_gib={} if timing is None else timing.peaks_gib,
                     tokens=int(tokens),
                     padded_tokens=int(padded),
                     target_tokens=int(targets),

@@ -373,7 +373,7 @@ def costs(run: Run) -> list[float]:
     """Seconds per token of the last steps, without the warm-up of each attempt."""
     latest = run.latest_rollups()
     warm = {(step.attempt, step.step) for step in warm_up(run, latest)}
-    steps = run.recent_steps(STEPS_READ, latest=latest)
+    steps = [step for step in run.recent_steps(STEPS_READ, latest=latest) if not step.profiled]
     return [s.training_s / s.tokens for s in steps if (s.attempt, s.step) not in warm and s.tokens and s.training_s > 0]
 
 

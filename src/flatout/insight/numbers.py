@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from flatout.insight.story import Story
 from flatout.record import WARM_STEPS
+from flatout.verdict import rl_parts
 from flatout.words import duration, number, percent
 
 # Rows of figures: key, name, value, text, source.
@@ -27,6 +29,19 @@ def figures(story: Story) -> list[Figure]:
     rows = [*_speed_rows(story), *_memory_rows(story), *_loss_rows(story), *_length_rows(story)]
     return [
         Figure(key=key, name=name, value=value, text=text, source=source) for key, name, value, text, source in rows
+    ]
+
+
+def side_by_side(stories: Sequence[Story]) -> list[tuple[str, list[str]]]:
+    """The name of each figure and its text for every run; a run of another recipe may not have it."""
+    columns = [{figure.key: figure for figure in figures(story)} for story in stories]
+    keys = dict.fromkeys(key for column in columns for key in column)
+    return [
+        (
+            next(column[key].name for column in columns if key in column),
+            [column[key].text if key in column else "n/a" for column in columns],
+        )
+        for key in keys
     ]
 
 
@@ -58,6 +73,17 @@ def _speed_rows(story: Story) -> list[_Row]:
             speed.mfu_common,
             percent(speed.mfu_common),
             f"the convention most projects report; tokens/s x {peak}",
+        ),
+        *(
+            (
+                f"{role}_mfu",
+                f"MFU of the {role}",
+                share,
+                percent(share),
+                f"by 6N + 12LHT, in the seconds of the {role}'s update (steps.jsonl, spans)",
+            )
+            for role, share in (("actor", speed.actor_mfu), ("critic", speed.critic_mfu))
+            if rl_parts(speed)
         ),
         ("step_s", "step time", speed.step_s, number(speed.step_s, unit=" s"), f"seconds ÷ steps; {counted}"),
         (

@@ -43,6 +43,7 @@ from flatout.record.events import (
     TaskResult,
     TasksScored,
 )
+from flatout.record.records import PEAK
 from flatout.record.rollouts import RolloutsGraded
 from flatout.record.routed import PhaseScored
 from flatout.verdict import judge, loss_ends, peak_words, speed_of, speed_of_steps, warm_up
@@ -76,6 +77,7 @@ class Phase:
     name: str
     seconds: float
     share: float  # of all recorded time
+    peak_gib: float | None = None  # allocated on a GPU; None: it was not recorded
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -320,14 +322,20 @@ def _total_gib(memory: Iterable[Mapping[str, float]], hardware: Mapping[str, Any
 
 def _phases(parts: Iterable[Rollup]) -> list[Phase]:
     spans: dict[str, float] = defaultdict(float)
+    peaks: dict[str, float] = {}
     total = 0.0
     for part in parts:
         total += part.seconds
+        peaks |= {key: max(gib, peaks.get(key, 0.0)) for key, gib in part.memory.items() if key.startswith(PEAK)}
         for phase, seconds in part.spans.items():
             spans[phase] += seconds
     if spans and total > sum(spans.values()) * 1.001:
         spans["unattributed"] = total - sum(spans.values())
-    return [Phase(name=name, seconds=seconds, share=seconds / total) for name, seconds in spans.items() if total]
+    return [
+        Phase(name=name, seconds=seconds, share=seconds / total, peak_gib=peaks.get(f"{PEAK}/{name}"))
+        for name, seconds in spans.items()
+        if total
+    ]
 
 
 def _recompiled(warm: Iterable[StepRecord], recent: Sequence[StepRecord]) -> int:

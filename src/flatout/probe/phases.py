@@ -23,7 +23,8 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from flatout.record import Span
@@ -37,6 +38,7 @@ class StepTiming:
     seconds: float  # host clock, from the end of the step before (the first: from its beginning)
     spans: tuple[Span, ...]
     tokens: int | None = None
+    peaks_gib: Mapping[str, float] = field(default_factory=dict)  # allocated memory by phase, if it was asked for
 
 
 class _Clock(Protocol):
@@ -97,6 +99,22 @@ class _CudaClock:
         self._free.append(stamp)
 
 
+class _CudaMemory:
+    """The allocator's peak since the last call. A count on the host: nothing waits for the device."""
+
+    def __init__(self) -> None:
+        import torch
+
+        self._cuda: Any = torch.cuda
+        # The newest counters without their names, which take most of the time of `max_memory_allocated`.
+        self._counters: Any = torch.cuda.memory.memory_stats_as_nested_dict
+
+    def take_gib(self) -> float:
+        peak = self._counters()["allocated_bytes"]["all"]["peak"]
+        self._cuda.reset_peak_memory_stats()
+        return float(peak) / 2**30
+
+
 @dataclass(frozen=True, kw_only=True)
 class _Mark:
     phase: str
@@ -112,14 +130,20 @@ class _Ended:
     start: Any
     marks: list[_Mark]
     end: Any
+    peaks_gib: Mapping[str, float]
 
 
 class Phases:
-    """The stopwatch of one loop. `device` is where the work runs; not `enabled`, every call does nothing."""
+    """The stopwatch of one loop. `device` is where the work runs; not `enabled`, every call does nothing.
 
-    def __init__(self, *, device: str = "cpu", enabled: bool = True) -> None:
+    With `memory` it also takes the peak of the device's memory in each phase, and starts the allocator's count again.
+    """
+
+    def __init__(self, *, device: str = "cpu", enabled: bool = True, memory: bool = False) -> None:
         self._enabled = enabled
         self._clock: _Clock = _CudaClock() if enabled and device.startswith("cuda") else _HostClock()
+        self._memory = _CudaMemory() if enabled and memory and device.startswith("cuda") else None
+        self._peaks: dict[str, float] = {}
         # For whoever watches for a hang: the phase, and how often something moved.
         self.phase, self.moves = "", 0
         self._step = -1
@@ -147,6 +171,8 @@ class Phases:
         if not self._open:
             raise RuntimeError(f"phase {phase!r} marked outside a step: call begin_step() first")
         self.phase, self.moves = phase, self.moves + 1
+        if self._marks:
+            self._take_peak()
         start = self._clock.stamp() if self._marks else self._start
         self._marks.append(_Mark(phase=phase, role=role, start=start))
 
@@ -160,6 +186,7 @@ class Phases:
             return
         if not self._open:
             raise RuntimeError("end_step() without begin_step()")
+        self._take_peak()
         end, host_end = self._clock.stamp(), time.perf_counter()
         self._ended.append(
             _Ended(
@@ -169,9 +196,18 @@ class Phases:
                 start=self._start,
                 marks=self._marks,
                 end=end,
+                peaks_gib=self._peaks,
             )
         )
+        self._peaks = {}
         self._open, self._marks, self._start, self._host_start = False, [], end, host_end
+
+    def _take_peak(self) -> None:
+        """Gives the peak since the last mark to the phase that ends here."""
+        if self._memory is not None and self._marks:
+            mark, peak_gib = self._marks[-1], self._memory.take_gib()
+            name = mark.phase if mark.role == "train" else f"{mark.role}/{mark.phase}"
+            self._peaks[name] = max(self._peaks.get(name, 0.0), peak_gib)
 
     def ready(self) -> list[StepTiming]:
         """The steps the device has finished since the last call, in order; never waits."""
@@ -199,5 +235,6 @@ class Phases:
             step=ended.step,
             seconds=ended.seconds,
             tokens=ended.tokens,
+            peaks_gib=ended.peaks_gib,
             spans=tuple(Span(phase=phase, role=role, seconds=value) for (role, phase), value in seconds.items()),
         )

@@ -18,7 +18,7 @@ from flatout.data.examples import Examples
 from flatout.data.packed import Packed
 from flatout.data.stream import NOT_TRAINED, Batch
 from flatout.engine.conflicts import is_method
-from flatout.engine.objective import Head
+from flatout.engine.objective import ACTOR, CRITIC, Head
 from flatout.engine.prepare import unprepared
 from flatout.engine.ranks import Ranks
 from flatout.engine.step import Engine
@@ -108,17 +108,24 @@ class Experience:
         """The examples of each step of an epoch; several for a step whose tasks have gradients of their own."""
         rows = [row for group in groups for row in self._rows(group)]
         comparable = sampled_plainly(self.settings)
+        phases = self.engine.phases
         if self.rl.steps_in_phase > 1:
+            phases.mark("old_logprobs", role=ACTOR)
             # Several steps leave the policy that generated. With one step it is the policy that learns.
             old = SAMPLER_LOGP if comparable and self._sampler_agrees(rows) else None
-            self._fill(rows, OLD_LOGP, old or self._log_probs)
+            self._fill(rows, OLD_LOGP, old or self._log_probs_of())
         if self.reference is not None:
-            self._fill(rows, REFERENCE_LOGP, self._log_probs, model=self.reference)
+            phases.mark("logprobs", role="reference")
+            self._fill(rows, REFERENCE_LOGP, self._log_probs_of(self.reference))
         if not comparable:
             for row in rows:
                 del row.values[SAMPLER_LOGP]
         if self.method.estimator is None:
+            phases.mark("values", role=CRITIC)
+            self._fill(rows, OLD_VALUE, self.engine.values)
+            phases.mark("pack")
             self._estimate(rows)
+        phases.mark("pack")
         learns = phase - self.rl.teach >= self.rl.critic_warmup or self.method.estimator is not None
         return self._shared_out(rows, scale=float(learns))
 
@@ -204,13 +211,12 @@ class Experience:
         if self.rl.old_logprobs != "auto":
             return self.rl.old_logprobs == "sampler"
         some = rows[: max(1, len(rows) // CHECKED_SHARE)]
-        pairs = zip(some, self._measured(some, self._log_probs), strict=True)
+        pairs = zip(some, self._measured(some, self._log_probs_of()), strict=True)
         difference = np.concatenate([np.zeros(1), *(np.abs(found - row.values[SAMPLER_LOGP]) for row, found in pairs)])
         return not self.ranks.any(bool(difference.mean() > AGREES))
 
     def _estimate(self, rows: Sequence[Row]) -> None:
-        """Advantages and returns by the critic; advantages are whitened over the phase."""
-        self._fill(rows, OLD_VALUE, lambda batch, head: head.values())
+        """Advantages and returns from the critic's values; advantages are whitened over the phase."""
         for row in rows:
             rewards = np.zeros(len(row.ids))
             rewards[-1] = row.reward
@@ -231,21 +237,22 @@ class Experience:
 
     # -- values at the tokens of completions, by the weights at the start of the phase
 
-    def _log_probs(self, batch: Batch, head: Head) -> Tensor:
-        return head.log_probs(batch.targets, temperature=self.settings.sample.temperature)[0]
+    def _log_probs_of(self, model: Decoder | None = None) -> Measure:
+        def log_probs(batch: Batch, head: Head) -> Tensor:
+            return head.log_probs(batch.targets, temperature=self.settings.sample.temperature)[0]
 
-    def _fill(self, rows: Sequence[Row], column: str, what: str | Measure, *, model: Decoder | None = None) -> None:
+        return lambda batch: self.engine.measure(batch, log_probs, model=model)
+
+    def _fill(self, rows: Sequence[Row], column: str, what: str | Measure) -> None:
         """Fills a column with what a function measures, or with another column."""
         if isinstance(what, str):
             for row in rows:
                 row.values[column] = row.values[what]
             return
-        for row, found in zip(rows, self._measured(rows, what, model=model), strict=True):
+        for row, found in zip(rows, self._measured(rows, what), strict=True):
             row.values[column] = found
 
-    def _measured(
-        self, rows: Sequence[Row], what: Measure, *, model: Decoder | None = None
-    ) -> list[NDArray[np.float64]]:
+    def _measured(self, rows: Sequence[Row], measure: Measure) -> list[NDArray[np.float64]]:
         if not rows:
             return []
         numbers = np.arange(sum(len(row.prompt) + len(row.ids) for row in rows))
@@ -254,13 +261,14 @@ class Experience:
         found = np.zeros(len(numbers))
         for batch in packed(examples, self.settings).batches(self.micro_batch):
             trained = batch.targets != NOT_TRAINED
-            values = self.engine.measure(batch, what, model=model).cpu()
+            values = measure(batch).cpu()
             found[batch.columns["number"][trained].numpy()] = values[trained].double().numpy()
         ends = examples.ends.tolist()
         return [found[end - len(row.ids) : end] for row, end in zip(rows, ends, strict=True)]
 
 
-Measure = Callable[[Batch, Head], Tensor]
+# A number for each token of a batch.
+Measure = Callable[[Batch], Tensor]
 
 
 def sampled_plainly(settings: Settings) -> bool:

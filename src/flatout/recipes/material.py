@@ -99,6 +99,8 @@ class Material:
     combine: Combine | None = None
     # A critic beside the policy: a value head on its trunk, or a model of its own.
     critic: Literal["shared", "own"] | None = None
+    # The model's role in the phases of a step, where other models take part.
+    role: str = "train"
     # Choosing among the adapters of a bank; what is done to the model that was just loaded, such as a router added.
     route: Route | None = None
     equip: Callable[[Model], None] = lambda model: None

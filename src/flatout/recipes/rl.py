@@ -16,6 +16,7 @@ from flatout import policy
 from flatout.config.settings import Settings
 from flatout.data.tokenizer import Tokenizer, load_tokenizer
 from flatout.engine.conflicts import Combined, is_method
+from flatout.engine.objective import ACTOR
 from flatout.errors import UsageError
 from flatout.recipes.loop import train
 from flatout.recipes.material import Material
@@ -40,6 +41,7 @@ def rollouts(settings: Settings) -> Iterator[Material]:
         held_out=lambda ranks, micro_batch: [],
         objective=PolicyGradient(settings.rl, temperature=settings.sample.temperature),
         combine=Combined(tasks=settings.rl.tasks, seed=settings.seed, method=method) if is_method(method) else None,
+        role=ACTOR,
         critic=settings.rl.critic if policy.ALGORITHMS[settings.rl.algorithm].estimator is None else None,
     )
 

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -160,6 +161,7 @@ class RolloutBatches:
             with self.engine.gathered():
                 self._updates = self._taught(phase) if phase < self.rl.teach else self._rolled_out(phase, step=step)
             self._phase = phase
+        self.engine.phases.mark("pack")
         batches: list[Batch] = []
         for update in self._updates[at % self.rl.updates]:
             batches += packed(update.examples, self.settings).batches(self.micro_batch, task=update.task)
@@ -183,15 +185,17 @@ class RolloutBatches:
 
     def _rolled_out(self, phase: int, *, step: int) -> list[list[Update]]:
         """Generate, grade, compare. Every rank does this for its share of the prompts."""
-        spent, waited, tried = 0.0, 0.0, list[Group]()
+        spent, waited, queued, tried = 0.0, 0.0, 0.0, list[Group]()
         found: dict[int, Group] = {}  # by slot; the last one, unless an earlier one had signal
         for one in range(phase, self._last_ahead(phase) + 1):
             if one not in self._ahead:
                 self._ahead[one] = self._generated(self._prompts(one), phase=one)
         generated = self._ahead.pop(phase)
         for round_ in range(1, self.rl.dynamic_sampling + 2):
-            self.engine.phases.mark("grade", role="grader")
             ready = time.perf_counter()
+            self._wait_in_queue(generated)
+            queued += time.perf_counter() - ready
+            self.engine.phases.mark("grade", role="grader")
             groups = self._graded(generated)
             waited += time.perf_counter() - ready
             spent += generated.seconds
@@ -204,8 +208,8 @@ class RolloutBatches:
             generated = self._generated(prompts, phase=phase)
         for graders in self.graders.values():
             graders.forget()
-        self.engine.phases.mark("data")
-        self._report(tried, levels=generated.levels, step=step, seconds=spent + waited, waited=waited)
+        self.engine.phases.mark("pack")
+        self._report(tried, levels=generated.levels, step=step, seconds=spent + waited, waited=waited, queued=queued)
         return self.experience.updates(list(found.values()), phase=phase)
 
     def _last_ahead(self, phase: int) -> int:
@@ -242,6 +246,7 @@ class RolloutBatches:
 
         A round of dynamic sampling takes questions of its own, so that a phase does not depend on earlier ones.
         """
+        self.engine.phases.mark("data")
         rl, tasks = self.rl, self.rl.tasks
         each, rounds = rl.prompts // len(tasks), rl.dynamic_sampling + 1
         slots = np.arange(self.ranks.rank, rl.prompts, self.ranks.world, dtype=np.int64)
@@ -300,9 +305,20 @@ class RolloutBatches:
     def _sampler(self, rows: int) -> Sampler:
         """On the weights that are being trained; it reads them again before every use."""
         live = Live(model=unprepared(self.engine.model), tokenizer=self.tokenizer)
+        watch = partial(self.engine.phases.mark, role="sampler")
         if self.rl.sampler == "vllm":
-            return sampler_of(live, backend="vllm", rows=rows, memory=self.rl.vllm_memory)
-        return sampler_of(live, rows=rows)
+            return sampler_of(live, backend="vllm", rows=rows, memory=self.rl.vllm_memory, watch=watch)
+        return sampler_of(live, rows=rows, watch=watch)
+
+    def _wait_in_queue(self, generated: Generated) -> None:
+        """Waits until the last completion is being graded."""
+        self.engine.phases.mark("queue", role="grader")
+        waiting: dict[str, list[Future[Graded]]] = {}
+        for prompt, grades in zip(generated.prompts, generated.grades, strict=True):
+            spec = self.levels.spec(prompt.task, level=prompt.level)
+            waiting.setdefault(spec, []).extend(grade.future for grade in grades)
+        for spec, futures in waiting.items():
+            self.graders[spec].wait_in_queue(futures)
 
     def _graded(self, generated: Generated) -> list[Group]:
         groups = []
@@ -330,6 +346,7 @@ class RolloutBatches:
         step: int,
         seconds: float,
         waited: float,
+        queued: float,
     ) -> None:
         """Records the completions of all ranks by task."""
         by_task = [[group for group in groups if group.prompt.task == spec] for spec in self.rl.tasks]
@@ -346,6 +363,7 @@ class RolloutBatches:
             tokens=int(totals[:, COUNTS.index("tokens")].sum()),
             seconds=seconds,
             grading_s=waited,
+            queue_s=queued,
             rows=self.fitting.rows,
             samples=tuple(kept(groups)),
         )

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import os
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -157,6 +158,7 @@ class Graders:
         self._known: dict[tuple[int, str], Future[Graded]] = {}
         self._waiting: deque[Waiting] = deque()
         self._together = 1  # answers in the next request
+        self._begun = threading.Condition()  # the grading of an answer
 
     def grade(self, i: int, text: str) -> Future[Graded]:
         if (i, text) not in self._known:
@@ -164,6 +166,11 @@ class Graders:
             self._waiting.append(Waiting(question=i, text=text, future=self._known[i, text]))
             self._threads.submit(self._grade_some)
         return self._known[i, text]
+
+    def wait_in_queue(self, futures: Sequence[Future[Graded]]) -> None:
+        """Waits until the last of these answers is being graded."""
+        with self._begun:
+            self._begun.wait_for(lambda: all(future.running() or future.done() for future in futures))
 
     def forget(self) -> None:
         self._known.clear()
@@ -174,6 +181,10 @@ class Graders:
         try:
             some = self._taken(max(1, min(self._together, len(self._waiting) // len(self._all))))
             if some:
+                with self._begun:
+                    for one in some:
+                        one.future.set_running_or_notify_cancel()
+                    self._begun.notify_all()
                 self._graded(grader, some)
         finally:
             self._free.put(grader)

@@ -25,8 +25,9 @@ from flatout.engine.step import StepFacts
 from flatout.files import inside
 from flatout.plan import Plan, compile_break_even
 from flatout.probe import Monitor, describe, launched
-from flatout.record import WARM_STEPS, Outcome, Recorder, Run, Sink, StepExtra, StepRecord, redacted
+from flatout.record import WARM_STEPS, Outcome, Recorder, Run, Sink, Span, StepExtra, StepRecord, redacted
 from flatout.record.events import Compiled, Notice, UpdateSkipped
+from flatout.record.records import PEAK
 from flatout.verdict import LossTrend, Speedometer, reward_ends
 
 # Steps between garbage collections when the plan disables automatic ones.
@@ -140,8 +141,9 @@ def _trackers(settings: Settings, run: Run, plan: Plan, config: Mapping[str, Any
 class Ledger:
     """Writes finished steps to the record and keeps the sums for the run's verdict."""
 
-    def __init__(self, session: Session, *, plan: Plan, active: Active) -> None:
-        self.session, self.plan, self.active = session, plan, active
+    def __init__(self, session: Session, *, plan: Plan, active: Active, traced: tuple[int, int] | None = None) -> None:
+        """`traced` are the first and the last step under the profiler."""
+        self.session, self.plan, self.active, self.traced = session, plan, active, traced
         self.speed = Speedometer(plan.rates)
         self.trend = LossTrend()
         self.skips = SkipWatch(plan.decisions.precision)
@@ -151,9 +153,11 @@ class Ledger:
         self._busy: list[float] = []
         self._early: list[float] = []
         self._looked = (0.0, 0.0)
+        self._peaks: dict[str, float] = {}  # GiB, by phase
 
     def write(self, finished: Iterable[StepFacts]) -> None:
         for facts in finished:
+            profiled = self.traced is not None and self.traced[0] <= facts.step <= self.traced[1]
             extra = StepExtra(
                 lr=facts.lr,
                 grad_norm=facts.grad_norm,
@@ -161,6 +165,7 @@ class Ledger:
                 skipped=facts.skipped,
                 loss_scale=facts.loss_scale,
                 graphs=recompiles() if self.active.compile != "none" else None,
+                profiled=profiled,
                 metrics=facts.metrics,
             )
             utilisation = self.session.monitor.utilisation()
@@ -172,8 +177,9 @@ class Ledger:
                 tokens=facts.tokens,
                 padded_tokens=facts.padded_tokens,
                 loss=facts.loss,
-                spans=facts.spans,
-                memory=device_memory(self.active.device, self.session.monitor),
+                # What a profiler costs is in every phase, so that the phases of such a step are not known.
+                spans=(Span(phase="profile", seconds=facts.seconds),) if profiled else facts.spans,
+                memory=self._memory() | self._new_peaks(facts.peaks_gib),
                 utilisation=utilisation,
                 extra=extra,
             )
@@ -189,6 +195,18 @@ class Ledger:
                 gc.collect()
             if self.skips.see(step=facts.step, loss=facts.loss, grad_norm=facts.grad_norm):
                 self.session.recorder.event(UpdateSkipped(step=facts.step, loss=facts.loss, grad_norm=facts.grad_norm))
+
+    def _memory(self) -> dict[str, float]:
+        found = device_memory(self.active.device, self.session.monitor)
+        if self._peaks:  # the allocator's own peak begins again with every phase
+            found["peak_gib"] = max(found["peak_gib"], *self._peaks.values())
+        return found
+
+    def _new_peaks(self, peaks_gib: Mapping[str, float]) -> dict[str, float]:
+        """The phases that needed more memory than in any step before."""
+        new = {phase: gib for phase, gib in peaks_gib.items() if gib > self._peaks.get(phase, 0.0)}
+        self._peaks |= new
+        return {f"{PEAK}/{phase}": gib for phase, gib in new.items()}
 
     def _compile_payback(self, record: StepRecord) -> None:
         """Records once how long compiling took, from the first steps, and the step at which it breaks even."""
@@ -216,7 +234,7 @@ class Ledger:
         return data / seconds if seconds > 0 else None
 
     def outcome(self, *, steps: int, stopped_by: str, saved_step: int | None) -> Outcome:
-        memory = device_memory(self.active.device, self.session.monitor)
+        memory = self._memory()
         peak, total = memory.get("peak_gib"), memory.get("total_gib")
         first, last = self.trend.ends()
         rewards = reward_ends(self.session.run)

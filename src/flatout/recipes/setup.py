@@ -126,7 +126,7 @@ def set_up(
             settings, plan, active, ranks=ranks, material=material, total_steps=total_steps, session=session
         )
         plan = with_found_micro_batch(plan, engine, material, session, ranks, cache=cache_folder(settings.data))
-        ledger = Ledger(session, plan=plan, active=active)
+        ledger = Ledger(session, plan=plan, active=active, traced=settings.profile.steps)
         left_out = announce(
             session, plan, active, hardware=hardware, ranks=ranks, material=material, total_steps=total_steps
         )
@@ -328,7 +328,7 @@ def build_engine(
         schedule=schedule(settings.train, total_steps=total_steps, first=settings.rl.taught_first),
         active=active,
         ranks=ranks,
-        phases=Phases(device=active.device.type),
+        phases=Phases(device=active.device.type, memory=True),
         head_loss=head_loss,
         eight=eight,
         batch_tokens=settings.train.batch_tokens,
@@ -337,6 +337,7 @@ def build_engine(
         objective=material.objective,
         combine=material.combine,
         route=material.route,
+        role=material.role,
     )
 
 

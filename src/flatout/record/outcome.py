@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, ClassVar
 
@@ -22,8 +23,10 @@ class Speed:
     mfu_common: Finite | None = None
     data_share: Finite | None = None
     unattributed_share: Finite | None = None
-    actor_mfu: Finite | None = None  # without the time of rollouts; None where there are none
-    critic_mfu: Finite | None = None  # in the same time; None without a critic that has a trunk of its own
+    # In the time of its own update. None: there are no rollouts, it has no trunk of its own, or it was not timed apart.
+    actor_mfu: Finite | None = None
+    critic_mfu: Finite | None = None
+    phases_s: Mapping[str, Finite] = field(default_factory=dict)  # of a step, by phase or role/phase
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,6 +16,8 @@ from flatout.record.schemas import Scalar
 
 # Phases that are not training; the speed of a step does not include them.
 BESIDE = ("eval", "save", "profile")
+# Before the name of a phase: its peak memory in a step's record.
+PEAK = "peak_gib"
 # Steps at the start of an attempt that compile, warm caches and fill queues; they do not count towards speed.
 WARM_STEPS = 3
 
@@ -49,6 +51,7 @@ class StepExtra:
     graphs: Count | None = None  # compiled so far in this process
     stage: str | None = None  # of a watched script, as are its micro-batches
     micro_batches: Count | None = None
+    profiled: bool = False  # the profiler ran, so that its time says nothing about training
     metrics: Mapping[str, float] = field(default_factory=dict)  # an objective's, by their names
 
     def to_json(self) -> dict[str, Any]:
@@ -77,7 +80,8 @@ class StepRecord:
     padded_tokens: Count
     loss: float | None
     spans: tuple[Span, ...] = ()
-    memory: Mapping[str, Finite] = field(default_factory=dict)  # allocated_gib, reserved_gib, peak_gib, total_gib
+    # allocated_gib, reserved_gib, peak_gib, total_gib; peak_gib/PHASE where a phase needed more than ever before
+    memory: Mapping[str, Finite] = field(default_factory=dict)
     utilisation: Mapping[str, Finite] = field(default_factory=dict)  # fractions: gpu, cpu, ram
     extra: StepExtra = field(default_factory=StepExtra)
 
@@ -96,6 +100,10 @@ class StepRecord:
     @property
     def training_s(self) -> float:
         return training_s(self.seconds, self.phases)
+
+    @property
+    def profiled(self) -> bool:
+        return self.extra.profiled
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -51,6 +51,7 @@ class RolloutsGraded(Event, kind="rollouts"):
     tokens: Count
     seconds: Finite
     grading_s: Finite  # waited for after the last completion
+    queue_s: Finite | None = None  # of that, until the last one was being graded
     rows: Count | None = None
     samples: tuple[RolloutSample, ...] = ()
 

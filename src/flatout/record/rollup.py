@@ -1,7 +1,8 @@
 """Summaries of 256 steps each, so that a run of a million steps opens at once (`watch`, `report`, `compare`).
 
-A roll-up covers a byte range of steps.jsonl with one attempt and increasing steps; a resume
-or a rollback starts a new one. So the lines that a later attempt replaced are known without reading them.
+A roll-up covers a byte range of steps.jsonl with one attempt and increasing steps, all of them or none under the
+profiler; a resume or a rollback starts a new one. So the lines that a later attempt replaced are known without
+reading them.
 """
 
 from __future__ import annotations
@@ -57,6 +58,15 @@ class Rollup:
         return training_s(self.seconds, self.spans)
 
     @property
+    def profiled(self) -> bool:
+        return self.extra.get("profiled") == 1.0
+
+    @property
+    def training_tokens(self) -> float:
+        """Those of the steps whose time counts: without the steps under the profiler."""
+        return self.tokens * (1.0 - self.extra.get("profiled", 0.0))
+
+    @property
     def whole(self) -> bool:
         """Whether its numbers are consistent."""
         losses = (self.loss_low, self.loss, self.loss_high)
@@ -87,7 +97,8 @@ class Blocks:
         done = []
         if self._steps:
             last = self._steps[-1].record
-            if record.attempt != last.attempt or record.step <= last.step:
+            other = record.attempt != last.attempt or record.profiled != last.profiled
+            if other or record.step <= last.step:
                 done += self.close()
         self._steps.append(_Step(record, start_byte, end_byte))
         if len(self._steps) == STEPS_PER_ROLLUP:
@@ -160,6 +171,7 @@ def single(record: StepRecord) -> Rollup:
 def merged(parts: Sequence[Rollup]) -> Rollup:
     """Several roll-ups in a row as one; means are weighted by steps."""
     first, last = parts[0], parts[-1]
+    timed = [part for part in parts if not part.profiled] or parts
     losses = [(part.loss, part.num_steps - part.num_non_finite) for part in parts if part.loss is not None]
     return Rollup(
         attempt=last.attempt,
@@ -171,8 +183,8 @@ def merged(parts: Sequence[Rollup]) -> Rollup:
         first_time=first.first_time,
         last_time=last.last_time,
         seconds=sum(part.seconds for part in parts),
-        fastest_s=min(part.fastest_s for part in parts),
-        slowest_s=max(part.slowest_s for part in parts),
+        fastest_s=min(part.fastest_s for part in timed),
+        slowest_s=max(part.slowest_s for part in timed),
         tokens=sum(part.tokens for part in parts),
         padded_tokens=sum(part.padded_tokens for part in parts),
         loss=_weighted(losses),

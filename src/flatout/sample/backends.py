@@ -20,7 +20,7 @@ from flatout.model import Decoder, Foreign, Model, lora, peft, weights
 from flatout.model.loading import export_model
 from flatout.sample.generate import Generator
 from flatout.sample.hf import HuggingFace
-from flatout.sample.request import Sampler
+from flatout.sample.request import Sampler, Watch, unwatched
 from flatout.sample.routed import RoutedSampler
 from flatout.sample.vllm import Vllm, imported
 
@@ -55,7 +55,12 @@ def backend_of(name: str) -> Backend:
 
 
 def sampler_of(
-    opened: SampledModel, *, backend: Backend = "auto", rows: int | None = None, memory: float | None = None
+    opened: SampledModel,
+    *,
+    backend: Backend = "auto",
+    rows: int | None = None,
+    memory: float | None = None,
+    watch: Watch = unwatched,
 ) -> Sampler:
     """`auto` is our sampler for our decoder, and transformers for all other models. `memory` is for vLLM.
 
@@ -69,7 +74,7 @@ def sampler_of(
             )
         return RoutedSampler(model, tokenizer, rows=rows)
     if backend == "vllm":
-        return _vllm(opened, rows=rows, memory=memory)
+        return _vllm(opened, rows=rows, memory=memory, watch=watch)
     if isinstance(model, Foreign):
         if backend == "flatout":
             raise UsageError(f"--backend flatout runs only flatout's own decoder, use hf: {model.shape.foreign}")
@@ -78,7 +83,7 @@ def sampler_of(
         )
     if backend == "hf":
         return HuggingFace(weights.to_transformers(_merged(model)), tokenizer, window=model.shape.positions, rows=rows)
-    return Generator(model, tokenizer, rows=rows)
+    return Generator(model, tokenizer, rows=rows, watch=watch)
 
 
 def _merged(model: Decoder) -> Decoder:
@@ -100,7 +105,7 @@ def _live(model: Model) -> Iterator[tuple[str, Tensor]]:
     yield from weights.to_hf({name: tensor.detach() for name, tensor in plain.state_dict().items()}, plain.shape)
 
 
-def _vllm(opened: SampledModel, *, rows: int | None, memory: float | None) -> Sampler:
+def _vllm(opened: SampledModel, *, rows: int | None, memory: float | None, watch: Watch) -> Sampler:
     """vLLM on the folder of the weights; weights without a folder are written to a temporary one."""
     model, adapters, folder, adapter = opened.model, opened.adapters, opened.folder, None
     dtype = str(model.compute_dtype).removeprefix("torch.")
@@ -118,6 +123,7 @@ def _vllm(opened: SampledModel, *, rows: int | None, memory: float | None) -> Sa
         vocab=model.shape.vocab,
         dtype=dtype,
         adapter=adapter,
+        watch=watch,
         rank=adapters.rank if adapters else None,
         rows=rows,
         memory=memory,

@@ -25,7 +25,7 @@ from flatout.model.attention import over_sequences
 from flatout.sample.cache import BLOCK, READ_TOKENS, Cache, Cached, Rows, Store, logits, logits_after
 from flatout.sample.draw import numbered, row_key
 from flatout.sample.reader import Reader
-from flatout.sample.request import Completion, Keys, Prompt, Sampling, Unfinished
+from flatout.sample.request import Completion, Keys, Prompt, Sampling, Unfinished, Watch, unwatched
 from flatout.sample.state import State, TokenSampler
 
 # A common prefix of all prompts is prefilled once if it has at least this many tokens.
@@ -100,9 +100,15 @@ class Generator:
     """A `Sampler` on our decoder, on its device, in its compute type, with its adapters."""
 
     def __init__(
-        self, model: Decoder, tokenizer: Tokenizer, *, rows: int | None = None, kernels: bool | None = None
+        self,
+        model: Decoder,
+        tokenizer: Tokenizer,
+        *,
+        rows: int | None = None,
+        kernels: bool | None = None,
+        watch: Watch = unwatched,
     ) -> None:
-        self.tokenizer = tokenizer
+        self.tokenizer, self._watch = tokenizer, watch
         self.window = model.shape.positions
         self.device = model.embedding.device
         self.plain_because = no_kernels(self.device) if kernels is None else None if kernels else "requested"
@@ -128,7 +134,9 @@ class Generator:
                 yield row.done()
             else:
                 waiting.append(row)
+        self._watch("sync")
         self._reader.refresh()
+        self._watch("generate")
         for rows in self._rounds(prompts, waiting, sampling):
             yield from (row.done() for row in rows if row.status)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
@@ -13,6 +13,12 @@ Status = Literal["stopped", "length", "too_long"]
 Prompt = Sequence[int]
 # Keys for the random numbers of prompts; None: their indices in the call.
 Keys = Sequence[int] | None
+# Called with `sync` before a sampler reads the weights of a model in training, and with `generate` after that.
+Watch = Callable[[str], None]
+
+
+def unwatched(phase: str) -> None:
+    pass
 
 
 @dataclass(frozen=True, kw_only=True)

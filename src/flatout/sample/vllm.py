@@ -16,7 +16,7 @@ from torch import Tensor
 from flatout.data.tokenizer import Tokenizer
 from flatout.errors import EnvironmentLacks
 from flatout.sample.draw import numbered
-from flatout.sample.request import Completion, Keys, Prompt, Sampling, Status
+from flatout.sample.request import Completion, Keys, Prompt, Sampling, Status, Watch, unwatched
 
 # vLLM adds a token to every sequence that it scores, so this many positions are not available.
 KEPT_FREE = 2
@@ -39,6 +39,7 @@ class Vllm:
         rows: int | None = None,
         memory: float | None = None,
         follow: Callable[[], Iterable[tuple[str, Tensor]]] | None = None,
+        watch: Watch = unwatched,
     ) -> None:
         """`vocab` is the model's, `rank` the adapter's, `memory` the share of the GPU's memory that vLLM may take.
 
@@ -60,7 +61,7 @@ class Vllm:
             **({} if rows is None else {"max_num_seqs": rows}),
             **({} if memory is None else {"gpu_memory_utilization": memory}),
         )
-        self._follow = follow
+        self._follow, self._watch = follow, watch
         self._params = vllm.SamplingParams
         self._adapter = None if adapter is None else _request(adapter)
         # A head may be wider than the tokenizer: ids without text are never sampled.
@@ -110,7 +111,9 @@ class Vllm:
         if not prompts:
             return []
         if self._follow is not None:
+            self._watch("sync")
             self._refresh(self._follow())
+            self._watch("generate")
         answers: list[Any] = self._llm.generate(
             [{"prompt_token_ids": list(prompt)} for prompt in prompts],
             list(params),

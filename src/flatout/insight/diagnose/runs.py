@@ -17,10 +17,14 @@ from flatout.insight.diagnose.limit import FAR_BELOW, NOT_OF_SPEED
 from flatout.insight.diagnose.unexplained import low_mfu
 from flatout.insight.story import RECENT_STEPS, Story, tell
 from flatout.record import Diagnosis, Finding, Run, events
+from flatout.verdict import rl_parts
 from flatout.words import duration, number, percent
 
 # Minimum shares for causes where `WORTH` would be too low.
 MUCH_EVALUATION, MUCH_UNATTRIBUTED, MUCH_PADDING = 0.1, 0.1, 0.15
+MUCH_GRADING, MUCH_GENERATION = 0.1, 0.3
+# Causes beside the update of a policy, whose own speed they do not explain.
+BESIDE_UPDATE = ("generation-bound", "reward-bound")
 LITTLE_MEMORY, MUCH_MEMORY = 0.5, 0.95
 # A run that has not finished a step in the time of this many usual ones has stalled.
 STALL_STEPS, STALL_S = 20, 10.0
@@ -51,7 +55,21 @@ def findings_of(story: Story) -> Sequence[Finding]:
 
 
 def rules(story: Story) -> Iterator[Finding]:
-    every = (_data, _beside, _padding, _unattributed, _memory, _losses, _late, _machine, _recompiled, _stalled, _lost)
+    every = (
+        _data,
+        _grading,
+        _generating,
+        _beside,
+        _padding,
+        _unattributed,
+        _memory,
+        _losses,
+        _late,
+        _machine,
+        _recompiled,
+        _stalled,
+        _lost,
+    )
     found = [finding for rule in every for finding in rule(story)]
     yield from found
     yield from _unexplained(story, found)
@@ -65,19 +83,36 @@ def _limit(story: Story) -> dict[str, Any]:
     return {
         "tokens_per_s": speed.tokens_per_s,
         "ceiling_tokens_per_s": None if not peak else peak * rates.num_devices / rates.flops.done,
-        "share": speed.mfu,
+        "share": speed.actor_mfu if rl_parts(speed) else speed.mfu,
         "peak_flops": peak,
         "flops_per_token": rates.flops.done,
-        "source": f"MFU {percent(speed.mfu)} of {story.peak}"
-        if peak
-        else "the device is not in the table of known peaks",
+        "source": _limit_source(story) if peak else "the device is not in the table of known peaks",
         "model": "the plan's shape",
     }
+
+
+def _limit_source(story: Story) -> str:
+    speed = story.speed
+    if not rl_parts(speed):
+        return f"MFU {percent(speed.mfu)} of {story.peak}"
+    critic = "" if speed.critic_mfu is None else f", of the critic's {percent(speed.critic_mfu)}"
+    actor = f"MFU of the actor's update {percent(speed.actor_mfu)}{critic}, by 6N + 12LHT"
+    return f"{actor}; of the whole step {percent(speed.mfu)}; of {story.peak}"
 
 
 def _data(story: Story) -> Iterator[Finding]:
     share = story.speed.data_share
     if share is None or share < WORTH:
+        return
+    if rl_parts(story.speed):
+        yield finding_of(
+            "data-starvation",
+            f"The step waited for prompts {percent(share)} of its time.",
+            share,
+            share,
+            [f"steps.jsonl, phase data, {story.speed.steps:,} steps"],
+            "shorter prompts, such as fewer solved examples before each question (shots=)",
+        )
         return
     workers = _decided(story, "workers")
     yield finding_of(
@@ -87,6 +122,57 @@ def _data(story: Story) -> Iterator[Finding]:
         share,
         [f"steps.jsonl, phase data, {story.speed.steps:,} steps", f"{number(workers)} data loader workers planned"],
         f"plan.workers={2 * (workers or 1)}, or run `flatout data prepare` once, so that training only reads shards",
+    )
+
+
+def _grading(story: Story) -> Iterator[Finding]:
+    """Reinforcement learning waits for grades after the last completion."""
+    parts = {part.name: part for part in rl_parts(story.speed)}
+    if not parts:
+        return
+    queue, work, rl = parts["grade: queue"], parts["grade: work"], story.config.get("rl") or {}
+    share, ahead = queue.share + work.share, rl.get("ahead") or 0
+    if share < MUCH_GRADING:
+        return
+    early = f"rl.ahead={ahead + 1} generates a further phase while these answers are graded"
+    graders = rl.get("graders")
+    more = f"more than {graders} rl.graders" if graders else "rl.graders above its default, one fewer than the cores"
+    yield finding_of(
+        "reward-bound",
+        f"Training waits for grades {percent(share)} of the step, after the last completion is generated.",
+        share,
+        share,
+        [
+            f"steps.jsonl: {number(queue.seconds, unit=' s')} a step until the last answer is being graded, "
+            f"{number(work.seconds, unit=' s')} until it is graded"
+        ],
+        f"{more}, where cores are free; or {early}" if queue.seconds > work.seconds else early,
+    )
+
+
+def _generating(story: Story) -> Iterator[Finding]:
+    """Most of a step of reinforcement learning is generation."""
+    parts = {part.name: part for part in rl_parts(story.speed)}
+    if not parts or parts["generate"].share < MUCH_GENERATION:
+        return
+    passes = sum(parts[name].share for name in ("old log-probs", "reference", "values"))
+    updates = sum(parts[name].share for name in ("actor update", "critic update"))
+    grading = parts["grade: queue"].share + parts["grade: work"].share
+    last, rows = story.rollouts[-1] if story.rollouts else None, (story.config.get("sample") or {}).get("rows")
+    evidence = [
+        f"steps.jsonl: {percent(grading)} of the step is waiting for grades, {percent(passes)} log-probabilities and "
+        f"values without gradients, {percent(updates)} updates"
+    ]
+    if last is not None:
+        evidence.append(f"events.jsonl, rollouts: {number(last.rows)} completions at once in the last phase")
+    yield finding_of(
+        "generation-bound",
+        f"Generation takes {percent(parts['generate'].share)} of the step; the update waits for it.",
+        parts["generate"].share,
+        None,
+        evidence,
+        (f"a larger sample.rows than {rows}, or " if rows else "")
+        + "a smaller sample.max_tokens; rl.updates or rl.epochs above 1 learn more from each completion",
     )
 
 
@@ -292,10 +378,11 @@ def _lost(story: Story) -> Iterator[Finding]:
 
 def _unexplained(story: Story, found: Sequence[Finding]) -> Iterator[Finding]:
     """A finished run far below the peak, without a cause."""
-    mfu, speed = story.speed.mfu, story.speed
-    if mfu is None or mfu >= FAR_BELOW or not story.state.over or any(f.cause not in NOT_OF_SPEED for f in found):
+    speed, rl = story.speed, bool(rl_parts(story.speed))
+    mfu, others = (speed.actor_mfu, (*NOT_OF_SPEED, *BESIDE_UPDATE)) if rl else (speed.mfu, NOT_OF_SPEED)
+    if mfu is None or mfu >= FAR_BELOW or not story.state.over or any(f.cause not in others for f in found):
         return
-    predicted = (story.plan.get("predicted") or {}).get("mfu")
+    predicted = (story.plan.get("predicted") or {}).get("actor_mfu" if rl else "mfu")
     ruled_out = [
         f"waiting for data ({percent(speed.data_share)})",
         f"time in no phase ({percent(speed.unattributed_share)})",

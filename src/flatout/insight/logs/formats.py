@@ -285,7 +285,11 @@ def _of_flatout(value: Any) -> dict[str, float] | None:
         step = typed(StepRecord, value, source="steps.jsonl")
     except BadFile:
         return None
-    row = {"step": float(step.step), "seconds": step.training_s, "tokens": float(step.tokens)}
+    row = {
+        "step": float(step.step),
+        "seconds": step.seconds if step.profiled else step.training_s,
+        "tokens": float(step.tokens),
+    }
     if not step.tokens:  # nobody counted them
         del row["tokens"]
     more = {

@@ -22,6 +22,12 @@ PHASES = {
     "optimize": "p6",
     "optimizer": "p6",
     "generate": "p3",
+    "sync": "p5",
+    "queue": "p5",
+    "grade": "p5",
+    "old_logprobs": "p8",
+    "logprobs": "p8",
+    "values": "p8",
     "reference": "p8",
     "reward": "p5",
     "record": "p7",
@@ -222,8 +228,10 @@ def speed_chart(stories: Sequence[Story], *, id: str) -> Chart:
 def _mfu(story: Story, *, id: str) -> Chart:
     def by(convention: str) -> Callable[[Rollup], Point | None]:
         def read(part: Rollup) -> Point | None:
-            shares = story.rates.shares(tokens=part.tokens, seconds=part.training_s) if story.rates else None
-            value = getattr(shares, convention, None)
+            if story.rates is None or part.profiled:
+                return None
+            shares = story.rates.shares(tokens=part.training_tokens, seconds=part.training_s)
+            value: float | None = getattr(shares, convention)
             return None if value is None else Point(x=part.last_step + 1, y=value)
 
         return read
@@ -316,11 +324,13 @@ def _loss(part: Rollup) -> Point | None:
     return Point(x=part.last_step + 1, y=part.loss, low=part.loss_low, high=part.loss_high)
 
 
-def _speed(part: Rollup) -> Point:
+def _speed(part: Rollup) -> Point | None:
+    if part.profiled:
+        return None
     a_step = part.tokens / part.num_steps
     return Point(
         x=part.last_step + 1,
-        y=part.tokens / part.training_s,
+        y=part.training_tokens / part.training_s,
         low=a_step / part.slowest_s,
         high=a_step / part.fastest_s,
     )

@@ -15,6 +15,7 @@ from flatout.insight.report.figures import charts, loss_chart, phase_colour, spe
 from flatout.insight.report.html import Child, Html, join, tag, text
 from flatout.insight.story import Choice, Forecast, Gpu, Story, names_of
 from flatout.record import Finding
+from flatout.verdict import rl_parts
 from flatout.words import duration, interval_text, number, percent, score_text
 
 T = TypeVar("T")
@@ -217,16 +218,23 @@ def _spread(values: Sequence[T]) -> list[T]:
 
 def time_spent(story: Story, *, id: str, level: int) -> Html:
     phases = sorted(story.phases, key=lambda phase: -phase.seconds)
+    measured = any(phase.peak_gib is not None for phase in phases)
+    heads = ["phase", "time", "share", *(["peak GiB"] if measured else []), ""]
     rows = [
         [
             tag("span", phase.name, class_=f"key {phase_colour(phase.name)}"),
             duration(phase.seconds) if phase.seconds >= 60 else number(phase.seconds, unit=" s"),
             percent(phase.share),
+            *([number(phase.peak_gib)] if measured else []),
             _bar(phase.share, phase_colour(phase.name)),
         ]
         for phase in phases
     ]
-    body = table(["phase", "time", "share", ""], rows, caption="Time by phase") if rows else _none("no phases")
+    body = table(heads, rows, caption="Time by phase") if rows else _none("no phases")
+    parts: list[list[Child]] = [
+        [part.name, number(part.seconds), percent(part.share)] for part in rl_parts(story.speed)
+    ]
+    step = f"Parts of a step of {number(story.speed.step_s)} s, without warm-up"
     return _section(
         "Where the time went",
         tag(
@@ -235,6 +243,7 @@ def time_spent(story: Story, *, id: str, level: int) -> Html:
             class_="note",
         ),
         body,
+        table(["part", "s a step", "share"], parts, caption=step, numeric=True) if parts else None,
         id=f"{id}time",
         level=level,
     )
@@ -484,10 +493,7 @@ def side_by_side(stories: Sequence[Story], compared: Comparison | None) -> list[
     names = names_of(stories)
     rows: list[list[Child]] = [["state", *(story.state.sentence for story in stories)]]
     rows += [["criteria", *(story.judged for story in stories)]]
-    rows += [
-        [row[0].name, *(figure.text for figure in row)]
-        for row in zip(*(numbers.figures(story) for story in stories), strict=True)
-    ]
+    rows += [[name, *texts] for name, texts in numbers.side_by_side(stories)]
     listed = [
         tag(
             "li",

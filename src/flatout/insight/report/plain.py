@@ -14,6 +14,7 @@ from flatout.insight.compare import Comparison, settings_that_differ
 from flatout.insight.diagnose.runs import findings_of
 from flatout.insight.report.fragments import GRADES, nothing_found
 from flatout.insight.story import Story, names_of
+from flatout.verdict import rl_parts
 from flatout.words import duration, interval_text, number, percent, score_text
 
 _MEANS_SOMETHING = re.compile(r"([\\`*_{}\[\]<>|#!~&])")
@@ -37,6 +38,7 @@ def _raw(story: Story) -> dict[str, Any]:
         "findings": [asdict(finding) for finding in findings_of(story)],
         "criteria": [asdict(verdict) for verdict in story.criteria],
         "phases": [asdict(phase) for phase in story.phases],
+        "step_parts": [asdict(part) for part in rl_parts(story.speed)],
         "plan": [asdict(choice) for choice in story.choices],
         "predictions": [asdict(row) for row in story.forecasts],
         "gpus": [asdict(gpu) for gpu in story.gpus],
@@ -51,7 +53,7 @@ def _raw(story: Story) -> dict[str, Any]:
                 "loss_low": part.loss_low,
                 "loss_high": part.loss_high,
                 "num_non_finite": part.num_non_finite,
-                "tokens_per_s": part.tokens / part.training_s,
+                "tokens_per_s": None if part.profiled else part.training_tokens / part.training_s,
                 "peak_gib": part.memory.get("peak_gib"),
                 "utilisation": dict(part.utilisation),
                 "spans": dict(part.spans),
@@ -70,9 +72,8 @@ def markdown(stories: Sequence[Story], *, compared: Comparison | None = None) ->
     names = names_of(stories)
     lines = [f"# {len(stories)} runs side by side", ""]
     lines += [f"{at}. **{_text(story.name)}** {_text(story.path)}" for at, story in enumerate(stories, 1)]
-    every = zip(*(numbers.figures(story) for story in stories), strict=True)
     rows: list[list[Any]] = [["state", *(story.state.sentence for story in stories)]]
-    rows += [[row[0].name, *(figure.text for figure in row)] for row in every]
+    rows += [[name, *texts] for name, texts in numbers.side_by_side(stories)]
     lines += ["", *_table(["", *names], rows)]
     if compared:
         sides = [side.name for side in compared.sides]
@@ -126,8 +127,18 @@ def _run(story: Story, *, level: int) -> list[str]:
         lines += ["", f"{sub} Tasks", "", *_table(["task", "step", "metric", "value", "95 % interval", "n"], scores)]
     if story.phases:
         phases = sorted(story.phases, key=lambda phase: -phase.seconds)
-        rows = [[phase.name, duration(phase.seconds), percent(phase.share)] for phase in phases]
-        lines += ["", f"{sub} Where the time went", "", *_table(["phase", "time", "share"], rows)]
+        measured = any(phase.peak_gib is not None for phase in phases)
+        rows = [
+            [phase.name, duration(phase.seconds), percent(phase.share), *([number(phase.peak_gib)] if measured else [])]
+            for phase in phases
+        ]
+        heads = ["phase", "time", "share", *(["peak GiB"] if measured else [])]
+        lines += ["", f"{sub} Where the time went", "", *_table(heads, rows)]
+    if parts := rl_parts(story.speed):
+        lines += ["", f"{sub} Parts of a step of {number(story.speed.step_s)} s", ""]
+        lines += _table(
+            ["part", "s a step", "share"], [[part.name, number(part.seconds), percent(part.share)] for part in parts]
+        )
     if story.forecasts:
         rows = [[row.unit, number(row.predicted), number(row.measured), number(row.ratio)] for row in story.forecasts]
         lines += ["", f"{sub} Plan against measurement", ""]
