@@ -89,6 +89,9 @@ FAST = Speed(steps=5, tokens_per_s=1000.0, mfu=0.3, mfu_common=0.4)
         # The ends count, not the best in between.
         ("validation_improving", True, False, {"val_losses": (3.0, 1.0, 2.9)}),
         ("validation_improving", False, True, {"val_losses": (3.0, 2.0, 3.1)}),
+        ("validation_improving", True, False, {"task_scores": (0.1, 0.0, 0.3)}),
+        ("validation_improving", False, True, {"task_scores": (0.3, 0.4, 0.3)}),
+        ("validation_improving", True, False, {"val_losses": (3.0, 2.9), "task_scores": (0.3, 0.1)}),
     ],
 )
 def test_a_criterion_is_met_up_to_its_value(criterion: str, met: Any, missed: Any, known: dict[str, Any]) -> None:

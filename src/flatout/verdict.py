@@ -9,7 +9,7 @@ import math
 from array import array
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from itertools import islice
 from typing import Any
 
@@ -253,8 +253,9 @@ def judge(criteria: CriteriaSettings, outcome: Outcome) -> list[Verdict]:
         if name == "loss_falling":
             verdicts.append(_trend(name, wanted, *losses))
         elif name == "validation_improving":
-            ends = (vals[0], vals[-1]) if len(vals) > 1 else (None, None)
-            verdicts.append(_trend(name, wanted, *ends))
+            verdicts.append(
+                _trend(name, wanted, *_ends(vals)) if vals else _rise(name, wanted, *_ends(outcome.task_scores))
+            )
         else:
             got = measured[name]
             sign = "at most" if name in at_most else "at least"
@@ -266,6 +267,18 @@ def judge(criteria: CriteriaSettings, outcome: Outcome) -> list[Verdict]:
 
 def _figure(value: float) -> str:
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+
+
+def _ends(values: Sequence[float]) -> tuple[float | None, float | None]:
+    return (values[0], values[-1]) if len(values) > 1 else (None, None)
+
+
+def _rise(name: str, wanted: bool, first: float | None, last: float | None) -> Verdict:
+    """Of a score, where higher is better."""
+    if first is None or last is None:
+        return _trend(name, wanted, first, last)
+    fall = _trend(name, wanted, -first, -last)
+    return replace(fall, got=f"task score {first:.4f} to {last:.4f}")
 
 
 def _trend(name: str, wanted: bool, first: float | None, last: float | None) -> Verdict:

@@ -27,7 +27,7 @@ from flatout.recipes.experience import Experience
 from flatout.recipes.levels import Levels
 from flatout.recipes.rollouts import RolloutBatches
 from flatout.record import Run
-from flatout.record.events import MemoryRanOut, Notice, RowsHalved
+from flatout.record.events import MemoryRanOut, Notice, RowsHalved, TasksScored
 from flatout.record.rollouts import RolloutsGraded, TaskRollouts
 from flatout.sample import sampler_of
 from flatout.tasks import Graded, open_task
@@ -386,6 +386,58 @@ def test_vllm_generates_with_its_share_of_the_memory(tmp_path: Path, monkeypatch
     assert asked == [("vllm", 0.2)]
 
 
+def questions(path: Path, count: int) -> str:
+    rows = [{"question": f"Say {i}.", "answer": str(i), "how": f"It is <answer>{i}</answer>"} for i in range(count)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return f"jsonl:{path}?prompt=bare&solution=how"
+
+
+def test_an_epoch_asks_as_many_prompts_as_the_tasks_have_questions(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+    prompts = RolloutBatches._prompts
+
+    def seen(self: RolloutBatches, phase: int, *, round_: int = 0) -> Any:
+        found = prompts(self, phase, round_=round_)
+        asked.extend(prompt.question for prompt in found)
+        return found
+
+    monkeypatch.setattr(RolloutBatches, "_prompts", seen)
+    task = questions(tmp_path / "q.jsonl", 10)
+    own = {"rl": {"tasks": [task], "samples": 2}, "train": {"steps": None, "epochs": 2}}
+    own |= {"data": {"sequence_length": 192}}
+    assert run(settings(**own), folder=tmp_path / "run").steps == 10  # 20 prompts, 4 and 2 steps a phase
+    assert sorted(asked) == sorted([*range(10), *range(10)])
+
+
+def test_solutions_of_a_file_are_learnt_from_first(tmp_path: Path) -> None:
+    task = questions(tmp_path / "q.jsonl", 8)
+    own = {"sample": {"max_tokens": 32}, "data": {"sequence_length": 192}, "train": {"steps": 6}}
+    run(settings(rl={"tasks": [task], "teach": 2}, **own), folder=tmp_path / "run")
+    assert [event.step for event in phases(tmp_path / "run")] == [4]
+    unnamed = task.replace("&solution=how", "")
+    with pytest.raises(UsageError, match=r"jsonl:FILE\?solution=FIELD"):
+        run(settings(rl={"tasks": [unnamed], "teach": 2}, **own), folder=tmp_path / "other")
+
+
+def test_held_out_guru_rows_are_scored_by_domain_during_training(tmp_path: Path) -> None:
+    rows = [
+        {"data_source": source, "prompt": [{"role": "user", "content": "?"}], "reward_model": {"ground_truth": gold}}
+        for source, gold in [
+            ("math__a", "1"),
+            ("stem__gpqa", "C"),
+            ("zebra_puzzle_dataset", {"header": ["House"], "rows": [["1"]]}),
+        ]
+    ]
+    (tmp_path / "valid.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    chosen = settings(eval={"tasks": [f"guru:{tmp_path}/valid.jsonl"], "task_tokens": 4}, train={"steps": 2})
+    run(chosen, folder=tmp_path / "run")
+    events = [event for event in Run.open(tmp_path / "run").events() if isinstance(event, TasksScored)]
+    metrics = {task.task: (task.metric, task.n) for task in events[-1].tasks}
+    assert metrics == {"guru math": ("accuracy", 1), "guru stem": ("accuracy", 1), "guru logic": ("right cells", 1)}
+
+
 def test_questions_that_do_not_fit_are_reported_once(tmp_path: Path) -> None:
     rows = [{"question": "x" * (20 if i % 2 else 200), "answer": "1"} for i in range(64)]
     (tmp_path / "q.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -403,6 +455,8 @@ def test_questions_that_do_not_fit_are_reported_once(tmp_path: Path) -> None:
         ({"rl": {"samples": 1}}, "rl.samples"),
         ({"sample": {"temperature": 0}}, "identical"),
         ({"train": {"steps": 5}}, "5 must be a multiple"),
+        ({"train": {"steps": None}}, "train.epochs over the questions"),
+        ({"train": {"steps": None, "epochs": 1}, "rl": {"tasks": ["math:train"]}}, "math:train makes new questions"),
         ({"rl": {"tasks": ["sums:train"]}, "mtl": {"method": "pcgrad"}}, "at least two tasks"),
         ({"rl": {"tasks": ["unitz", "sums:train"]}}, "unitz"),
         ({"rl": {"tasks": ["sums:train", "sums:train"]}}, "twice"),

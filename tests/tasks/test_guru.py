@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from flatout.errors import EnvironmentLacks, UsageError
-from flatout.tasks import Grader, Texts, open_task
+from flatout.tasks import Grader, Named, Texts, by_domain, open_task
 from flatout.tasks.guru import source_verifier
 
 ZEBRA = {"header": ["House", "Pet"], "rows": [["1", "cat"], ["2", "dog"]]}
@@ -74,6 +74,22 @@ def test_each_row_is_graded_by_the_verifier_of_its_source(tmp_path: Path) -> Non
 )
 def test_sources_are_known_with_and_without_their_prefix(sources: list[str], name: str | None) -> None:
     assert {source_verifier(source) for source in sources} == {name}
+
+
+def test_every_domain_of_a_file_is_scored_with_its_own_metric(tmp_path: Path) -> None:
+    file = write(tmp_path / "valid.jsonl", *(row(source, gold) for source, gold, _ in ROWS))
+    specs = by_domain([f"guru:{file}", "units"])
+    domains = ["math", "simulation", "logic", "table", "stem"]
+    assert specs == [*(f"guru:{file}?domain={domain}" for domain in domains), "units"]
+    told = {spec.rpartition("=")[2]: open_task(spec) for spec in specs[:-1]}
+    assert [task.size for task in told.values()] == [1, 2, 4, 1, 1]
+    assert sorted(task.name for task in told.values()) == sorted(f"guru {domain}" for domain in domains)
+    [zebra] = by_domain([f"guru:{write(tmp_path / 'zebra.jsonl', row('zebra_puzzle_dataset', ZEBRA))}"])
+    assert zebra.endswith("zebra.jsonl")  # one domain: the file as a whole
+    assert isinstance(whole := open_task(zebra), Named)
+    assert whole.metric == "right cells"
+    with pytest.raises(UsageError, match="has only rows of math, simulation"):
+        open_task(f"guru:{file}?domain=poetry")
 
 
 def test_parquet_is_read_as_the_same_rows(tmp_path: Path) -> None:

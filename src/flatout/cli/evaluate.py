@@ -68,7 +68,7 @@ def evaluate(
     """Measure a model on tasks: accuracy, likelihood of choices, perplexity, each with a 95 % interval."""
     require_torch()
     from flatout.sample import Sampling, backend_of
-    from flatout.tasks import open_task
+    from flatout.tasks import by_domain, open_task
 
     specs = [spec for several in tasks for spec in several.split(",") if spec]
     if not specs:
@@ -94,7 +94,7 @@ def evaluate(
         if opened.run is not None and not own_prompt:
             asked, changed = _as_in_the_run(specs, opened.run)
             warn(changed)
-        request = replace(request, specs=asked)
+        request = replace(request, specs=by_domain(asked))
         scores = _measured(opened, request, quiet=as_json)
         warn(_unfinished(scores, max_tokens=max_tokens))
         document = _document(opened, scores, request)

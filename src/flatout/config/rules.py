@@ -372,11 +372,12 @@ def _rolled_out(settings: Settings) -> Iterator[Breach]:
         text = "has no effect, because rl.teach is 0; set rl.teach, or leave rl.teach_lr out"
         yield Breach(keys=("rl.teach_lr", "rl.teach"), text=text)
     if settings.save.every == "epoch":
-        text = "epoch works with recipes that train on a dataset, and prompts are drawn without end; give steps"
+        text = "epoch works with recipes that train on a dataset, and a phase of rollouts may end inside one; give steps"
         yield Breach(keys=("save.every", "recipe"), text=text)
-    if settings.train.steps is None:
-        yield Breach(keys=("train.steps", "recipe"), text="missing; rollouts never end, so give the number of steps")
-    elif settings.train.steps % rl.steps_in_phase:
+    if settings.train.steps is None and settings.train.epochs is None:
+        text = "missing; give the number of steps, or train.epochs over the questions of the tasks"
+        yield Breach(keys=("train.steps", "recipe"), text=text)
+    elif settings.train.steps is not None and settings.train.steps % rl.steps_in_phase:
         text = (
             f"{settings.train.steps} must be a multiple of the {rl.steps_in_phase} steps of a phase "
             "(rl.updates x rl.epochs)"

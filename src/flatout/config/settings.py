@@ -300,7 +300,10 @@ class RlSettings:
     gae_lambda: float = setting(0.95, "ppo: decay of generalised advantage estimation", ge=0, le=1)
     critic_warmup: int = setting(0, "ppo: number of first phases that train only the critic", ge=0)
     teach: int = setting(
-        0, "number of first phases that train on worked solutions, for weights that solve nothing yet", ge=0
+        0,
+        "number of first phases that train on worked solutions, for weights that solve nothing yet; those of jsonl: "
+        "files are in the field that the task names: jsonl:FILE?solution=FIELD",
+        ge=0,
     )
     teach_lr: float | None = setting(
         None, "peak learning rate of these first phases, with a cosine decay of its own (default: train.lr)", gt=0
@@ -453,11 +456,15 @@ class CriteriaSettings:
     memory_share: float | None = setting(None, "peak memory no more than this share of the device", gt=0, le=1)
     hours: float | None = setting(None, "finish within this many hours", gt=0)
     loss_falling: bool | None = setting(None, "the training loss of the last tenth is below the first tenth's")
-    validation_improving: bool | None = setting(None, "the last validation loss is below the first")
+    validation_improving: bool | None = setting(
+        None, "the last validation loss is below the first; with eval.tasks alone: the last score is above the first"
+    )
     saves: int | None = setting(None, "at least this many checkpoints were saved", gt=0)
-    actor_mfu: float | None = setting(None, "recipe rl: at least this MFU while the policy is trained", gt=0, le=1)
+    actor_mfu: float | None = setting(
+        None, "recipe rl: at least this MFU of the policy, in the time of its update", gt=0, le=1
+    )
     critic_mfu: float | None = setting(
-        None, "recipe rl: at least this MFU of a critic with a model of its own, over the same time", gt=0, le=1
+        None, "recipe rl: at least this MFU of a critic with a model of its own, in the time of its update", gt=0, le=1
     )
     reward: float | None = setting(None, "recipe rl: at least this mean reward in the last tenth of the phases")
     task_score: float | None = setting(None, "at least this mean score in the last evaluation of tasks", gt=0, le=1)

@@ -15,7 +15,7 @@ from flatout.data.tokenizer import Tokenizer
 from flatout.errors import UsageError
 from flatout.evaluate.intervals import Difference, mean_interval, paired, ratio_interval, wilson
 from flatout.sample import RoutedSampler, Sampler, Sampling, prompt_ids, stop_texts, text_of
-from flatout.tasks import Grader, Measured, Task, Texts, open_task
+from flatout.tasks import Grader, Measured, Named, Task, Texts, open_task
 
 # The seed for the questions under a limit: the same for every model, spread over the file.
 SUBSET_SEED = 0
@@ -210,7 +210,7 @@ def _score(
     return Score(
         task=task.name,
         spec=spec,
-        metric=task.metric if isinstance(task, Measured) else "accuracy" if binary else "reward",
+        metric=task.metric if isinstance(task, Named) else "accuracy" if binary else "reward",
         value=sum(rewards) / len(rewards),
         low=interval.low if interval else None,
         high=interval.high if interval else None,

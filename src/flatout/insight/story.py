@@ -391,12 +391,25 @@ def _criteria(story: Story, ended: Ended | None) -> Sequence[Verdict]:
         loss_first_tenth=first,
         loss_last_tenth=last,
         val_losses=tuple(evaluation.val_loss for evaluation in story.evaluations),
+        task_scores=_task_scores(story.events),
         peak_gib=story.peak_gib,
         memory_share=story.memory_share,
         utilisation=sum(v * n for v, n in busy) / sum(n for _, n in busy) if busy else None,
         saves=sum(isinstance(event, Saved) for event in story.events),
     )
     return judge(typed(CriteriaSettings, wanted, source=f"{story.path}/config.json, section criteria,"), so_far)
+
+
+def _task_scores(events: Iterable[Event]) -> tuple[float, ...]:
+    """As `Questions.ask` returns them: the mean over the tasks that have answers."""
+    scores = [[task.value for task in event.tasks if task.metric != "perplexity"] for event in _scored(events)]
+    return tuple(sum(values) / len(values) for values in scores if values)
+
+
+def _scored(events: Iterable[Event]) -> list[TasksScored]:
+    """By step; of one that was repeated, the last."""
+    found = {event.step: event for event in events if isinstance(event, TasksScored) and event.step is not None}
+    return [found[step] for step in sorted(found)]
 
 
 def _choices(plan: Mapping[str, Any], active: Mapping[str, str]) -> list[Choice]:

@@ -23,7 +23,7 @@ from flatout.model import Model
 from flatout.recipes.session import Session
 from flatout.record.events import TaskResult, TasksScored
 from flatout.sample import Sampling, sampler_of
-from flatout.tasks import Task, Texts, open_task
+from flatout.tasks import Task, Texts, by_domain, open_task
 
 
 def questions_of(spec: str) -> Task:
@@ -55,7 +55,7 @@ class Questions:
         self, settings: Settings, engine: Engine, session: Session, ranks: Ranks, tokenizer: Tokenizer
     ) -> None:
         self.engine, self.session, self.ranks, self.tokenizer = engine, session, ranks, tokenizer
-        self.specs, self.limit = settings.eval.tasks, settings.eval.task_limit
+        self.specs, self.limit = by_domain(settings.eval.tasks), settings.eval.task_limit
         self.sampling = Sampling(
             max_tokens=settings.eval.task_tokens, stop_ids=stop_ids(settings.model, tokenizer), seed=settings.seed
         )

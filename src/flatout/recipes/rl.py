@@ -57,8 +57,9 @@ class Asked:
     def fingerprint(self) -> str:
         """Of everything that the rollouts of a phase depend on besides the weights."""
         settings = self.settings
+        length = settings.train.steps or f"{settings.train.epochs} epochs"
         sections = {name: asdict(getattr(settings, name)) for name in ("rl", "mtl", "sample")}
-        return identity_of(**sections, tokenizer=self.tokenizer.fingerprint, steps=settings.train.steps)
+        return identity_of(**sections, tokenizer=self.tokenizer.fingerprint, steps=length)
 
     @property
     def valid(self) -> Asked:

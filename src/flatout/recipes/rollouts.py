@@ -79,8 +79,6 @@ class Generated:
 class Rollouts:
     """The source of a run that learns from its own completions."""
 
-    steps_per_epoch: float | None = None
-
     def __init__(self, settings: Settings, tokenizer: Tokenizer) -> None:
         self.settings, self.tokenizer = settings, tokenizer
         backend_of(settings.rl.sampler)  # or what is missing is named now
@@ -88,10 +86,32 @@ class Rollouts:
         for spec in settings.rl.tasks:
             self._check(spec, self.levels.task(spec, level=self.levels.level(spec)))
 
+    @property
+    def steps_per_epoch(self) -> float | None:
+        """An epoch has as many prompts as the tasks have questions; every task has the same number of prompts."""
+        rl, count = self.settings.rl, 0
+        for spec in rl.tasks:
+            size = self.levels.task(spec, level=self.levels.level(spec)).size
+            if size is None or rl.curriculum:
+                return None
+            count += size
+        return count / rl.prompts * rl.steps_in_phase
+
     def _check(self, spec: str, task: Task) -> None:
         """Refuses a task whose prompts do not fit, or that has no solutions to learn from first."""
         if self.settings.rl.teach and not isinstance(task, Worked):
-            raise UsageError(f"rl.teach: {spec} has no worked solutions; set rl.teach: 0, or use another task")
+            raise UsageError(
+                f"rl.teach: {spec} has no worked solutions. In a jsonl: file, name their field: "
+                "jsonl:FILE?solution=FIELD; the generated tasks, units, sums:shown and gsm8k: have them; or set "
+                "rl.teach: 0"
+            )
+        if self.settings.train.epochs is not None and (task.size is None or self.settings.rl.curriculum):
+            why = (
+                f"{spec} makes new questions without end"
+                if task.size is None
+                else "rl.curriculum changes its questions"
+            )
+            raise UsageError(f"train.epochs: {why}, so there is no epoch: give train.steps")
         some = range(min(CHECKED, task.size or CHECKED))
         shortest = min(len(prompt_ids(self.tokenizer, task.prompt(i))) for i in some)
         length, room = self.settings.data.sequence_length, self.settings.sample.max_tokens

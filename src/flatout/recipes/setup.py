@@ -15,6 +15,7 @@ import torch
 
 from flatout import files, hub
 from flatout.config import to_mapping
+from flatout.config.recipes import RECIPES
 from flatout.config.settings import PlanSettings, Settings
 from flatout.cost import checkpoint_bytes
 from flatout.data.prepare import cache_folder
@@ -190,7 +191,8 @@ def steps_of(settings: Settings, steps_per_epoch: float | None) -> int:
             "train.epochs needs data whose size is known, and this stream is still being written: "
             "give train.steps or train.tokens"
         )
-    return max(1, math.ceil(train.epochs * steps_per_epoch))
+    at_once = settings.rl.steps_in_phase if RECIPES[settings.recipe].rolls_out else 1
+    return max(1, math.ceil(train.epochs * steps_per_epoch / at_once)) * at_once
 
 
 def save_steps_of(settings: Settings, steps_per_epoch: float | None) -> float | None:

@@ -1,8 +1,8 @@
 """Tasks: prompts and rewards for completions, without torch, graded in processes that can be killed."""
 
-from flatout.tasks.base import Levelled, Measured, Message, Messages, Task, Texts, Worked
+from flatout.tasks.base import Levelled, Measured, Message, Messages, Named, Task, Texts, Worked
 from flatout.tasks.grader import Graded, Grader
-from flatout.tasks.specs import open_task, with_prompt
+from flatout.tasks.specs import by_domain, open_task, with_prompt
 
 __all__ = [
     "Graded",
@@ -11,9 +11,11 @@ __all__ = [
     "Measured",
     "Message",
     "Messages",
+    "Named",
     "Task",
     "Texts",
     "Worked",
+    "by_domain",
     "open_task",
     "with_prompt",
 ]

@@ -57,6 +57,14 @@ class Levelled(Protocol):
 
 
 @runtime_checkable
+class Named(Protocol):
+    """A task whose metric has a name of its own."""
+
+    @property
+    def metric(self) -> str: ...
+
+
+@runtime_checkable
 class Measured(Protocol):
     """A task whose completions are measured in more ways than by their reward, which has a name of its own."""
 

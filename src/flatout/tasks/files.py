@@ -264,6 +264,7 @@ class JsonLines:
     tolerance: float
     judge: Judge | None = None
     own: Callable[..., Any] | None = None  # a reward of the user's
+    solution: Callable[[int], str] | None = None  # see `base.Worked`
     name: str = "jsonl"
 
     @classmethod
@@ -279,7 +280,9 @@ class JsonLines:
         model: str | None = None,
         key: str | None = None,
         reward: str | None = None,
+        solution: str | None = None,
     ) -> JsonLines:
+        """`solution` names the field with the worked solution, which ends with the answer as a model should mark it."""
         takes = ("question", "answer", "completion")
         own = None if reward is None else custom.function(reward, what=f"reward={reward}", keywords=takes)
         asked = Judge.of(judge, model, key)
@@ -293,7 +296,18 @@ class JsonLines:
             row.text(question), row.text(answer)
             if grader == "number" and grade.number(row.text(answer)) is None:
                 raise UsageError(f"{row.where}: the answer {row.text(answer)!r} is not a number; use another grader")
-        return cls(rows=rows, question=question, key=answer, grader=grader, tolerance=within, judge=asked, own=own)
+            if solution is not None:
+                row.text(solution)
+        return cls(
+            rows=rows,
+            question=question,
+            key=answer,
+            grader=grader,
+            tolerance=within,
+            judge=asked,
+            own=own,
+            solution=None if solution is None else lambda i: rows[i].text(solution),
+        )
 
     @property
     def size(self) -> int:

@@ -37,6 +37,12 @@ SOURCES = {
     "stem__web": JUDGE,
 }
 _DOMAIN = re.compile(r"(?:logic|simulation)__")
+# The domain of a data source whose name does not say it.
+DOMAINS = {"math": "math", "codegen": "codegen", "table": "table", "stem": "stem"}
+DOMAINS |= dict.fromkeys(("codeio", "cruxeval"), "simulation")
+DOMAINS |= dict.fromkeys(("arcagi", "barc", "zebra_puzzle", "ordering_puzzle", "graph"), "logic")
+# The metric of a domain by its verifier; another one has rewards of 0 or 1.
+METRICS = {CODE: "programs that pass", "zebra": "right cells"}
 ROLES = ("system", "user", "assistant")
 
 
@@ -46,6 +52,7 @@ class Question:
     gold: Any  # for programs, the problem
     verifier: str
     question: str  # for a judge
+    domain: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +60,17 @@ class Guru:
     rows: Sequence[Question]
     judge: Judge | None
     name: str = "guru"
+
+    @property
+    def domains(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(row.domain for row in self.rows))
+
+    @property
+    def metric(self) -> str:
+        if len(self.kinds) == 1:
+            [kind] = self.kinds
+            return METRICS.get(kind, "accuracy")
+        return "reward" if "zebra" in self.kinds else "accuracy"
 
     @classmethod
     def open(
@@ -63,9 +81,18 @@ class Guru:
         judge: str | None = None,
         model: str | None = None,
         key: str | None = None,
+        domain: str | None = None,
     ) -> Guru:
+        """Of one `domain`, or of all that the file has."""
         asked = Judge.of(judge, model, key)
-        return cls(rows=[_question(row, forced=verifier, judge=asked) for row in _rows(path)], judge=asked)
+        rows = [_question(row, forced=verifier, judge=asked) for row in _rows(path)]
+        if domain is None:
+            return cls(rows=rows, judge=asked)
+        own = [row for row in rows if row.domain == domain]
+        if not own:
+            there = ", ".join(dict.fromkeys(row.domain for row in rows))
+            raise UsageError(f"domain={domain:.80}: {path} has only rows of {there}")
+        return cls(rows=own, judge=asked, name=f"guru {domain}")
 
     @property
     def size(self) -> int:
@@ -127,6 +154,14 @@ def source_verifier(source: str) -> str | None:
     return next((name for prefix, name in SOURCES.items() if bare.startswith(prefix)), None)
 
 
+def source_domain(source: str) -> str:
+    """The domain of a data source: the part before `__`, or the one that its kind of question belongs to."""
+    named, mark, _ = source.partition("__")
+    if mark:
+        return named
+    return next((domain for prefix, domain in DOMAINS.items() if source.startswith(prefix)), source)
+
+
 def _question(row: Row, *, forced: str | None, judge: Judge | None) -> Question:
     source = row.text("data_source")
     name = forced or source_verifier(source)
@@ -161,7 +196,7 @@ def _question(row: Row, *, forced: str | None, judge: Judge | None) -> Question:
             VERIFIERS[name].read(gold)
         except ValueError as error:
             raise UsageError(f"{row.where}: ground_truth {error} (verifier {name})") from None
-    return Question(messages=messages, gold=gold, verifier=name, question=question)
+    return Question(messages=messages, gold=gold, verifier=name, question=question, domain=source_domain(source))
 
 
 def _messages(row: Row) -> Messages:

@@ -6,7 +6,7 @@ Every task with questions takes `prompt=FILE`: another text and examples around 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 from urllib.parse import parse_qsl, quote
@@ -99,6 +99,18 @@ def _probe(spec: str) -> None:
     """A judge that does not answer is an error before any work is done. It is asked in a grading process."""
     with Grader(spec) as grader:
         grader.probe()
+
+
+def by_domain(specs: Sequence[str]) -> list[str]:
+    """The specs, with one for each domain of a file that has several: each is scored with its own metric."""
+    found: list[str] = []
+    for spec in specs:
+        task = open_task(spec)
+        task = task.task if isinstance(task, Prompted) else task
+        several = task.domains if isinstance(task, Guru) and len(task.domains) > 1 else ()
+        mark = "&" if "?" in spec else "?"
+        found += [f"{spec}{mark}domain={quote(domain)}" for domain in several] or [spec]
+    return found
 
 
 def with_prompt(spec: str, prompt: str | None) -> str:
