@@ -25,6 +25,12 @@ def test_an_example_is_a_valid_configuration(name: str) -> None:
     assert loaded.settings.recipe == name.split("-")[0]
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_an_example_leaves_speed_to_the_default_preset(name: str) -> None:
+    loaded = load(gallery.find(name).path, environ={})
+    assert loaded.settings.plan.preset == "balanced"
+
+
 def test_both_experiments_on_guru_differ_only_in_their_method() -> None:
     mixed, combined = (load(gallery.find(f"rl-guru-{name}").path, environ={}).settings for name in ("mixed", "pcgrad"))
     assert combined.mtl.method == "pcgrad"

@@ -40,6 +40,8 @@ def table(title: str, *columns: str) -> Table:
     return made
 
 
+# Predictions that differ by less are the same.
+SAME_SPEED = 0.005
 # Decisions that are shown only if the configuration pins them, or with --verbose; the second ones on a CPU.
 IN_THE_BACKGROUND = (
     "loss_chunk", "fused_optimizer", "prefetch", "pin_memory", "expandable_segments", "memory_fraction", "manual_gc",
@@ -70,6 +72,8 @@ def plan_tables(plan: Mapping[str, Any], *, verbose: bool = False) -> list[Table
     if predicted.get("left_out"):
         parts += f"; without {predicted['left_out']}"
     unknown, rates = predicted.get("unknown"), Rates.from_json(plan["rates"])
+    if (other := plan.get("balanced")) is not None:
+        forecast.add_row("preset", escape(str(plan["job"].get("preset"))), escape(_against_balanced(plan, other)))
     if (total := plan["job"].get("parameters")) is not None:
         trained = plan["job"]["trained_parameters"]
         share = (
@@ -85,6 +89,23 @@ def plan_tables(plan: Mapping[str, Any], *, verbose: bool = False) -> list[Table
         forecast.add_row("time", duration(predicted["hours"] * 3600), f"{plan['job']['steps']} steps")
     forecast.add_row("checkpoint", number(predicted["checkpoint_gib"], unit=" GiB"), "each, on disk")
     return [decisions, forecast]
+
+
+def _against_balanced(plan: Mapping[str, Any], other: Mapping[str, Any]) -> str:
+    """What the preset changes, against the default one."""
+    if other["problem"]:
+        return "balanced does not fit"
+    if not other["changes"]:
+        return "changes nothing here: balanced makes the same decisions"
+    shown = ", ".join(
+        f"{name} {plan['decisions'][name]} (balanced: {value})" for name, value in other["changes"].items()
+    )
+    ours, theirs = plan["predicted"]["tokens_per_s"], other["tokens_per_s"]
+    if ours is None or theirs is None:
+        return f"changes {shown}"
+    same = abs(ours / theirs - 1) < SAME_SPEED
+    speed = "as fast as balanced" if same else f"{ours / theirs:.2f} times as fast as balanced, {theirs:,.0f} tokens/s"
+    return f"predicted {speed}; changes {shown}"
 
 
 def hardware_table(hardware: Hardware) -> Table:

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -34,6 +35,41 @@ def mistake(done: Done, says: str, *, code: int = 2) -> None:
 
 
 # As a process
+
+
+SFT = """recipe: sft
+model: {layers: 12, hidden: 768, heads: 12, vocab: 50304}
+data: {source: jsonl, path: rows.jsonl, sequence_length: 512, tokenizer: byte}
+train: {batch_tokens: 16384, steps: 100}
+lora: {rank: 16}
+"""
+
+
+def test_the_plan_says_what_a_preset_sets_and_what_it_changes(flatout: Command, tmp_path: Path) -> None:
+    config = tmp_path / "sft.yaml"
+    config.write_text(SFT)
+
+    def plan(*words: str) -> tuple[str, dict[str, Any]]:
+        lines = " ".join(flatout("plan", str(config), *words).out.split())
+        return lines, json.loads(flatout("plan", str(config), *words, "--json").out)
+
+    lines, made = plan("plan.preset=safe", "--on", "T4")
+    assert made["reasons"]["recompute"] == "set by preset safe"
+    assert "recompute full set by preset safe" in lines
+    assert "pinned in the configuration" not in lines
+    slower = made["predicted"]["tokens_per_s"] / made["balanced"]["tokens_per_s"]
+    assert f"preset safe predicted {slower:.2f} times as fast as balanced" in lines
+    assert "recompute full (balanced: none)" in lines
+    lines, made = plan("plan.preset=safe", "plan.recompute=full", "--on", "T4")
+    assert made["reasons"]["recompute"] == "pinned in the configuration"
+    lines, made = plan("plan.preset=max", "--on", "CPU")
+    assert made["reasons"]["prefetch"] == "set by preset max"
+    lines, made = plan("plan.preset=max", "plan.memory_fraction=0.9", "--on", "A100-80GB")
+    assert made["balanced"]["changes"] == {}
+    assert "preset max changes nothing here: balanced makes the same decisions" in lines
+    lines, made = plan("--on", "T4")
+    assert made["balanced"] is None
+    assert " preset " not in lines
 
 
 def test_a_plan_can_be_piped() -> None:

@@ -146,7 +146,7 @@ def test_a_named_preset_sets_what_the_guide_sets_and_says_so(tmp_path: Path) -> 
     }.items():
         shown = {row.key: row for row in show(load(file, overrides=[f"plan.preset={preset}"], environ={}))}
         assert {key: shown[key].value for key in expected} == expected
-        assert shown["log.every"].source == "preset"
+        assert (shown["log.every"].source, shown["log.every"].label) == ("preset", f"preset {preset}")
     given = load(file, overrides=["plan.preset=safe", "log.every=7", "plan.recompute=none"], environ={})
     assert (given.settings.log.every, given.settings.plan.recompute) == (7, "none")
     assert given.sources["log.every"] == "command line"
@@ -202,6 +202,7 @@ def test_every_setting_of_the_guide_is_shown_with_its_source(tmp_path: Path, at:
     shown = CliRunner().invoke(app, ["config", "show", str(file)], env={"COLUMNS": "200"})
     assert shown.exit_code == 0, shown.output
     rows = {words[0]: tuple(words[1:3]) for line in shown.output.splitlines() if len(words := line.split()) > 3}
+    assert f" preset {preset} " in shown.output
     assert {key: rows[key] for key in GUIDE} == {key: both[at] for key, both in GUIDE.items()}
 
 

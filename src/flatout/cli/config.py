@@ -31,12 +31,15 @@ def show(config: Config, overrides: Overrides = None, as_json: AsJson = False) -
     rows = rows_of(load(config, overrides=overrides or []))
     values = redacted({row.key: row.value for row in rows})  # masked by the name of the setting too
     if as_json:
-        print_json({row.key: {"value": values[row.key], "source": row.source} for row in rows})
+        labels = {row.key: {"label": row.label} for row in rows if row.label != row.source}
+        print_json(
+            {row.key: {"value": values[row.key], "source": row.source} | labels.get(row.key, {}) for row in rows}
+        )
         return
     drawn = table("", "setting", "value", "from", "description")
     for row in rows:
         style = "" if row.source == "default" else "bold"
-        shown, source = "" if row.value is None else str(values[row.key]), str(row.source)
+        shown, source = "" if row.value is None else str(values[row.key]), row.label
         if row.value is None and row.key.startswith("plan."):
             shown, source = "auto", "plan"  # `flatout plan` prints the planned value and the reason
         drawn.add_row(row.key, f"[{style}]{escaped(shown)}[/]" if style else escaped(shown), source, escaped(row.help))

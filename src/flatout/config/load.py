@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 import types
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import MISSING, dataclass, fields, is_dataclass
+from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import (
@@ -34,7 +34,7 @@ from yaml.representer import SafeRepresenter
 from flatout.config.nearest import nearest, suggest
 from flatout.config.presets import implied
 from flatout.config.rules import breaches
-from flatout.config.settings import Loaded, Settings, Source, settable
+from flatout.config.settings import Loaded, PlanSettings, Settings, Source, settable
 from flatout.errors import UsageError
 from flatout.files import BadFile, read_bytes
 
@@ -66,6 +66,7 @@ class Shown(NamedTuple):
     value: Any
     source: Source
     help: str
+    label: str  # the source in words: the name of the preset
 
 
 def load(path: str | Path | None, *, overrides: Sequence[str] = (), environ: Mapping[str, str] | None = None) -> Loaded:
@@ -134,7 +135,13 @@ def keys() -> list[str]:
 def show(loaded: Loaded) -> list[Shown]:
     """Every key with its value, its source and its help line."""
     return [
-        Shown(key=key, value=_value_of(loaded.settings, key), source=loaded.sources[key], help=leaf.help)
+        Shown(
+            key=key,
+            value=_value_of(loaded.settings, key),
+            source=loaded.sources[key],
+            help=leaf.help,
+            label=loaded.labels.get(key, loaded.sources[key]),
+        )
         for key, leaf in _leaves().items()
     ]
 
@@ -394,10 +401,14 @@ class _Gathered:
 
     def loaded(self, *, title: str) -> Loaded:
         """Returns the settings, or raises one error with all mistakes."""
-        for key, value in implied({key: one.value for key, one in self.given.items()}).items():
-            place = _Place(source="preset", label="preset")
-            self.given[key] = _Given(value=value, text=str(value), place=place)
+        for key, one in implied({key: one.value for key, one in self.given.items()}).items():
+            place = _Place(source="preset", label=one.label)
+            self.given[key] = _Given(value=one.value, text=str(one.value), place=place)
         settings = self._validated()
+        by_preset = [key.removeprefix("plan.") for key, one in self.given.items() if one.place.source == "preset"]
+        names = {field.name for field in settable(PlanSettings)}
+        set_by_preset = tuple(name for name in by_preset if name in names)
+        settings = replace(settings, plan=replace(settings.plan, implied=set_by_preset))
         for breach in breaches(settings):
             if self.doubtful.isdisjoint(breach.keys):
                 self._add_breach(breach.keys, breach.text)
@@ -410,7 +421,8 @@ class _Gathered:
         sources: dict[str, Source] = {
             key: self.given[key].place.source if key in self.given else "default" for key in _leaves()
         }
-        return Loaded(settings=settings, sources=sources)
+        labels = {key: one.place.label for key, one in self.given.items() if one.place.source == "preset"}
+        return Loaded(settings=settings, sources=sources, labels=labels)
 
     def _validated(self) -> Settings:
         """The settings. A refused value becomes a mistake and keeps its default, so that the rules can still run."""

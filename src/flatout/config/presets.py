@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from flatout.config.recipes import RECIPES
@@ -35,26 +36,41 @@ SAMPLE: dict[str, dict[str, Any]] = {
 }
 
 
-def implied(given: Mapping[str, Any]) -> dict[str, Any]:
+@dataclass(frozen=True, kw_only=True)
+class Implied:
+    """A value, and what implies it: `preset max`, or `recipe rft`."""
+
+    value: Any
+    label: str
+
+
+def implied(given: Mapping[str, Any]) -> dict[str, Implied]:
     """The settings implied by the recipe and its presets, except those that were given."""
-    recipe = RECIPES.get(given.get("recipe", Settings.recipe))
-    values: dict[str, Any] = {}
+    name = given.get("recipe", Settings.recipe)
+    recipe, found = RECIPES.get(name), dict[str, Implied]()
     if recipe is None:  # a misspelled one is refused elsewhere
-        return values
-    if recipe.takes_adapters:
-        values |= SFT.get(given.get("plan.preset", ""), {})
-    if recipe.samples:
-        values |= SAMPLE.get(given.get("sample.preset", ""), {})
-        values |= {} if "lora.rank" in given else RFT
+        return found
+
+    def imply(values: Mapping[str, Any], label: str) -> None:
+        found.update({key: Implied(value=value, label=label) for key, value in values.items()})
+
+    for key, table, has in (
+        ("plan.preset", SFT, recipe.takes_adapters),
+        ("sample.preset", SAMPLE, recipe.samples),
+    ):
+        if has:
+            imply(table.get(given.get(key, ""), {}), f"preset {given.get(key)}")
+    if recipe.samples and "lora.rank" not in given:
+        imply(RFT, f"recipe {name}")
     if recipe.routes and "lora.rank" not in given:
-        values |= {"lora.rank": 16}
+        imply({"lora.rank": 16}, f"recipe {name}")
     if recipe.rolls_out:
-        values |= RL | {"train.batch_tokens": _update_tokens(given)}
-    values = {key: value for key, value in values.items() if key not in given}
-    steps, warmup = given.get("train.steps"), values.get("train.warmup_steps")
-    if warmup is not None and isinstance(steps, int) and steps <= warmup:
-        del values["train.warmup_steps"]  # a run shorter than its warm-up would never reach the peak
-    return values
+        imply(RL | {"train.batch_tokens": _update_tokens(given)}, f"recipe {name}")
+    found = {key: one for key, one in found.items() if key not in given}
+    steps, warmup = given.get("train.steps"), found.get("train.warmup_steps")
+    if warmup is not None and isinstance(steps, int) and steps <= warmup.value:
+        del found["train.warmup_steps"]  # a run shorter than its warm-up would never reach the peak
+    return found
 
 
 def _update_tokens(given: Mapping[str, Any]) -> int:

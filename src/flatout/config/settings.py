@@ -400,6 +400,8 @@ class PlanSettings:
     manual_gc: bool | None = setting(None, "collect Python garbage at chosen steps only")
     threads: int | None = setting(None, "CPU threads per rank", gt=0)
     preset: Preset = setting("balanced", "how aggressively to optimise for speed")
+    # The decisions above that the preset has set, and not the user.
+    implied: tuple[str, ...] = field(default=(), compare=False)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -508,3 +510,4 @@ class Loaded:
 
     settings: Settings
     sources: Mapping[str, Source]
+    labels: Mapping[str, str] = field(default_factory=dict)  # what implies a value: `preset max`, `recipe rft`

@@ -92,10 +92,12 @@ def knobs_of(job: Job, *, samples: bool = False, completions: int | None = None)
     sixteen = "fp16" if on_gpu and sm is not None and sm < (8, 0) else "bf16"
     if samples:
         rows = [1 << power for power in range(3, MOST_ROWS[job.device].bit_length())]
+        precisions: list[Choice] = [{"plan.precision": name} for name in ("fp32", sixteen)]
         return {
             "concurrent sequences": [{ROWS: number} for number in rows],
-            "precision": [{"plan.precision": name} for name in ("fp32", sixteen)],
-        } | _threads(job)
+            "precision": precisions,
+            **_threads(job),
+        }
     count = job.rank_sequences
     sizes = [size for size in (1 << power for power in range(count.bit_length())) if count % size == 0]
     found: dict[str, list[Choice]] = {

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from flatout.config.settings import Precision, Recompute, Sharding
 from flatout.cost import BYTES, GIB, Adapters, BlockPath, Memory, ModelShape, kv_cache_bytes_per_token
 from flatout.errors import UsageError
-from flatout.plan.decisions import PINNED
+from flatout.plan.decisions import PINNED, pin_reason
 from flatout.plan.job import Job
 from flatout.plan.predict import full_tokens, memory_of, sized
 
@@ -149,7 +149,9 @@ def _reasons(job: Job, found: Fit) -> dict[str, str]:
             "full": "only block inputs fit in memory; each block's forward pass runs twice",
         }[found.recompute],
     }
-    return {name: reason if getattr(job.pins, name) is None else PINNED for name, reason in why.items()}
+    return {
+        name: reason if getattr(job.pins, name) is None else pin_reason(job.pins, name) for name, reason in why.items()
+    }
 
 
 def _way_out(job: Job, *, budget: float, precision: Precision, path: BlockPath) -> str:

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 from flatout.cost import GIB, Flops, Rates
-from flatout.errors import UsageError
+from flatout.errors import FlatoutError, UsageError
 from flatout.plan import batch, kernels
 from flatout.plan.decisions import Choices, Decisions
 from flatout.plan.job import Job
@@ -45,6 +45,23 @@ class Plan:
     def rates(self) -> Rates:
         return rates_of(self.job, decided(self.job, self.decisions))
 
+    def against_balanced(self) -> dict[str, Any] | None:
+        """What another preset than balanced changes: decisions by name, and the speed with that preset."""
+        pins = self.job.pins
+        if pins.preset == "balanced":
+            return None
+        free = dict.fromkeys(pins.implied)
+        try:
+            plain = decide(replace(self.job, pins=replace(pins, preset="balanced", implied=(), **free)))
+        except FlatoutError as error:
+            return {"problem": str(error), "changes": {}, "tokens_per_s": None}
+        ours, theirs = asdict(self.decisions), asdict(plain.decisions)
+        return {
+            "problem": None,
+            "changes": {name: theirs[name] for name in ours if ours[name] != theirs[name]},
+            "tokens_per_s": plain.predicted.tokens_per_s,
+        }
+
     def explain(self) -> list[tuple[str, Any, str]]:
         """Rows of (decision, value, reason) in the order they are declared."""
         return [(f.name, getattr(self.decisions, f.name), self.reasons[f.name]) for f in fields(Decisions)]
@@ -69,6 +86,7 @@ class Plan:
                 "adapters": None if self.job.adapters is None else asdict(self.job.adapters),
                 "base": self.job.base,
             },
+            "balanced": self.against_balanced(),
             "rows": self.rows,
             "rates": self.rates.to_json(),
         }

@@ -11,6 +11,11 @@ T = TypeVar("T")
 PINNED = "pinned in the configuration"
 
 
+def pin_reason(pins: PlanSettings, name: str) -> str:
+    """Why a decision is not the plan's: the user pinned it, or the preset sets it."""
+    return f"set by preset {pins.preset}" if name in pins.implied else PINNED
+
+
 @dataclass(frozen=True, kw_only=True)
 class Decisions:
     """The fields of `PlanSettings` except the preset, in display order."""
@@ -51,7 +56,7 @@ class Choices:
         """Records and returns the pinned value, or else this one."""
         pinned: T | None = getattr(self.pins, name)
         self.values[name] = value if pinned is None else pinned
-        self.reasons[name] = reason if pinned is None else PINNED
+        self.reasons[name] = reason if pinned is None else pin_reason(self.pins, name)
         chosen: T = self.values[name]
         return chosen
 
