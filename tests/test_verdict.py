@@ -120,7 +120,7 @@ def test_the_wording_says_which_way_a_criterion_goes() -> None:
     known = outcome(speed=FAST, loss_first_tenth=5.0, loss_last_tenth=4.25)
     asked = CriteriaSettings(tokens_per_s=1500, hours=8, loss_falling=True)
     assert judge(asked, known) == [
-        Verdict(criterion="tokens_per_s", wanted="at least 1,500", got="1,000", met=False),
+        Verdict(criterion="tokens_per_s", wanted="at least 1,500 in total", got="1,000", met=False),
         Verdict(criterion="hours", wanted="at most 8", got="2", met=True),
         Verdict(criterion="loss_falling", wanted="true", got="5.0000 to 4.2500", met=True),
     ]

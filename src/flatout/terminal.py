@@ -155,6 +155,19 @@ def selftest_table(checks: list[dict[str, Any]]) -> Table:
     return rows
 
 
+def tokens_words(speed: Speed, *, unit: str = "tok/s") -> str:
+    """Tokens a second of all devices together, and of each where there are several."""
+    total, each = speed.tokens_per_s, speed.tokens_per_s_per_device
+    told = f"{number(total)} {unit}"
+    return told if each in (None, total) else f"{told} in total, {number(each)} per device"
+
+
+def _is_padded(speed: Speed) -> bool:
+    return (
+        None not in (speed.padded_tokens_per_s, speed.tokens_per_s) and speed.padded_tokens_per_s != speed.tokens_per_s
+    )
+
+
 class View:
     """Shows one run. `every` is the number of steps between plain lines if there is no terminal."""
 
@@ -262,7 +275,7 @@ class View:
             f"step {record.step + 1}/{self.total}",
             f"loss {'n/a' if record.loss is None else format(record.loss, '.4f')}",
             f"lr {'n/a' if (lr := record.extra.lr) is None else format(lr, '.2e')}",
-            f"{speed.tokens_per_s or 0.0:,.0f} tok/s",
+            tokens_words(speed),
             f"{1 / (speed.step_s or math.inf):.2f} it/s",
             f"MFU {percent(speed.mfu)}",
             f"mem {number(peak if peak is not None else used)}/{number(total)} GiB{share}",
@@ -284,7 +297,9 @@ class View:
         speed = outcome.speed
         rows = table("Result", "what", "value")
         rows.add_row("steps", f"{outcome.steps:,}, {outcome.tokens:,} tokens, {duration(outcome.hours * 3600)}")
-        rows.add_row("speed", f"{number(speed.tokens_per_s)} tokens/s, {number(speed.step_s, unit=' s')} a step")
+        padded = f"; {number(speed.padded_tokens_per_s)} tokens/s with padding" if _is_padded(speed) else ""
+        told = tokens_words(speed, unit="tokens/s")
+        rows.add_row("speed", f"{told}, {number(speed.step_s, unit=' s')} a step{padded}")
         hfu = f", HFU {percent(speed.hfu)}" if speed.hfu != speed.mfu else ""
         of = f" of {self.peak}" if self.peak else ""
         rows.add_row("MFU", f"{percent(speed.mfu)}{of} as done{hfu}; {percent(speed.mfu_common)} by 6N + 12LHT")

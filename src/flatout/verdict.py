@@ -45,7 +45,7 @@ class Speedometer:
 
     def __init__(self, rates: Rates | None, *, warm_steps: int = WARM_STEPS) -> None:
         self.rates, self.warm_steps = rates, warm_steps
-        self.steps, self.tokens = 0, 0
+        self.steps, self.tokens, self.padded_tokens = 0, 0, 0
         self.seconds, self.wall = 0.0, 0.0
         self._phases: dict[str, float] = defaultdict(float)
         self._seen: Counter[int] = Counter()  # by attempt
@@ -66,6 +66,7 @@ class Speedometer:
             return
         self.steps += sign * some.num_steps
         self.tokens += sign * some.tokens
+        self.padded_tokens += sign * some.padded_tokens
         self.wall += sign * some.seconds
         self.seconds += sign * some.training_s
         for phase, seconds in some.phases.items():
@@ -80,6 +81,8 @@ class Speedometer:
         return Speed(
             steps=self.steps,
             tokens_per_s=self.tokens / self.seconds,
+            tokens_per_s_per_device=self.tokens / self.seconds / self.rates.num_devices if self.rates else None,
+            padded_tokens_per_s=self.padded_tokens / self.seconds,
             step_s=self.seconds / self.steps,
             mfu=shares.mfu,
             hfu=shares.hfu,
@@ -234,6 +237,7 @@ def judge(criteria: CriteriaSettings, outcome: Outcome) -> list[Verdict]:
     speed = outcome.speed
     measured: dict[str, float | None] = {
         "tokens_per_s": speed.tokens_per_s,
+        "tokens_per_s_per_device": speed.tokens_per_s_per_device,
         "mfu": speed.mfu_common,
         "utilisation": outcome.utilisation,
         "memory_share": outcome.memory_share,
@@ -245,6 +249,7 @@ def judge(criteria: CriteriaSettings, outcome: Outcome) -> list[Verdict]:
         "task_score": outcome.task_scores[-1] if outcome.task_scores else None,
     }
     at_most = {"memory_share", "hours"}
+    unit = {"tokens_per_s": " in total", "tokens_per_s_per_device": " per device"}
     verdicts = []
     for criterion in fields(criteria):
         name, wanted = criterion.name, getattr(criteria, criterion.name)
@@ -261,7 +266,9 @@ def judge(criteria: CriteriaSettings, outcome: Outcome) -> list[Verdict]:
             sign = "at most" if name in at_most else "at least"
             met = None if got is None else (got <= wanted if name in at_most else got >= wanted)
             shown = "not measured" if got is None else _figure(got)
-            verdicts.append(Verdict(criterion=name, wanted=f"{sign} {_figure(wanted)}", got=shown, met=met))
+            verdicts.append(
+                Verdict(criterion=name, wanted=f"{sign} {_figure(wanted)}{unit.get(name, '')}", got=shown, met=met)
+            )
     return verdicts
 
 

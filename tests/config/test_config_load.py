@@ -394,7 +394,7 @@ def test_show_lists_every_key_with_source_and_help(write: Any) -> None:
     shown = show(load(write(SMALL), overrides=["train.lr=1e-3"], environ={}))
     assert [one.key for one in shown] == keys()
     assert ("train.lr", 1e-3, "command line", "peak learning rate") in [one[:4] for one in shown]
-    assert ("train.steps", 10, "file", "length of the run in optimizer steps") in shown
+    assert ("train.steps", 10, "file", "length of the run in optimizer steps") in [one[:4] for one in shown]
     assert all(one.help for one in shown)
 
 

@@ -13,6 +13,8 @@ from rich.console import Console
 from tests.insight import made
 
 from flatout import trackers
+from flatout.config.settings import CriteriaSettings
+from flatout.cost import Rates
 from flatout.insight import doctor, logs
 from flatout.insight.diagnose import runs
 from flatout.insight.diagnose.runs import findings_of
@@ -22,7 +24,7 @@ from flatout.insight.watch import line, run_view
 from flatout.record import Event, Outcome, Run, Span, StepRecord
 from flatout.record.events import Ended, Evaluated, HardwareFound, Planned, Resumed, Saved, Started
 from flatout.terminal import View
-from flatout.verdict import LossTrend, Speedometer
+from flatout.verdict import LossTrend, Speedometer, judge
 from flatout.words import number, percent
 
 PLAN = made.h200_plan(32)
@@ -185,3 +187,55 @@ def test_the_ends_of_the_loss_are_those_the_run_ended_with(tmp_path: Path) -> No
             trend.see(loss)
     assert tell(run).loss_ends == pytest.approx(trend.ends())
     assert tell(run, num_parts=5).loss_ends == pytest.approx(trend.ends())
+
+
+def test_speed_is_told_in_total_and_per_device_with_and_without_padding(tmp_path: Path) -> None:
+    """Eight devices, 1,000 tokens a second together and 1,250 with padding."""
+    facts = PLAN.to_json()
+    facts["rates"] = facts["rates"] | {"num_devices": 8}
+    run = Run.create(
+        tmp_path / "run", hardware=HARDWARE, config_text="", config={"recipe": "sft"}, plan=facts, environment={}
+    )
+    paper, meter = Console(file=io.StringIO(), width=200), Speedometer(Rates.from_json(facts["rates"]))
+    with run.recorder(sinks=[View(paper, every=5)]) as recorder:
+        recorder.event(Planned(facts=facts))
+        recorder.event(Started(total_steps=20, folder="run"))
+        for at in range(20):
+            record = StepRecord(
+                attempt=recorder.attempt,
+                step=at,
+                time=1000.0 + at,
+                seconds=0.5,
+                tokens=500,
+                padded_tokens=625,
+                loss=5.0,
+                spans=(Span(phase="forward", seconds=0.5),),
+            )
+            recorder.step(record)
+            meter.see(record)
+        outcome = Outcome(stopped_by="end", steps=20, speed=meter.read())
+        wanted = CriteriaSettings(tokens_per_s=900.0, tokens_per_s_per_device=130.0)
+        verdicts = tuple(judge(wanted, outcome))
+        recorder.event(Ended(step=20, outcome=outcome, verdicts=verdicts))
+    assert isinstance(paper.file, io.StringIO)
+    lines = paper.file.getvalue()
+    both = "1,000 tok/s in total, 125 per device"
+    assert lines.count(both) == 4
+    assert "1,000 tokens/s in total, 125 per device, 0.5 s a step; 1,250 tokens/s with padding" in lines
+    assert [(one.wanted, one.got, one.met) for one in verdicts] == [
+        ("at least 900 in total", "1,000", True),
+        ("at least 130 per device", "125", False),
+    ]
+    told = Console(file=io.StringIO(), width=300)
+    told.print(run_view(tell(run)))
+    assert isinstance(told.file, io.StringIO)
+    assert both in told.file.getvalue()
+    [document] = json.loads(render([run], format="json"))
+    figures = {name: document["figures"][name]["value"] for name in document["figures"] if "tokens_per_s" in name}
+    assert figures == {"tokens_per_s": 1000.0, "tokens_per_s_per_device": 125.0, "padded_tokens_per_s": 1250.0}
+    report = render([run], format="md")
+    assert "| tokens/s per device | 125 |" in report
+    assert "| tokens/s with padding | 1,250 |" in report
+    log = tmp_path / "train.log"
+    log.write_text(lines)
+    assert logs.diagnose(log).limit["tokens_per_s"] == 1000

@@ -452,7 +452,12 @@ class TargetSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class CriteriaSettings:
-    tokens_per_s: float | None = setting(None, "at least this many tokens a second", gt=0)
+    tokens_per_s: float | None = setting(
+        None, "at least this many tokens a second on all devices together, without padding", gt=0
+    )
+    tokens_per_s_per_device: float | None = setting(
+        None, "at least this many tokens a second on each device, without padding", gt=0
+    )
     mfu: float | None = setting(None, "at least this MFU, common convention (6N + 12LHT)", gt=0, le=1)
     utilisation: float | None = setting(None, "at least this share of time with a kernel running", gt=0, le=1)
     memory_share: float | None = setting(None, "peak memory no more than this share of the device", gt=0, le=1)

@@ -59,7 +59,27 @@ def _speed_rows(story: Story) -> list[_Row]:
     of = f" of {story.peak}" if story.peak and speed.mfu is not None else ""
     padding = 1 - story.tokens / story.padded_tokens if story.padded_tokens else None
     return [
-        ("tokens_per_s", "tokens/s", speed.tokens_per_s, number(speed.tokens_per_s), f"tokens ÷ seconds; {counted}"),
+        (
+            "tokens_per_s",
+            "tokens/s",
+            speed.tokens_per_s,
+            number(speed.tokens_per_s),
+            f"tokens ÷ seconds, all devices together, without padding; {counted}",
+        ),
+        (
+            "tokens_per_s_per_device",
+            "tokens/s per device",
+            speed.tokens_per_s_per_device,
+            number(speed.tokens_per_s_per_device),
+            "tokens/s ÷ plan.json, rates: num_devices",
+        ),
+        (
+            "padded_tokens_per_s",
+            "tokens/s with padding",
+            speed.padded_tokens_per_s,
+            number(speed.padded_tokens_per_s),
+            "padded_tokens ÷ seconds, all devices together",
+        ),
         (
             "mfu",
             "MFU, as done",

@@ -25,7 +25,7 @@ from flatout.insight.machine import LOOK_S, Machine, MachineSampler, sampling_ma
 from flatout.insight.report.plain import to_json
 from flatout.insight.story import Story, TaskScore, tell
 from flatout.record import Run
-from flatout.terminal import table
+from flatout.terminal import table, tokens_words
 from flatout.words import duration, interval_text, number, percent, score_text
 
 BLOCKS = "▁▂▃▄▅▆▇█"
@@ -242,5 +242,5 @@ def _speed(story: Story) -> str:
     speed, recent = story.speed, story.recent
     now = "" if story.state.over else f" (last {recent.steps} steps: {number(recent.tokens_per_s)} tok/s)"
     a_second = None if not speed.step_s else 1 / speed.step_s
-    whole = f"{number(speed.tokens_per_s)} tok/s, {number(a_second)} it/s, {number(speed.step_s, unit=' s')} a step"
+    whole = f"{tokens_words(speed)}, {number(a_second)} it/s, {number(speed.step_s, unit=' s')} a step"
     return f"{whole}{now}"

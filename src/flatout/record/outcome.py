@@ -16,7 +16,9 @@ class Speed:
     ignores_unknown: ClassVar[bool] = True
 
     steps: Count = 0
-    tokens_per_s: Finite | None = None
+    tokens_per_s: Finite | None = None  # of all devices together, without padding
+    tokens_per_s_per_device: Finite | None = None
+    padded_tokens_per_s: Finite | None = None  # of all devices together, with padding
     step_s: Finite | None = None
     mfu: Finite | None = None
     hfu: Finite | None = None
