@@ -1,23 +1,35 @@
 """Renders conversations with the chat template of a model's tokenizer.
 
-The template is untrusted Jinja, so it runs in a `sandbox`. Messages are data: a message that spells out `<|im_end|>`
-gets the ids of those characters, while the template's own marks become control tokens.
+The template is untrusted Jinja, so it runs in a process of its own, the `sandbox`, with limits on its time and memory.
+Messages are data: a message that spells out `<|im_end|>` gets the ids of those characters, while the template's own
+marks become control tokens.
 """
 
 from __future__ import annotations
 
+import atexit
+import importlib.util
 import json
+import os
 import re
+import signal
+import subprocess
+import threading
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
-from flatout.errors import EnvironmentLacks, UsageError, first_line
-from flatout.files import parse_json
+from flatout.errors import EnvironmentLacks, RunFailed, UsageError
+from flatout.files import own_python, own_python_path, parse_json
 
 # Private-use characters. They replace control tokens that a message spells out while the template runs.
 _STAND_INS = range(0xE000, 0xF8FF)
+Messages = Sequence[Mapping[str, Any]]
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token")
+TEMPLATE_CHARACTERS = 1 << 18  # the longest published one has 17 thousand
+# The most that a template is given at once, and what it may take for that. Half a million tokens need no more.
+REQUEST_BYTES, PROCESSOR_S, MEMORY_BYTES = 2 << 20, 10.0, 1 << 30
 
 
 def template_of(files: Mapping[str, str]) -> str | None:
@@ -45,22 +57,27 @@ def words_of(files: Mapping[str, str]) -> dict[str, str]:
 
 
 def rendered(
-    template: str, messages: Sequence[Mapping[str, Any]], *, words: Mapping[str, str], add_generation_prompt: bool
-) -> str:
-    try:
-        return compiled(template).render(messages, words=words, add_generation_prompt=add_generation_prompt)
-    except TemplateFailed as error:
-        roles = ", ".join(str(message.get("role")) for message in messages)
-        raise UsageError(f"the chat template refuses these messages ({roles}): {error}") from None
+    template: str, several: Sequence[Messages], *, words: Mapping[str, str], add_generation_prompt: bool, name: str
+) -> list[str]:
+    """The texts of conversations, by the template of the tokenizer `name`."""
+    program = compiled(template, what=f"the chat template of {name}")
+    talks = [Talk(messages=messages) for messages in several]
+    texts = []
+    for talk, found in zip(talks, program.rendered(talks, words=words, prompt=add_generation_prompt), strict=True):
+        if isinstance(found, TemplateFailed):
+            roles = ", ".join(str(m.get("role")) for m in talk.messages[:8]) + (", …" if len(talk.messages) > 8 else "")
+            raise UsageError(f"the chat template refuses these messages ({roles}): {found}")
+        texts.append(found.text)
+    return texts
 
 
-def text_in(messages: Sequence[Mapping[str, Any]]) -> str:
+def text_in(messages: Messages) -> str:
     return "\n".join(value for message in messages for value in message.values() if isinstance(value, str))
 
 
 def encoded(
-    render: Callable[[Sequence[Mapping[str, Any]]], str],
-    messages: Sequence[Mapping[str, Any]],
+    render: Callable[[Messages], str],
+    messages: Messages,
     *,
     control: Sequence[str],
     encode: Callable[[str], list[int]],
@@ -89,86 +106,140 @@ class TemplateFailed(ValueError):
     """The template failed on some messages; the text says why."""
 
 
+class BadConversation(TemplateFailed):
+    """It did not fail, but the conversation cannot be used."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Talk:
+    """A conversation to render, the messages to locate in its text, and what the text must have, by kind and name."""
+
+    messages: Messages
+    tools: Sequence[Any] | None = None
+    wanted: Sequence[int] = ()
+    expected: Sequence[tuple[str, str]] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rendered:
+    text: str
+    spans: Sequence[tuple[int, int]] = ()  # of the wanted messages
+
+
+@dataclass(frozen=True, kw_only=True)
 class Program:
-    """A compiled template in its sandbox."""
+    """A template that compiles. Without `dated` it fails where it reads today's date."""
 
-    def __init__(self, template: Any, sandbox: Any, *, too_much: type[Exception], what: str) -> None:
-        self._template, self._sandbox, self._too_much, self.what = template, sandbox, too_much, what
+    template: str
+    dated: bool
+    what: str
+    names: frozenset[str] = frozenset()  # the variables that it reads
 
-    def render(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        words: Mapping[str, str],
-        add_generation_prompt: bool,
-        tools: Sequence[Any] | None = None,
-    ) -> str:
-        said = list(messages)
-        values = {"messages": said, "add_generation_prompt": add_generation_prompt, **words}
-        return self.filled(values | ({"tools": list(tools)} if tools else {}), [*said, {"tools": tools or ""}])
+    def rendered(
+        self, talks: Sequence[Talk], *, words: Mapping[str, str], prompt: bool = False
+    ) -> list[Rendered | TemplateFailed]:
+        """The conversations, or why they cannot be rendered, with the variables that transformers sets."""
+        items = []
+        for talk in talks:
+            values = {"messages": list(talk.messages)} | ({"tools": list(talk.tools)} if talk.tools else {})
+            asked = {"wanted": list(talk.wanted), "expected": list(talk.expected)} if talk.wanted else {}
+            items.append({"values": values | {"add_generation_prompt": prompt} | dict(words), **asked})
+        return self._asked(items)
 
-    def filled(self, values: Mapping[str, Any], given: Sequence[Mapping[str, Any]]) -> str:
-        """The text for some values. Its limits grow with `given`."""
-        self._sandbox.begin(given)
-        try:
-            text: str = self._template.render(dict(values))
-        except self._too_much as error:  # the template's fault, not the row's: every row would fail
-            raise UsageError(f"{self.what} is not usable: {error}") from None
-        except Exception as error:  # untrusted code may raise anything
-            raise TemplateFailed(first_line(error)[:100]) from None
-        return text
+    def filled(self, values: Mapping[str, Any]) -> str:
+        """The text for some values."""
+        [found] = self._asked([{"values": values}])
+        if isinstance(found, TemplateFailed):
+            raise found
+        return found.text
+
+    def checked(self) -> Program:
+        """The same with its names; refused if it does not compile."""
+        [reply] = self._ask([b"null"])
+        self._usable(reply)
+        return replace(self, names=frozenset(reply["names"]))
+
+    def _asked(self, items: Sequence[Mapping[str, Any]]) -> list[Rendered | TemplateFailed]:
+        """One answer for each item; those that fit are sent together."""
+        found: dict[int, Rendered | TemplateFailed] = {}
+        group: dict[int, bytes] = {}
+        for number, item in enumerate(items):
+            try:
+                data = _json(item)
+            except TemplateFailed as error:
+                found[number] = error
+                continue
+            if group and sum(map(len, group.values())) + len(data) > REQUEST_BYTES:
+                found |= self._answers(group)
+                group = {}
+            group[number] = data
+        found |= self._answers(group) if group else {}
+        return [found[number] for number in range(len(items))]
+
+    def _answers(self, group: Mapping[int, bytes]) -> dict[int, Rendered | TemplateFailed]:
+        replies = self._ask(list(group.values()))
+        return {number: self._answer(reply) for number, reply in zip(group, replies, strict=True)}
+
+    def _answer(self, reply: Mapping[str, Any]) -> Rendered | TemplateFailed:
+        self._usable(reply)
+        if (problem := reply.get("problem")) is None:
+            return Rendered(text=reply["text"], spans=[(low, high) for low, high in reply.get("spans", ())])
+        return BadConversation(reply["why"]) if problem == "conversation" else _failed(reply["why"])
+
+    def _usable(self, reply: Mapping[str, Any]) -> None:
+        """Refuses a template that no row can use."""
+        match reply.get("problem"):
+            case "invalid":
+                raise UsageError(f"{self.what} is not valid Jinja: {_first_line(reply['why'])[:200]}")
+            case "memory":
+                raise UsageError(f"{self.what} is not usable: it needs more than {MEMORY_BYTES >> 20} MiB of memory")
+            case "unusable":
+                raise UsageError(f"{self.what} is not usable: {reply['why']}")
+
+    def _ask(self, items: Sequence[bytes]) -> list[dict[str, Any]]:
+        asked = {"template": self.template, "dated": self.dated, "processor_s": PROCESSOR_S}
+        head = json.dumps(asked)[:-1].encode()
+        return _sandbox.ask(head + b', "items": [' + b", ".join(items) + b"]}\n", what=self.what)
+
+
+def _json(item: Mapping[str, Any]) -> bytes:
+    try:
+        data = json.dumps(item, ensure_ascii=False, default=str).encode(errors="surrogatepass")
+    except (ValueError, RecursionError, TypeError) as error:
+        raise _failed(str(error)) from None
+    if len(data) > REQUEST_BYTES:
+        raise BadConversation(f"longer than {REQUEST_BYTES >> 20} MiB, the most that a template is given")
+    return data[:-1] + b', "bytes": %d}' % len(data)
+
+
+def _failed(why: str) -> TemplateFailed:
+    return TemplateFailed(_first_line(why)[:100])
 
 
 @cache
 def compiled(template: str, *, dated: bool = True, what: str = "the tokenizer's chat template") -> Program:
-    """Compiles a template for the sandbox. Without `dated`, a template that reads today's date is refused."""
-    try:
-        import jinja2
-
-        from flatout.data.sandbox import TEMPLATE_CHARACTERS, Sandbox, TooMuch
-    except ImportError:
-        raise EnvironmentLacks("chat templates need jinja2: pip install 'flatout[train]'") from None
+    """Checks that a template compiles. Without `dated`, it fails where it reads today's date."""
+    if importlib.util.find_spec("jinja2") is None:
+        raise EnvironmentLacks("chat templates need jinja2: pip install 'flatout[train]'")
     if len(template) > TEMPLATE_CHARACTERS:
-        raise UsageError(
-            f"the chat template has {len(template):,} characters; at most {TEMPLATE_CHARACTERS:,} are expected"
-        )
-
-    def refuse(message: str) -> None:
-        raise jinja2.TemplateError(message)
-
-    def undated(_form: str) -> str:
-        raise jinja2.TemplateError("it writes today's date, and training data must not change from day to day")
-
-    def tojson(value: Any, **options: Any) -> str:
-        return json.dumps(value, ensure_ascii=False, **{k: v for k, v in options.items() if k in ("indent",)})
-
-    sandbox = Sandbox(
-        filters={"tojson": tojson},
-        functions={"raise_exception": refuse, "strftime_now": _today if dated else undated},
-    )
-    try:
-        return Program(sandbox.from_string(template), sandbox, too_much=TooMuch, what=what)
-    except Exception as error:  # Jinja's own errors, and Python's errors for code that is nested too deeply
-        said = "the chat template" if what.endswith("chat template") else what
-        raise UsageError(f"{said} is not valid Jinja: {first_line(error)[:200]}") from None
+        raise UsageError(f"{what} has {len(template):,} characters; at most {TEMPLATE_CHARACTERS:,} are expected")
+    return Program(template=template, dated=dated, what=what).checked()
 
 
 class Fields:
     """A template over the fields of a row; it must use at least one of them."""
 
     def __init__(self, template: str) -> None:
-        from jinja2 import Environment, meta
-
         self._program = compiled(template, dated=False, what="data.template")
-        self._names = meta.find_undeclared_variables(Environment().parse(template))
-        if not self._names:
+        if not self._program.names:
             raise UsageError("data.template names no field of the rows; write them as {{ question }}")
 
     def render(self, row: Mapping[str, Any]) -> tuple[str, set[str]]:
         """The text of a row, and the fields that were used."""
-        if missing := sorted(name for name in self._names if name not in row):
+        names = set(self._program.names)
+        if missing := sorted(name for name in names if name not in row):
             raise TemplateFailed(f"no field {missing[0]!r}")
-        return self._program.filled(row, [row]), set(self._names)
+        return self._program.filled({name: row[name] for name in names}), names
 
 
 @cache
@@ -176,7 +247,105 @@ def compiled_fields(template: str) -> Fields:
     return Fields(template)
 
 
-def _today(form: str) -> str:
-    from datetime import datetime
+# -- the process ---------------------------------------------------------------------------------------------
 
-    return datetime.now().strftime(form)
+
+class _Died(Exception):
+    """The process ended at a request."""
+
+
+class _Sandbox:
+    """The process that runs templates: started by the first of them, and again after its end. Threads take turns."""
+
+    def __init__(self) -> None:
+        self._turn = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def ask(self, line: bytes, *, what: str) -> list[dict[str, Any]]:
+        with self._turn:
+            try:
+                return self._exchange(line, what)
+            except _Died:  # another program may have ended it
+                pass
+            try:
+                return self._exchange(line, what)
+            except _Died as error:
+                raise RunFailed(f"the process that runs {what} ends at once: {error}") from None
+
+    def _exchange(self, line: bytes, what: str) -> list[dict[str, Any]]:
+        process = self._process = self._process or _started()
+        assert process.stdin is not None
+        assert process.stdout is not None
+        try:
+            _write(process.stdin.fileno(), line)
+            answer = process.stdout.readline()
+            if not answer.endswith(b"\n"):
+                raise BrokenPipeError
+        except BrokenPipeError:
+            why = self._end(process)
+            if process.returncode == -signal.SIGPROF:
+                raise UsageError(
+                    f"{what} is not usable: it takes more than {PROCESSOR_S:g} s of processor time for a row"
+                ) from None
+            raise _Died(why) from None
+        except BaseException:  # such as Ctrl-C: this answer would be taken for that of the next request
+            self._end(process)
+            raise
+        replies: list[dict[str, Any]] = json.loads(answer.decode(errors="surrogatepass"))
+        return replies
+
+    def _end(self, process: subprocess.Popen[bytes]) -> str:
+        """Ends the process, if it has not ended itself, and says why it has."""
+        self._process = None
+        try:
+            process.wait(timeout=1)
+        except subprocess.TimeoutExpired:
+            process.kill()
+        said = process.communicate()[1].decode(errors="replace").strip()
+        return said.splitlines()[-1][:200] if said else f"exit code {process.returncode}"
+
+    def close(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._end(self._process)
+
+    def forget(self) -> None:
+        """In a forked process, which shares the pipes but must not use them."""
+        process, self._process, self._turn = self._process, None, threading.Lock()
+        if process is not None:
+            for pipe in (process.stdin, process.stdout, process.stderr):
+                assert pipe is not None
+                pipe.close()
+            process.returncode = 0  # not ours to wait for
+
+
+def _started() -> subprocess.Popen[bytes]:
+    python, *rest = own_python("flatout.data.sandbox")
+    try:
+        return subprocess.Popen(
+            [python, "-s", "-S", *rest, str(MEMORY_BYTES)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            cwd="/",
+            env={**os.environ, "PYTHONPATH": own_python_path(), "PYTHONHASHSEED": "0"},
+            start_new_session=True,  # Ctrl-C is for us
+        )
+    except OSError as error:
+        raise EnvironmentLacks(f"no process can be started for chat templates: {error.strerror or error}") from None
+
+
+def _write(descriptor: int, data: bytes) -> None:
+    """Without a buffer, which a forked process would write again."""
+    left = memoryview(data)
+    while left:
+        left = left[os.write(descriptor, left) :]
+
+
+def _first_line(text: str) -> str:
+    return (text.strip() or "an error without a message").splitlines()[0]
+
+
+_sandbox = _Sandbox()
+atexit.register(_sandbox.close)
+os.register_at_fork(after_in_child=_sandbox.forget)

@@ -14,8 +14,7 @@ import os
 import zipfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
-from itertools import islice
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +23,12 @@ from numpy.typing import NDArray
 
 from flatout.config.settings import DataSettings, RowFormat, SourceSettings
 from flatout.data import formats
-from flatout.data.formats import Ids, Pair, Pieces, Turns
+from flatout.data.formats import Ids, Pair, Pieces
 from flatout.data.manifest import BadRows
 from flatout.data.prepare import cache_folder
 from flatout.data.rows import files_of, read_rows, sources_of
 from flatout.data.sources import Stamp, Tally, Which, encodable, stamps
-from flatout.data.template import BadRow, Conversation, Template
+from flatout.data.template import BadRow, Conversation, Template, Turns
 from flatout.data.tokenizer import Tokenizer, load_tokenizer
 from flatout.data.tokens import npy_header
 from flatout.data.writing import sweep, write, writer_lock
@@ -38,7 +37,7 @@ from flatout.files import BadFile, opened, read_json, typed
 
 FORMAT = 5
 FACTS = "facts.json"
-ENCODED_ROWS = 1024
+ENCODED_ROWS, ENCODED_CHARACTERS = 1024, 1 << 21
 PARTS: tuple[Which, ...] = ("train", "valid")
 
 Draft = Conversation | Pieces | Ids
@@ -368,13 +367,17 @@ class Encoder:
 
     def _fitting(self, source: SourceSettings, *, number: int, which: Which) -> Iterator[Encoded]:
         rows = self.rows(source, number=number, which=which)
-        while chunk := list(islice(rows, ENCODED_ROWS)):
+        for chunk in _chunks(self._meanings(rows, source)):
+            drafted = iter(self._drafted([part for one in chunk for part in one.parts]))
             drafts: list[tuple[str, Draft]] = []
-            for where, row in chunk:
-                try:
-                    drafts += [(where, draft) for draft in self._drafts(row, source, number, counted=which == "train")]
-                except BadRow as error:
-                    self._bad(str(error), where)
+            for one in chunk:
+                parts = [next(drafted) for _ in one.parts]
+                if bad := [part for part in parts if isinstance(part, BadRow)]:
+                    self._bad(str(bad[0]), one.where)
+                    continue
+                if which == "train":
+                    self._count(one, number)
+                drafts += [(one.where, part) for part in parts if not isinstance(part, BadRow)]
             encoded = iter(zip(drafts, self.encode([d for _, d in drafts]), strict=True))
             for (where, _), first in encoded:
                 answers = [first, next(encoded)[1]] if self.pairs else [first]
@@ -437,7 +440,8 @@ class Encoder:
                 ids, trained = [*begin], [False] * len(begin)
                 for _, learnt in draft.texts:
                     found = next(texts)
-                    ids, trained = [*ids, *found], [*trained, *([learnt] * len(found))]
+                    ids += found
+                    trained += [learnt] * len(found)
                 ids, trained = [*ids, *end], [*trained, *([True] * len(end))]
             mask = np.asarray(trained, np.bool_) | (self.data.train_on == "all")
             encoded.append((np.asarray(ids, np.int32), mask))
@@ -445,7 +449,12 @@ class Encoder:
 
     def draft(self, row: Any, *, format: RowFormat | None = None) -> Draft:
         """What is learnt from a row of one example."""
-        return self._drafted(self.meaning(row, format=format or self.data.format).meaning)
+        meaning = self.meaning(row, format=format or self.data.format).meaning
+        assert not isinstance(meaning, Pair)
+        [found] = self._drafted([meaning])
+        if isinstance(found, BadRow):
+            raise found
+        return found
 
     def meaning(self, row: Any, *, format: RowFormat | None = None) -> formats.Read:
         read = formats.read(row, self.data, format=format, chat=self.tokenizer.has_template)
@@ -455,37 +464,74 @@ class Encoder:
             raise BadRow("preference: two answers to compare; train on them with recipe: dpo")
         return read
 
-    def _drafts(self, row: Any, source: SourceSettings, number: int, *, counted: bool) -> list[Draft]:
-        read = self.meaning(row, format=source.format)
-        meaning = read.meaning
-        parts = (meaning.chosen, meaning.rejected) if isinstance(meaning, Pair) else (meaning,)
-        drafts = [self._drafted(part) for part in parts]
-        if counted:
-            self.formats[number][read.format] = self.formats[number].get(read.format, 0) + 1
-            unused = self.unused[number]
-            for key in (key for key, value in row.items() if key not in read.used and value not in (None, "", [], {})):
-                if key in unused or len(unused) < MOST_REASONS:
-                    unused[str(key)[:40]] = unused.get(str(key)[:40], 0) + 1
-        return drafts
+    def _meanings(self, rows: Iterable[tuple[str, Any]], source: SourceSettings) -> Iterator[_Row]:
+        for where, row in rows:
+            try:
+                yield _Row(where=where, row=row, read=self.meaning(row, format=source.format))
+            except BadRow as error:
+                self._bad(str(error), where)
 
-    def _drafted(self, meaning: formats.Meaning) -> Draft:
-        if isinstance(meaning, Turns):
-            return self._chat(meaning)
-        assert not isinstance(meaning, Pair)
-        if isinstance(meaning, Pieces):
-            _require_unicode(*(text for text, _ in meaning.texts))
-        return meaning
+    def _count(self, one: _Row, number: int) -> None:
+        """Counts the format of a row, and its fields that are not used."""
+        read, unused = one.read, self.unused[number]
+        self.formats[number][read.format] = self.formats[number].get(read.format, 0) + 1
+        for key in (k for k, value in one.row.items() if k not in read.used and value not in (None, "", [], {})):
+            if key in unused or len(unused) < MOST_REASONS:
+                unused[str(key)[:40]] = unused.get(str(key)[:40], 0) + 1
 
-    def _chat(self, turns: Turns) -> Conversation:
-        messages, given = list(turns.messages), turns.given
-        if self.data.system is not None and messages[0].get("role") != "system":
-            messages, given = [{"role": "system", "content": self.data.system}, *messages], given and given + 1
-        chat = self.template.conversation(messages, given=given, tools=turns.tools)
-        _require_unicode(chat.text)
-        return chat
+    def _drafted(self, parts: Sequence[formats.Part]) -> list[Draft | BadRow]:
+        """All conversations are rendered together, which is faster."""
+        turns = [self._with_system(part) for part in parts if isinstance(part, Turns)]
+        rendered = iter(self.template.conversations(turns) if turns else ())
+        found: list[Draft | BadRow] = [next(rendered) if isinstance(part, Turns) else part for part in parts]
+        return [one if _has_unicode(one) else BadRow("invalid Unicode") for one in found]
+
+    def _with_system(self, turns: Turns) -> Turns:
+        if self.data.system is None or turns.messages[0].get("role") == "system":
+            return turns
+        messages = [{"role": "system", "content": self.data.system}, *turns.messages]
+        return replace(turns, messages=messages, given=turns.given and turns.given + 1)
 
 
-def _require_unicode(*texts: str) -> None:
+@dataclass(frozen=True, kw_only=True)
+class _Row:
+    where: str
+    row: Mapping[str, Any]
+    read: formats.Read
+
+    @property
+    def parts(self) -> tuple[formats.Part, ...]:
+        meaning = self.read.meaning
+        return (meaning.chosen, meaning.rejected) if isinstance(meaning, Pair) else (meaning,)
+
+    @property
+    def size(self) -> int:
+        """About how many characters it has; a token that is given counts as one."""
+        return sum(_size(part) for part in self.parts)
+
+
+def _size(part: formats.Part) -> int:
+    if isinstance(part, Turns):
+        return sum(len(str(message.get("content"))) for message in part.messages)
+    return sum(len(text) for text, _ in part.texts) if isinstance(part, Pieces) else len(part.ids)
+
+
+def _chunks(rows: Iterable[_Row]) -> Iterator[list[_Row]]:
+    """Rows to encode together: tokenizing takes hundreds of bytes for each character."""
+    chunk: list[_Row] = []
+    size = 0
+    for row in rows:
+        if chunk and (len(chunk) == ENCODED_ROWS or size + row.size > ENCODED_CHARACTERS):
+            yield chunk
+            chunk, size = [], 0
+        chunk.append(row)
+        size += row.size
+    if chunk:
+        yield chunk
+
+
+def _has_unicode(draft: Draft | BadRow) -> bool:
     """JSON can contain a lone surrogate, which no tokenizer accepts."""
-    if not all(encodable(text) for text in texts):
-        raise BadRow("invalid Unicode")
+    if isinstance(draft, Conversation):
+        return encodable(draft.text)
+    return all(encodable(text) for text, _ in draft.texts) if isinstance(draft, Pieces) else True

@@ -23,7 +23,7 @@ from typing import Any
 
 from flatout.config.settings import DataSettings, RowFormat
 from flatout.data.chat import TemplateFailed, compiled_fields
-from flatout.data.template import BadRow
+from flatout.data.template import BadRow, Turns
 
 Message = dict[str, Any]
 ROLES = {
@@ -56,15 +56,6 @@ MOST_KEYS_SHOWN = 8
 
 
 @dataclass(frozen=True, kw_only=True)
-class Turns:
-    """A conversation. Answers among the first `given` messages are part of the prompt and are not learnt."""
-
-    messages: Sequence[Message]
-    given: int = 0
-    tools: Sequence[Any] | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
 class Pieces:
     """Texts, each learnt or not. `closed`: between the tokens that begin and end a text for this tokenizer."""
 
@@ -86,7 +77,8 @@ class Pair:
     rejected: Turns | Pieces
 
 
-Meaning = Turns | Pieces | Ids | Pair
+Part = Turns | Pieces | Ids  # what one example is made of
+Meaning = Part | Pair
 
 
 @dataclass(frozen=True, kw_only=True)

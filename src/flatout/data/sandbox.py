@@ -1,288 +1,292 @@
-"""Runs untrusted Jinja with limits on its steps and on the length of its texts, and without access to the outside.
+"""The process in which templates run, with hard limits on its time and memory. It imports nothing but Jinja.
 
-Jinja's own sandbox keeps a template from objects it must not touch, but not from endless loops or filling the memory.
-Here every block is charged for its expressions when it is entered, every operation that reads a text or a list is
-charged for its length, and the length of a long result is checked in advance. Steps are counted, not seconds, so that
-the same row always has the same result. Imported only to compile a template: Jinja is not always installed.
+A template is untrusted code. Jinja's sandbox keeps it from the objects of this process, and the kernel ends the process
+when it takes too much. Requests and replies are JSON in frames on stdin and stdout (`chat` has the other end).
 """
 
 from __future__ import annotations
 
-import re
-import threading
-from collections.abc import Iterable, Iterator, Mapping, Sized
-from functools import wraps
+import json
+import resource
+import signal
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import datetime
+from functools import lru_cache
+from itertools import accumulate
 from typing import Any
 
-from jinja2 import TemplateError, nodes
-from jinja2.compiler import CodeGenerator, operators
+from jinja2 import TemplateError, meta, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import Namespace
 
-# A published template takes about 1,500 steps for a message. The limits grow with the messages to render.
-STEPS, STEPS_PER_MESSAGE = 2_000_000, 20_000
-CHARACTERS, CHARACTERS_PER_CHARACTER = 1 << 20, 8
-TEMPLATE_CHARACTERS = 1 << 20
-BLOCK_STEPS = 10  # of a block, a call or an item of an iterator, without its contents
-CHARACTERS_PER_STEP = 64
-ITEM_CHARACTERS = 64  # an item of a container counts as this many
-INTEGER_BITS = 4096
-SHORT = 4096  # characters of a text that costs only one step
-DECIMALS = 100
-# Filters and methods whose result can be as long as the product of their arguments.
-_GROWING = frozenset(
-    {"batch", "center", "expandtabs", "format", "format_map", "indent", "ljust", "rjust", "slice", "to_bytes", "tojson"}
-    | {"translate", "urlize", "wordwrap", "xmlattr", "zfill"}
-)
-# Filters that never read the items of a container.
-_SHALLOW = frozenset(
-    {"attr", "count", "d", "default", "first", "groupby", "items", "last", "length", "list", "map", "max", "min"}
-    | {"random", "reject", "rejectattr", "reverse", "safe", "select", "selectattr", "sort", "sum", "unique"}
-)
-_NUMBER = re.compile(rb"\d+")
+MESSAGES = 16_384
+# A text may have this many characters, and so many for each byte that was given.
+CHARACTERS, CHARACTERS_PER_BYTE = 1 << 20, 4
+REASON_CHARACTERS = 500
+# The cost of locating answers: characters to render, and these for each message.
+MESSAGE_COST = 500
+CHEAP, AFFORDABLE = 4_000_000, 200_000_000
+# Parts of the conversation that stand for the whole when one answer is rendered.
+HEAD_MESSAGES, HEAD_CHARACTERS = 3, 200
+SPOT_CHECKS = 4
+
+Message = dict[str, Any]
+Spans = list[tuple[int, int]]
+Render = Callable[..., str]
 
 
-class TooMuch(TemplateError):  # type: ignore[misc]
-    """The template exceeds the limits for the rows it is given."""
+class Unusable(Exception):
+    """The template exceeds a limit, whatever the row."""
 
 
-class _Limits(threading.local):
-    """The remaining limits of this thread's rendering."""
-
-    steps = STEPS
-    room: int | None = CHARACTERS  # None: unbounded
+class BadConversation(Exception):
+    """The answers of a conversation cannot be located."""
 
 
-class _Counting(CodeGenerator):  # type: ignore[misc]
-    """Generates Python code that charges for its work."""
-
-    def blockvisit(self, nodes_: Iterable[nodes.Node], frame: Any) -> None:
-        block = list(nodes_)
-        inside = sum(1 for node in block for _ in node.find_all(nodes.Node))
-        self.writeline(f"environment.spend({BLOCK_STEPS + len(block) + inside})")
-        super().blockvisit(block, frame)
-
-    def visit_Concat(self, node: nodes.Concat, frame: Any) -> None:
-        self.write("environment.concat(map(environment.text_of, (")
-        for part in node.nodes:
-            self.visit(part, frame)
-            self.write(", ")
-        self.write(")))")
-
-    def visit_Operand(self, node: nodes.Operand, frame: Any) -> None:
-        if isinstance(node.expr, nodes.Const):  # the usual case: a role, a mark
-            super().visit_Operand(node, frame)
-            return
-        self.write(f" {operators[node.op]} environment.charged_text(")
-        self.visit(node.expr, frame)
-        self.write(")")
-
-    def visit_Getitem(self, node: nodes.Getitem, frame: Any) -> None:
-        if not isinstance(node.arg, nodes.Slice):
-            super().visit_Getitem(node, frame)
-            return
-        self.write("environment.copied(")
-        self.visit(node.node, frame)
-        self.write(")[")
-        self.visit(node.arg, frame)
-        self.write("]")
+# -- the environment that transformers gives a chat template -------------------------------------------------
 
 
-class Generation(Extension):  # type: ignore[misc]
-    """`{% generation %}` marks an answer for a loss mask; here only its body is rendered."""
+class _Generation(Extension):  # type: ignore[misc]
+    """`{% generation %}` marks an answer; its body is rendered as it is."""
 
     tags = {"generation"}  # noqa: RUF012
 
     def parse(self, parser: Any) -> Any:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.CallBlock(self.call_method("_body"), [], [], body).set_lineno(line)
+
+    def _body(self, caller: Callable[[], str]) -> str:
+        return caller()
 
 
-class Sandbox(ImmutableSandboxedEnvironment):  # type: ignore[misc]
-    """The environment of one template. The remaining limits are kept per thread."""
+class _Variables(Namespace):  # type: ignore[misc]
+    """A namespace without names that mean something to Python or Jinja."""
 
-    code_generator_class = _Counting
-    intercepted_binops = frozenset({"+", "*", "**", "%"})
+    def __init__(*args: Any, **kwargs: Any) -> None:
+        self, *values = args
+        given = dict(*values, **kwargs)
+        for name in given:
+            _require_public(name)
+        Namespace.__init__(self, given)
 
-    def __init__(self, *, filters: Mapping[str, Any], functions: Mapping[str, Any]) -> None:
-        self._left = _Limits()
-        super().__init__(
-            trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols], finalize=self.charged_text
+    def __setitem__(self, name: str, value: Any) -> None:
+        _require_public(name)
+        super().__setitem__(name, value)
+
+
+def _require_public(name: Any) -> None:
+    if str(name).startswith("_"):
+        raise TemplateError(f"a namespace cannot have {name!r}")
+
+
+def _dict(*args: Any, **kwargs: Any) -> dict[Any, Any]:
+    return dict(*args, **kwargs)
+
+
+def _tojson(
+    value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
+) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _refuse(message: str) -> None:
+    raise TemplateError(message)
+
+
+def _today(form: str) -> str:
+    return datetime.now().strftime(form)
+
+
+def _undated(_form: str) -> str:
+    raise TemplateError("it writes today's date, and training data must not change from day to day")
+
+
+@lru_cache(maxsize=8)
+def compiled(template: str, *, dated: bool) -> tuple[Any, frozenset[str]]:
+    """The template, and the variables that it reads."""
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
+    )
+    environment.filters["tojson"] = _tojson
+    environment.globals |= {
+        "raise_exception": _refuse,
+        "strftime_now": _today if dated else _undated,
+        "dict": _dict,
+        "namespace": _Variables,
+    }
+    names = meta.find_undeclared_variables(environment.parse(template)) - set(environment.globals)
+    return environment.from_string(template), frozenset(names)
+
+
+# -- where the answers are -----------------------------------------------------------------------------------
+
+
+def spans(render: Render, messages: Sequence[Message], *, tools: Any, wanted: Sequence[int], text: str) -> Spans:
+    """The spans of the wanted answers in the text, from the end of the prompt to the end of the message.
+
+    The definition is `_by_prefixes`, which renders the conversation twice for each answer. Long ones are rendered in
+    parts, and the parts must add up to the text.
+    """
+    if len(messages) > MESSAGES:
+        raise BadConversation(f"more than {MESSAGES:,} messages")
+    each = [MESSAGE_COST + _length(message.get("content")) for message in messages]
+    upto = list(accumulate(each))
+    fixed = len(json.dumps(tools)) if tools else 0
+    cost = 2 * sum(upto[i] + fixed for i in wanted)
+    if cost <= CHEAP:
+        return _by_prefixes(render, messages, tools=tools, wanted=wanted, text=text)
+    found = _by_parts(render, messages, tools=tools, text=text)
+    if found is not None:
+        checked = {wanted[k * (len(wanted) - 1) // (SPOT_CHECKS - 1)] for k in range(SPOT_CHECKS)}
+        exact = _by_prefixes(render, messages, tools=tools, wanted=sorted(checked), text=text)
+        if exact == [found[i] for i in sorted(checked)]:
+            return [found[i] for i in wanted]
+    if cost > AFFORDABLE:
+        raise BadConversation(
+            f"{len(messages):,} messages are too many for this chat template, which renders a message by the others"
         )
-        del self.globals["lipsum"]  # writes any number of paragraphs
-        self.globals |= functions
-        self.filters.update(filters)
-        for table in (self.filters, self.tests):
-            table.update({name: self._charged(name, made) for name, made in table.items()})
+    return _by_prefixes(render, messages, tools=tools, wanted=wanted, text=text)
 
-    def begin(self, messages: Iterable[Mapping[str, Any]]) -> None:
-        """Starts a rendering with the limits for these messages."""
-        left, said = self._left, list(messages)
-        left.steps, left.room = STEPS + STEPS_PER_MESSAGE * len(said), None
-        size = sum(len(v) if type(v) is str else self._size(v) for message in said for v in message.values())
-        left.room = CHARACTERS + CHARACTERS_PER_CHARACTER * size
 
-    # -- called by the compiled template -------------------------------------------------------------------
-
-    def spend(self, steps: int) -> None:
-        left = self._left
-        left.steps -= steps
-        if left.steps < 0:
-            raise TooMuch(f"it takes more than {STEPS:,} steps and {STEPS_PER_MESSAGE:,} for each message")
-
-    def concat(self, parts: Iterable[str]) -> str:
-        kept, length, room = [], 0, self._room
-        for part in parts:
-            length += len(part)
-            if length > room:
-                self._allow(length)
-            kept.append(part)
-        return "".join(kept)
-
-    def charged_text(self, value: Any) -> Any:
-        """Charges for a value that is compared, searched or written, which takes time by its length."""
-        if type(value) is str:
-            if len(value) > SHORT:
-                self.spend(len(value) // CHARACTERS_PER_STEP)
-        elif isinstance(value, Sized):
-            self.spend(self._size(value) // CHARACTERS_PER_STEP)
-        return value
-
-    def text_of(self, value: Any) -> str:
-        return value if type(value) is str else str(self.charged_text(value))
-
-    def copied(self, value: Any) -> Any:
-        self._allow(_length(value))
-        return value
-
-    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        if operator == "+" and type(left) is str and type(right) is str and len(left) + len(right) < SHORT:
-            return left + right  # the most frequent case
-        if isinstance(left, int) and isinstance(right, int):
-            bits = left.bit_length() * abs(right) if operator == "**" else left.bit_length() + right.bit_length()
-            if bits > INTEGER_BITS:
-                raise TooMuch(f"it computes a number of more than {INTEGER_BITS:,} bits")
-        elif operator == "+":
-            self._allow(_length(left) + _length(right))
-        elif operator == "*":
-            self._allow((_length(left) or _length(right)) * _reach((left, right)))
-        elif operator == "%" and isinstance(left, str | bytes):
-            self._charge("format", (left, right))
-        return super().call_binop(context, operator, left, right)
-
-    def call(__self, __context: Any, __obj: Any, *args: Any, **kwargs: Any) -> Any:
-        inner = getattr(__obj, "__wrapped__", __obj)  # `format`, as Jinja wraps it
-        owner, name = getattr(inner, "__self__", None), getattr(inner, "__name__", None)
-        if isinstance(owner, str | bytes | int) and isinstance(name, str):
-            args = tuple(list(__self._charged_items(a)) if isinstance(a, Iterator) else a for a in args)
-            __self._charge(name, (owner, *args, *kwargs.values()))
-        else:
-            args = tuple(__self._charged_items(a) if isinstance(a, Iterator) else a for a in args)
-            __self.spend(BLOCK_STEPS + sum(map(_length, args)) // CHARACTERS_PER_STEP)
-        return super().call(__context, __obj, *args, **kwargs)
-
-    # -- charges -------------------------------------------------------------------------------------------
-
-    def _charged(self, name: str, function: Any) -> Any:
-        """Wraps a filter or test so that it charges for its arguments."""
-        at = 1 if hasattr(function, "jinja_pass_arg") else 0  # after the argument that Jinja itself inserts
-
-        @wraps(function)
-        def charged(*args: Any, **kwargs: Any) -> Any:
-            if len(args) > at and isinstance(args[at], Iterator):
-                items = self._charged_items(args[at])
-                args = (*args[:at], list(items) if name == "join" else items, *args[at + 1 :])
-            self._charge(name, (*args[at:], *kwargs.values()))
-            return function(*args, **kwargs)
-
-        return charged
-
-    def _charge(self, name: str, args: tuple[Any, ...]) -> None:
-        """Charges for what a call reads, and refuses a call whose result would be too long before it runs."""
-        sizes = [_length(value) if name in _SHALLOW else self._size(value) for value in args]
-        self.spend(BLOCK_STEPS + sum(sizes) // CHARACTERS_PER_STEP)
-        if name == "replace" and len(args) > 2 and all(isinstance(value, str) for value in args[:3]):
-            text, old, new = args[:3]
-            self._allow(len(text) + text.count(old) * len(new))
-        elif name == "join":
-            between = [(a, b) for a, b in ((0, 1), (1, 0)) if len(args) > 1 and isinstance(args[b], str | bytes)]
-            self._allow(sum(sizes) + max((_items(args[a]) * sizes[b] for a, b in between), default=0))
-        elif name == "sum" and any(isinstance(value, list | tuple) for value in args[1:]):
-            raise TooMuch("it adds up lists")
-        elif name == "round" and _reach(args[1:]) > DECIMALS:
-            raise TooMuch(f"it rounds to more than {DECIMALS} decimals")
-        elif name in _GROWING:
-            length = _reach(args) if name not in ("format", "format_map") else _reach(args) * _width(args[0])
-            for value, size in zip(args, sizes, strict=True):
-                length *= 1 if isinstance(value, int) else max(size, 1)
-            self._allow(length)
-
-    def _charged_items(self, items: Iterator[Any]) -> Iterator[Any]:
-        for item in items:
-            self.spend(BLOCK_STEPS)
-            yield item
-
-    @property
-    def _room(self) -> int:
-        return self._left.room or CHARACTERS
-
-    def _allow(self, length: int) -> None:
-        """Checks that a text of this length is allowed."""
-        if length > self._room:
-            raise TooMuch(
-                f"it makes a text or list of {length:,} characters; at most {self._room:,} are allowed for this row"
+def _by_prefixes(render: Render, messages: Sequence[Message], *, tools: Any, wanted: Sequence[int], text: str) -> Spans:
+    """By the length of the conversation before each answer, and with it."""
+    found = []
+    for i in wanted:
+        before = render(messages[:i], tools=tools, prompt=True)
+        through = text if i == len(messages) - 1 else render(messages[: i + 1], tools=tools)
+        if not (through.startswith(before) and text.startswith(through)):
+            raise BadConversation(
+                "the chat template rewrites earlier turns, so the answers cannot be separated from the prompts"
             )
-        self.spend(length // CHARACTERS_PER_STEP)
-
-    def _size(self, value: Any) -> int:
-        """The approximate length of `value` as text. Stops early, because containers can repeat one another."""
-        if isinstance(value, str | bytes):
-            return len(value)
-        room = self._left.room
-        size, looked_at, left = 0, 0, [value]
-        while left:
-            one = left.pop()
-            looked_at += 1
-            size += 1
-            if isinstance(one, str | bytes):
-                size += len(one)
-            elif isinstance(one, int):
-                size += one.bit_length() // 3
-            elif isinstance(one, list | tuple | set | frozenset):
-                left += one
-            elif isinstance(one, Mapping):
-                left += [*one.keys(), *one.values()]
-            elif isinstance(one, Sized):
-                size += len(one)
-                looked_at += len(one)
-            if room is not None and size + len(left) > room:
-                self._allow(size + len(left))
-        if room is not None:
-            self.spend(looked_at)
-        return size
+        found.append((len(before), len(through)))
+    return found
 
 
-def _items(value: Any) -> int:
-    return len(value) if isinstance(value, Sized) else 0
+def _by_parts(
+    render: Render, messages: Sequence[Message], *, tools: Any, text: str
+) -> dict[int, tuple[int, int]] | None:
+    """Every answer by what it adds to the few messages before it; None where that is not what the text has."""
+    answers = [i for i, message in enumerate(messages) if message.get("role") == "assistant"]
+    head_end = answers[0] + 1 if answers[0] < HEAD_MESSAGES else int(messages[0].get("role") == "system")
+    head = [_shortened(message) for message in messages[:head_end]]
+    few = tools[:1] if tools and len(json.dumps(tools[:1])) < MESSAGE_COST * 8 else None
+    found, end = {}, 0
+    for k, i in enumerate(answers):
+        # From the message after the answer before the last one; the first answer with all that comes before it.
+        first = answers[k - 2] + 1 if k > 1 else 0
+        part = [*(head if first >= head_end else []), *messages[first : i + 1]]
+        since = len(part) - (i - answers[k - 1]) if k else 0
+        given = few if k else tools
+        try:
+            earlier = render(part[:since], tools=given) if k else ""
+            before, through = render(part[:-1], tools=given, prompt=True), render(part, tools=given)
+        except TemplateError:  # it may miss what was left out
+            return None
+        if not (before.startswith(earlier) and through.startswith(before)):
+            return None
+        if not text.startswith(through[len(earlier) :], end):
+            return None
+        found[i] = (end + len(before) - len(earlier), end + len(through) - len(earlier))
+        end = found[i][1]
+    return found
+
+
+def _shortened(message: Message) -> Message:
+    content = message.get("content")
+    return message | {"content": content[:HEAD_CHARACTERS]} if isinstance(content, str) else message
 
 
 def _length(value: Any) -> int:
-    return len(value) if isinstance(value, str | bytes) else ITEM_CHARACTERS * _items(value)
+    return len(value) if isinstance(value, str) else 0
 
 
-def _reach(values: Iterable[Any]) -> int:
-    """The largest width or count that the numbers among them can request."""
-    reach = 1
-    for value in values:
-        if isinstance(value, int):
-            reach = max(reach, abs(value))
-        elif isinstance(value, tuple | list | dict):
-            inner = value.values() if isinstance(value, dict) else value
-            reach = max([reach, *(abs(one) for one in inner if isinstance(one, int))])
-    return reach
+# -- requests ------------------------------------------------------------------------------------------------
 
 
-def _width(text: Any) -> int:
-    """The largest width that a format requests."""
-    raw = text.encode(errors="replace") if isinstance(text, str) else text if isinstance(text, bytes) else b""
-    return max([1, *(int(number[:18]) for number in _NUMBER.findall(raw))])
+def replies_to(line: bytes) -> Iterator[dict[str, Any]]:
+    """Replies to the items of a request. The kernel ends the process at an item that takes longer than allowed."""
+    request = json.loads(line.decode(errors="surrogatepass"))
+    processor_s = request["processor_s"]
+    signal.setitimer(signal.ITIMER_PROF, processor_s)
+    try:
+        template, names = compiled(request["template"], dated=request["dated"])
+    except Exception as error:  # also Python's own, for code that is nested too deeply
+        template, invalid = None, _problem("invalid", error)
+    for item in request["items"]:
+        signal.setitimer(signal.ITIMER_PROF, processor_s)
+        if template is None:
+            yield invalid
+        elif item is None:
+            yield {"names": sorted(names)}
+        else:
+            yield _reply(template, item)
+
+
+def _reply(template: Any, item: Mapping[str, Any]) -> dict[str, Any]:
+    """The text for `values`, with the spans of the messages at `wanted`; or a `problem`."""
+    values, wanted = item["values"], item.get("wanted")
+    most = CHARACTERS + CHARACTERS_PER_BYTE * item["bytes"]
+
+    def render(messages: Sequence[Message], *, tools: Any, prompt: bool = False) -> str:
+        changed = {"messages": messages, "add_generation_prompt": prompt} | ({"tools": tools} if tools else {})
+        return written({name: value for name, value in values.items() if name != "tools"} | changed)
+
+    def written(values: Mapping[str, Any]) -> str:
+        text: str = template.render(values)
+        if len(text) > most:
+            raise Unusable(f"it makes a text of {len(text):,} characters; at most {most:,} are allowed for this row")
+        return text
+
+    try:
+        text = written(values)
+        if missing := next(_missing(item.get("expected", ()), text), None):
+            raise BadConversation(f"the chat template leaves {missing[0]} out (such as {missing[1][:40]!r})")
+        if wanted is None:
+            return {"text": text}
+        return {
+            "text": text,
+            "spans": spans(render, values["messages"], tools=values.get("tools"), wanted=wanted, text=text),
+        }
+    except BadConversation as error:
+        return _problem("conversation", error)
+    except Unusable as error:
+        return _problem("unusable", error)
+    except MemoryError:
+        return _problem("memory", "")
+    except Exception as error:  # untrusted code may raise anything
+        return _problem("failed", error)
+
+
+def _missing(expected: Sequence[tuple[str, str]], text: str) -> Iterator[tuple[str, str]]:
+    """What the text lacks of (kind, name), which are usually in this order in it."""
+    at = 0
+    for kind, name in expected:
+        found = text.find(name, at)
+        at = max(at, found)
+        if found < 0 and name not in text:
+            yield kind, name
+
+
+def _problem(kind: str, why: object) -> dict[str, Any]:
+    said = str(why) or type(why).__name__
+    return {"problem": kind, "why": said[:REASON_CHARACTERS]}
+
+
+def main() -> None:
+    memory_bytes = int(sys.argv[1])
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)  # no handler: it must end a filter that is at work
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGPROF})
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
+    for line in sys.stdin.buffer:
+        replies = list(replies_to(line))
+        sys.stdout.buffer.write(json.dumps(replies, ensure_ascii=False).encode(errors="surrogatepass") + b"\n")
+        sys.stdout.buffer.flush()
+        signal.setitimer(signal.ITIMER_PROF, 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -27,9 +27,18 @@ class BadRow(ValueError):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Turns:
+    """A conversation. Answers among the first `given` messages are part of the prompt and are not learnt."""
+
+    messages: Sequence[Message]
+    given: int = 0
+    tools: Sequence[Any] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class Conversation:
     text: str
-    spans: list[tuple[int, int]]  # the assistant's messages, each with its end mark
+    spans: Sequence[tuple[int, int]]  # the assistant's messages, each with its end mark
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +59,7 @@ class Template:
                 "completion texts with data.as_chat: false"
             )
         self.tokenizer = tokenizer
-        self._compiled = chat.compiled(text, dated=False)
+        self._program = chat.compiled(text, dated=False, what=f"the chat template of {tokenizer.name}")
         self._words = chat.words_of(tokenizer.files)
         # Control tokens are recognised in the template's text, unlike in a document's.
         self._backend = type(tokenizer.backend).from_str(tokenizer.files["tokenizer.json"])
@@ -59,31 +68,36 @@ class Template:
         added = self._backend.get_added_tokens_decoder().values()
         self._control = [token.content for token in added if token.special and token.content.strip()]
 
-    def render(self, messages: Sequence[Message], *, prompt: bool = False, tools: Sequence[Any] | None = None) -> str:
-        """The text of a conversation; with `prompt`, up to the start of the assistant's answer."""
-        try:
-            return self._compiled.render(messages, words=self._words, add_generation_prompt=prompt, tools=tools)
-        except chat.TemplateFailed as error:
-            raise BadRow(f"the chat template refuses it: {error}") from None
+    def conversations(self, several: Sequence[Turns]) -> list[Conversation | BadRow]:
+        """The text of each, and the spans of the assistant's messages after the given ones; or why there is none."""
+        found: list[Conversation | BadRow | None] = []
+        talks = []
+        for turns in several:
+            try:
+                talks.append(self._talk(turns))
+                found.append(None)
+            except BadRow as error:
+                found.append(error)
+        rendered = iter(self._program.rendered(talks, words=self._words))
+        return [_conversation(next(rendered)) if one is None else one for one in found]
 
-    def conversation(
-        self, messages: Sequence[Message], *, given: int = 0, tools: Sequence[Any] | None = None
-    ) -> Conversation:
-        """A conversation's text, and the spans of the assistant's messages after the first `given` messages."""
+    def conversation(self, turns: Turns) -> Conversation:
+        [found] = self.conversations([turns])
+        if isinstance(found, BadRow):
+            raise found
+        return found
+
+    def _talk(self, turns: Turns) -> chat.Talk:
+        messages, tools = turns.messages, turns.tools
         for message in messages:
             self._check(message)
         self._check_control(json.dumps(tools or "", ensure_ascii=False, default=str))
-        text = self.render(messages, tools=tools)
-        calls = [call["function"]["name"] for message in messages for call in message.get("tool_calls", ())]
-        if lost := next((name for name in calls if name not in text), None):
-            raise BadRow(f"the chat template leaves tool calls out (such as {lost[:40]!r})")
-        if tools and (name := _tool_name(tools[0])) and name not in text:
-            raise BadRow(f"the chat template leaves tools out (such as {name[:40]!r})")
-        answers = [i for i, m in enumerate(messages) if m["role"] == "assistant" and i >= given]
-        spans = [self._span(messages, i, text, tools) for i in answers]
-        if not spans:
+        wanted = [i for i, m in enumerate(messages) if m["role"] == "assistant" and i >= turns.given]
+        if not wanted:
             raise BadRow("no message of the assistant")
-        return Conversation(text=text, spans=spans)
+        expected = [("tool calls", call["function"]["name"]) for m in messages for call in m.get("tool_calls", ())]
+        expected += [("tools", name)] if tools and (name := _tool_name(tools[0])) else []
+        return chat.Talk(messages=messages, tools=tools, wanted=wanted, expected=expected)
 
     def encode_batch(self, conversations: Sequence[Conversation]) -> list[Encoded]:
         """Ids, and which of them belong to answers. Batched, because the tokenizer then uses all cores."""
@@ -91,18 +105,7 @@ class Template:
         return [_answered(encoding, one.spans) for encoding, one in zip(encodings, conversations, strict=True)]
 
     def encode(self, messages: Sequence[Message]) -> Encoded:
-        return self.encode_batch([self.conversation(messages)])[0]
-
-    def _span(self, messages: Sequence[Message], index: int, text: str, tools: Sequence[Any] | None) -> tuple[int, int]:
-        """The span of the assistant's message in the text, including its end mark."""
-        before = self.render(messages[:index], prompt=True, tools=tools)
-        last = index == len(messages) - 1
-        through = text if last else self.render(messages[: index + 1], tools=tools)
-        if not (through.startswith(before) and text.startswith(through)):
-            raise BadRow(
-                "the chat template rewrites earlier turns, so the answers cannot be separated from the prompts"
-            )
-        return len(before), len(through)
+        return self.encode_batch([self.conversation(Turns(messages=messages))])[0]
 
     def _check(self, message: Message) -> None:
         content = message.get("content")
@@ -120,6 +123,14 @@ class Template:
             raise BadRow(f"a message spells out the control token {found}")
 
 
+def _conversation(found: chat.Rendered | chat.TemplateFailed) -> Conversation | BadRow:
+    if isinstance(found, chat.BadConversation):
+        return BadRow(str(found))
+    if isinstance(found, chat.TemplateFailed):
+        return BadRow(f"the chat template refuses it: {found}")
+    return Conversation(text=found.text, spans=found.spans)
+
+
 def _tool_name(tool: Any) -> str | None:
     function = tool.get("function", tool) if isinstance(tool, dict) else None
     name = function.get("name") if isinstance(function, dict) else None
@@ -129,7 +140,7 @@ def _tool_name(tool: Any) -> str | None:
 def _answered(encoding: Any, spans: Sequence[tuple[int, int]]) -> Encoded:
     # By their ends: for a token that is only white space, some tokenizers report no other offset.
     ends = np.array([end for _, end in encoding.offsets], np.int64)
-    answered = np.zeros(len(ends), np.bool_)
-    for low, high in spans:
-        answered |= (low < ends) & (ends <= high)
+    lows, highs = np.array(spans, np.int64).reshape(-1, 2).T
+    span = np.searchsorted(lows, ends) - 1  # the last one that begins before
+    answered = (span >= 0) & (ends <= highs[span])
     return Encoded(ids=list(encoding.ids), answered=answered.tolist())

@@ -195,9 +195,13 @@ class JsonTokenizer:
         return self._template is not None
 
     def render(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool) -> str:
+        return self._rendered([messages], add_generation_prompt=add_generation_prompt)[0]
+
+    def _rendered(self, several: Sequence[chat.Messages], *, add_generation_prompt: bool) -> list[str]:
         if self._template is None:
             raise _no_template(self.name)
-        return chat.rendered(self._template, messages, words=self._words, add_generation_prompt=add_generation_prompt)
+        words, prompt = self._words, add_generation_prompt
+        return chat.rendered(self._template, several, words=words, add_generation_prompt=prompt, name=self.name)
 
     def render_ids(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool) -> list[int]:
         return chat.encoded(
@@ -211,7 +215,9 @@ class JsonTokenizer:
     def render_ids_batch(self, several: Sequence[Sequence[Mapping[str, Any]]]) -> list[list[int]]:
         """All at once, on several cores, except those that spell control tokens out."""
         plain = [not any(token and token in chat.text_in(said) for token in self._control) for said in several]
-        texts = [self.render(said, add_generation_prompt=True) for said, one in zip(several, plain, strict=True) if one]
+        texts = self._rendered(
+            [said for said, one in zip(several, plain, strict=True) if one], add_generation_prompt=True
+        )
         found = iter(self._controlled.encode_batch_fast(texts, add_special_tokens=False))
         return [
             list(next(found).ids) if one else self.render_ids(said, add_generation_prompt=True)
