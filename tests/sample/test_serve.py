@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import http.client
 import json
+import random
+import socket
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -45,7 +47,7 @@ class Says:
 def server() -> Iterator[Server]:
     sampling = Sampling(max_tokens=50, temperature=0.7, stop_ids=frozenset({256}))
     made = Server(Served("tiny", Says(), Chatty(), sampling))  # type: ignore[arg-type]
-    thread = threading.Thread(target=made.serve_forever, daemon=True)
+    thread = threading.Thread(target=made.serve_forever, args=(0.01,), daemon=True)
     thread.start()
     yield made
     made.shutdown()
@@ -129,6 +131,23 @@ def test_only_this_machine_with_the_token(server: Server) -> None:
         ({**HELLO, "stop": [3]}, "stop must be"),
         ({**HELLO, "n": 2}, "n must be 1"),
         ({**HELLO, "seed": -1}, "seed is -1"),
+        ({**HELLO, "seed": 10**400}, "seed is 1"),
+        ({**HELLO, "temperature": 10**400}, "temperature is 1"),
+        (b'{"messages": [{"role": "user", "content": "x"}], "temperature": NaN}', "temperature is nan"),
+        (b'{"messages": [{"role": "user", "content": "x"}], "top_p": 1e999}', "top_p is inf"),
+        (b'{"messages": [{"role": "user", "content": "x"}], "n": 1' + b"0" * 5000 + b"}", "not JSON"),
+        ({"messages": [{"role": "user", "content": "a \ud800 b"}]}, "invalid Unicode"),
+        ({**HELLO, "stop": ["\udfff"]}, "invalid Unicode"),
+        (b'{"messages": ' + b"[" * 100_000, "not JSON"),
+        (b'{"messages": ' + b"[" * 900 + b"]" * 900 + b"}", "a message needs a role"),
+        ({"messages": [{"role": ["user"], "content": "x"}]}, "a message needs a role"),
+        ({"messages": [{"role": "user", "content": {"text": "x"}}]}, "must be text"),
+        ({"messages": {"role": "user"}}, "messages must be a list"),
+        ({**HELLO, "stream": "yes"}, "stream is 'yes'"),
+        ({**HELLO, "stop": ["x"] * 1000}, "at most 16"),
+        ({**HELLO, "max_tokens": 1.5}, "max_tokens is 1.5"),
+        (b"\xff\xfe", "not JSON"),
+        (b"", "not JSON"),
         ({"messages": [{"role": "user", "content": "x" * 300}]}, "the model's window only 200"),
     ],
 )
@@ -141,3 +160,78 @@ def test_mistakes_are_told(server: Server, body: Any, words: str) -> None:
 def test_other_paths(server: Server) -> None:
     assert asked(server, "/v1/embeddings", HELLO)[0] == 404
     assert asked(server, "/")[0] == 404
+
+
+def raw(server: Server, data: bytes) -> bytes:
+    """The answer to bytes, which end here."""
+    with socket.create_connection(("127.0.0.1", server.port), timeout=60) as connection:
+        connection.sendall(data)
+        connection.shutdown(socket.SHUT_WR)
+        answer = b""
+        while part := connection.recv(1 << 16):
+            answer += part
+    return answer
+
+
+def request_head(server: Server, line: str, *headers: str) -> bytes:
+    own = [f"Host: 127.0.0.1:{server.port}", f"Authorization: Bearer {server.token}"]
+    return "\r\n".join([line, *own, *headers, "", ""]).encode("latin-1")
+
+
+@pytest.mark.parametrize(
+    ("line", "headers", "body"),
+    [
+        ("GET http://[/v1/models HTTP/1.1", [], b""),
+        ("GET http://[::1/v1/models", [], b""),
+        ("GARBAGE", [], b""),
+        ("GET / HTTP/x.y", [], b""),
+        (f"POST {CHAT} HTTP/1.1", ["Content-Length: " + "9" * 5000], b"{}"),
+        (f"POST {CHAT} HTTP/1.1", ["Content-Length: -1"], b"{}"),
+        (f"POST {CHAT} HTTP/1.1", ["Content-Length: \u00b2"], b"{}"),
+        (f"POST {CHAT} HTTP/1.1", ["Content-Length: 2", "Content-Length: 3"], b"{}"),
+        (f"POST {CHAT} HTTP/1.1", ["Content-Length: 3000000"], b"x" * 3_000_000),
+        (f"POST {CHAT} HTTP/1.1", ["Content-Length: 99"], b"{"),
+        (f"POST {CHAT} HTTP/1.1", ["Transfer-Encoding: chunked"], b"2\r\n{}\r\n0\r\n\r\n"),
+        (f"POST {CHAT} HTTP/1.1", ["Transfer-Encoding: chunked", "Content-Length: 2"], b"{}"),
+        (f"POST {CHAT} HTTP/1.1", [], b""),
+    ],
+)
+def test_what_is_no_request_gets_a_400(server: Server, line: str, headers: list[str], body: bytes) -> None:
+    answer = raw(server, request_head(server, line, *headers) + body)
+    assert answer.split(b"\r\n")[0].split(b" ")[1] == b"400", answer[:200]
+    assert asked(server, "/v1/models")[0] == 200
+
+
+def test_a_refused_body_is_not_read_as_a_request(server: Server) -> None:
+    inner = request_head(server, "GET /v1/models HTTP/1.1")
+    head = request_head(server, "POST /v1/embeddings HTTP/1.1", f"Content-Length: {len(inner)}")
+    assert raw(server, head + inner).count(b"HTTP/1.1 ") == 1
+
+
+def test_a_sampler_that_fails_is_an_answer(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(prompt: Sequence[int], *, sampling: Sampling) -> Iterator[int]:
+        yield 65
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(server.served.sampler, "stream", fails)
+    status, text = asked(server, CHAT, HELLO)
+    assert (status, json.loads(text)["error"]["message"]) == (500, "the answer failed: out of memory")
+    status, text = asked(server, CHAT, {**HELLO, "stream": True})
+    assert status == 200
+    assert "out of memory" in json.loads(text.strip().split("\n\n")[-1].removeprefix("data: "))["error"]["message"]
+
+
+def test_damaged_requests_always_get_a_status_line(server: Server) -> None:
+    """A good request with bytes exchanged, left out and repeated."""
+    body = json.dumps({**HELLO, "temperature": 0.5, "stop": ["x"], "seed": 3}).encode()
+    good = request_head(server, f"POST {CHAT} HTTP/1.1", f"Content-Length: {len(body)}") + body
+    draws = random.Random(0)
+    for _ in range(300):
+        data = bytearray(good)
+        for _ in range(draws.randint(1, 4)):
+            at, many = draws.randrange(len(data)), draws.choice([1, 1, 2, 9])
+            new = draws.choice([b"", bytes(draws.choices(range(256), k=many)), bytes(data[at : at + 20]) * many])
+            data[at : at + many] = new
+        if bytes(data).strip(b"\r\n"):
+            assert raw(server, bytes(data) + b"\r\n\r\n").startswith(b"HTTP/1."), bytes(data)
+    assert asked(server, CHAT, HELLO)[0] == 200

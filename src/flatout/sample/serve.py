@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import json
 import secrets
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler
@@ -18,12 +20,15 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from flatout.data.tokenizer import Tokenizer
-from flatout.errors import UsageError
+from flatout.errors import UsageError, first_line
 from flatout.loopback import ADDRESS, Loopback
 from flatout.sample.request import Sampler, Sampling
 from flatout.sample.text import pieces, prompt_ids, stop_texts
 
-MOST_BYTES = 1 << 22  # of a request
+MOST_BYTES = 1 << 21  # of a request
+MOST_STOPS, MOST_REAL = 16, 1e6
+# A client that is still sending when it is refused gets so much time and data to finish, and to read why.
+LINGER_S, LINGER_BYTES = 2.0, 1 << 26
 ROLES = ("system", "user", "assistant", "developer")
 
 
@@ -96,34 +101,42 @@ class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     timeout = 30
 
+    default_request_version = "HTTP/1.0"  # a request line that cannot be read gets a status line, too
+
     def do_GET(self) -> None:
-        if self._refused():
-            return
-        if urlsplit(self.path).path == "/v1/models":
-            model = {"id": self.server.served.name, "object": "model", "created": 0, "owned_by": "flatout"}
-            self._json(HTTPStatus.OK, {"object": "list", "data": [model]})
-        else:
-            self._fail(HTTPStatus.NOT_FOUND, f"{self.path} is not served here: /v1/models, /v1/chat/completions")
+        self._answered(self._get)
 
     def do_POST(self) -> None:
-        if self._refused():
-            return
-        kinds: dict[str, Callable[[Mapping[str, Any], Served], Answer]] = {
-            "/v1/chat/completions": _of_messages,
-            "/v1/completions": _of_prompt,
-        }
-        path = urlsplit(self.path).path
-        if path not in kinds:
-            self._fail(HTTPStatus.NOT_FOUND, f"{path} is not served here: {', '.join(kinds)}")
-            return
+        self._answered(self._post)
+
+    def _answered(self, work: Callable[[str], None]) -> None:
+        """Works on the path of a request that may be answered. Whatever goes wrong has its status line."""
+        self._begun = False
         try:
-            body = self._body()
-            answer = kinds[path](body, self.server.served)
+            self._check_caller()
+            work(self._path())
+        except _Refused as error:
+            self._fail(error.status, str(error))
         except UsageError as error:
             self._fail(HTTPStatus.BAD_REQUEST, str(error))
-            return
+        except ConnectionError:  # the client has gone
+            self.close_connection = True
+        except Exception as error:
+            self._fail(HTTPStatus.INTERNAL_SERVER_ERROR, f"the answer failed: {first_line(error)[:200]}")
+
+    def _get(self, path: str) -> None:
+        if path != "/v1/models":
+            raise _Refused(HTTPStatus.NOT_FOUND, f"{path:.200} is not served here: /v1/models, {', '.join(ANSWERS)}")
+        model = {"id": self.server.served.name, "object": "model", "created": 0, "owned_by": "flatout"}
+        self._json(HTTPStatus.OK, {"object": "list", "data": [model]})
+
+    def _post(self, path: str) -> None:
+        if path not in ANSWERS:
+            raise _Refused(HTTPStatus.NOT_FOUND, f"{path:.200} is not served here: {', '.join(ANSWERS)}")
+        body = self._body()
+        answer = ANSWERS[path](body, self.server.served)
         shape = _Shape(chat=path.endswith("chat/completions"), model=self.server.served.name)
-        if body.get("stream"):
+        if _flag(body, "stream"):
             asked = body.get("stream_options")
             self._stream(answer, shape, usage=isinstance(asked, dict) and bool(asked.get("include_usage")))
         else:
@@ -136,7 +149,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_header("Cache-Control", "no-store")
         self.send_header("Connection", "close")
         self.end_headers()
-        self.close_connection = True
+        self.close_connection = self._begun = True
         self._event(shape.first())
         for piece in answer.text(self.server.served):
             self._event(shape.part(piece))
@@ -150,34 +163,58 @@ class _Handler(BaseHTTPRequestHandler):
             self.wfile.write(f"data: {json.dumps(value)}\n\n".encode())
             self.wfile.flush()
 
-    def _body(self) -> Mapping[str, Any]:
-        length = self.headers.get("Content-Length", "")
-        if not length.isdecimal() or int(length) > MOST_BYTES:
-            self.close_connection = True
-            raise UsageError(f"a request needs a Content-Length of at most {MOST_BYTES} bytes")
+    def _path(self) -> str:
         try:
-            found = json.loads(self.rfile.read(int(length)))
-        except (ValueError, RecursionError):
-            raise UsageError("the request is not JSON") from None
+            return urlsplit(self.path).path
+        except ValueError:
+            raise UsageError(f"{self.path:.200} is no path") from None
+
+    def _body(self) -> Mapping[str, Any]:
+        length = self._length()
+        data = self.rfile.read(length)
+        try:
+            found = json.loads(data)
+            json.dumps(found, ensure_ascii=False).encode()  # a lone surrogate is no text
+        except (ValueError, RecursionError) as error:
+            why = ": it has invalid Unicode" if isinstance(error, UnicodeEncodeError) else ""
+            raise UsageError(f"the request is not JSON that can be read{why}") from None
         if not isinstance(found, dict):
             raise UsageError("the request must be a JSON object")
         return found
 
-    def _refused(self) -> bool:
-        """Answers requests with a wrong host name (DNS rebinding), from another site's page, or without the token."""
+    def _length(self) -> int:
+        given = self.headers.get_all("Content-Length") or []
+        digits = given[0].strip() if len(given) == 1 and "Transfer-Encoding" not in self.headers else ""
+        if not (digits.isascii() and digits.isdecimal() and len(digits) < 10 and int(digits) <= MOST_BYTES):
+            raise UsageError(f"a request needs one Content-Length, of at most {MOST_BYTES} bytes")
+        return int(digits)
+
+    def _check_caller(self) -> None:
+        """Refuses a wrong host name (DNS rebinding), another site's page, and who has no token."""
         if not self.server.is_addressed(self.headers):
-            self.close_connection = True
-            self._fail(HTTPStatus.FORBIDDEN, "this server answers only programs on this machine")
-            return True
+            raise _Refused(HTTPStatus.FORBIDDEN, "this server answers only programs on this machine")
         scheme, _, given = (self.headers.get("Authorization") or "").partition(" ")
         if scheme.lower() != "bearer" or not self.server.knows(given.strip()):
-            self.close_connection = True
-            self._fail(HTTPStatus.UNAUTHORIZED, "the API key is missing or wrong: use the one that flatout printed")
-            return True
-        return False
+            raise _Refused(HTTPStatus.UNAUTHORIZED, "the API key is missing or wrong: use the one that flatout printed")
 
     def _fail(self, status: HTTPStatus, words: str) -> None:
-        self._json(status, {"error": {"message": words, "type": "invalid_request_error", "code": int(status)}})
+        """The error as JSON, or as the last event of a stream. The rest of the request is not read as another one."""
+        error = {"error": {"message": words, "type": "invalid_request_error", "code": int(status)}}
+        self.close_connection = True
+        with suppress(OSError):  # the client has gone
+            if self._begun:
+                self._event(error)
+                return
+            self._json(status, error)
+            self._linger()
+
+    def _linger(self) -> None:
+        """Reads what is still sent: closing at once would take the answer back."""
+        self.connection.shutdown(socket.SHUT_WR)
+        self.connection.settimeout(LINGER_S)
+        end, left = time.monotonic() + LINGER_S, LINGER_BYTES
+        while left > 0 and time.monotonic() < end and (part := self.connection.recv(1 << 16)):
+            left -= len(part)
 
     def _json(self, status: HTTPStatus, value: Mapping[str, Any]) -> None:
         data = json.dumps(value).encode()
@@ -185,11 +222,19 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(data)))
         self.send_header("Cache-Control", "no-store")
+        if self.close_connection:
+            self.send_header("Connection", "close")
         self.end_headers()
         self.wfile.write(data)
 
     def log_message(self, format: str, *args: object) -> None:
         """Logs nothing: requests are the user's own."""
+
+
+class _Refused(Exception):
+    def __init__(self, status: HTTPStatus, words: str) -> None:
+        super().__init__(words)
+        self.status = status
 
 
 class _Shape:
@@ -238,6 +283,12 @@ def _of_prompt(body: Mapping[str, Any], served: Served) -> Answer:
     return _answer(body, served, ids, stops=())
 
 
+ANSWERS: Mapping[str, Callable[[Mapping[str, Any], Served], Answer]] = {
+    "/v1/chat/completions": _of_messages,
+    "/v1/completions": _of_prompt,
+}
+
+
 def _message(one: Any) -> dict[str, str]:
     role = one.get("role") if isinstance(one, dict) else None
     if role not in ROLES:
@@ -253,7 +304,7 @@ def _message(one: Any) -> dict[str, str]:
 
 
 def _answer(body: Mapping[str, Any], served: Served, ids: list[int], *, stops: Sequence[str]) -> Answer:
-    if body.get("n", 1) != 1:
+    if body.get("n") not in (None, 1):
         raise UsageError("n must be 1: one answer at a time")
     own = served.sampling
     room = served.sampler.window - len(ids)
@@ -267,6 +318,8 @@ def _answer(body: Mapping[str, Any], served: Served, ids: list[int], *, stops: S
     asked = [] if asked is None else [asked] if isinstance(asked, str) else asked
     if not isinstance(asked, list) or not all(isinstance(one, str) and one for one in asked):
         raise UsageError("stop must be a text or a list of texts")
+    if len(asked) > MOST_STOPS:
+        raise UsageError(f"stop has {len(asked)} texts; at most {MOST_STOPS} are read")
     sampling = replace(
         own,
         max_tokens=min(most, room),
@@ -281,9 +334,16 @@ def _real(body: Mapping[str, Any], name: str, default: float) -> float:
     value = body.get(name)
     if value is None:
         return default
-    if not isinstance(value, int | float) or isinstance(value, bool):
+    if not isinstance(value, int | float) or isinstance(value, bool) or not abs(value) <= MOST_REAL:
         raise UsageError(f"{name} is {value!r:.40}, and must be a number")
     return float(value)
+
+
+def _flag(body: Mapping[str, Any], name: str) -> bool:
+    value = body.get(name)
+    if value is not None and not isinstance(value, bool):
+        raise UsageError(f"{name} is {value!r:.40}, and must be true or false")
+    return bool(value)
 
 
 def _seed(body: Mapping[str, Any], default: int) -> int:
