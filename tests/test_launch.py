@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import psutil
 import pytest
@@ -285,6 +286,21 @@ def test_a_killed_rank_is_restarted_and_a_signal_preempts(
     assert max(int(p.name[5:]) for p in (run / "checkpoints").glob("step-*")) == ended["step"]
 
 
+def test_a_single_rank_ends_with_its_launcher(
+    config: Path, tmp_path: Path, started: list[subprocess.Popen[str]]
+) -> None:
+    run = tmp_path / "run"
+    process = launched(config, "train.steps=1000000", "--ranks", 1, "--run", run, cwd=tmp_path)
+    started.append(process)
+    wait_for_step(run, 3, process)
+    ranks = ranks_of(process)
+    process.kill()
+    process.wait()
+    wait_until(lambda: not any(psutil.pid_exists(rank.pid) for rank in ranks.values()))
+    (ended,) = events(run, "end")
+    assert max(int(p.name[5:]) for p in (run / "checkpoints").glob("step-*")) == ended["step"]
+
+
 def test_torchrun_trains_and_is_preempted_with_75(
     config: Path, tmp_path: Path, started: list[subprocess.Popen[str]]
 ) -> None:
@@ -410,6 +426,23 @@ def test_without_ray_the_way_out_is_told(
     done = flatout("launch", str(config), "--on", "ray", "--ranks", "2")
     assert done.code == 3
     assert "pip install" in done.err
+
+
+def test_how_long_ray_is_waited_for_is_a_setting(
+    config: Path,
+    flatout: Command,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ray = MagicMock()  # a cluster that has no room for any actor
+    ray.exceptions.RayActorError = ConnectionError
+    ray.wait = lambda waiting, *, num_returns, timeout: time.sleep(timeout) or ([], waiting)
+    monkeypatch.setitem(sys.modules, "ray", ray)
+    monkeypatch.setenv("RAY_ADDRESS", "a cluster")
+    done = flatout("launch", str(config), "--on", "ray", "--ranks", "2", "--wait", "1.1")
+    assert done.code == 3
+    said = " ".join(done.err.split())
+    assert "no room for 2 ranks of 4 CPUs within 1.1 s" in said
+    assert "wait longer with --wait SECONDS" in said
 
 
 def _is_rank(process: psutil.Process, run: Path) -> bool:

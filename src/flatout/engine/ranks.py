@@ -206,10 +206,10 @@ def joined(ranks: Ranks, *, num_gpus: int) -> Iterator[Ranks]:
             f"rank {ranks.rank} needs GPU {ranks.local_rank}, but this machine has {num_gpus}: "
             f"torchrun --nproc-per-node {num_gpus}"
         )
+    launched.end_with_launcher()
     if ranks.world == 1:
         yield ranks
         return
-    launched.end_with_launcher()
     if cuda:
         torch.cuda.set_device(ranks.local_rank)
     _join("nccl" if cuda else "gloo", ranks)

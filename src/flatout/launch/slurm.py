@@ -113,7 +113,6 @@ def comparing_script(jobs: Sequence[Job], resources: Resources) -> str:
         "nodes": "1",
         "ntasks": "1",
         "cpus-per-task": "1",
-        "mem": "4G",
         "time": "00:30:00",
         "partition": resources.partition,
         "account": resources.account,
