@@ -17,6 +17,7 @@ from flatout.cost import (
     Shares,
     activation_bytes,
     checkpoint_bytes,
+    decode_s,
     flops_per_token,
     kv_cache_bytes_per_token,
     step_time,
@@ -487,3 +488,28 @@ def test_recomputation_keeps_less_and_reads_more() -> None:
     _, again = work(SMALL, recompute="full")
     assert again["forward"].bytes < kept["forward"].bytes
     assert again["backward"].bytes > kept["backward"].bytes
+
+
+# Decode steps of the sampler, in ms, by rows and tokens of context; each row has 64 tokens of its own (docs/sampling.md)
+
+
+@pytest.mark.parametrize(
+    ("rows", "context", "measured_ms"),
+    [
+        *((64, 120, 1.48), (256, 120, 2.18), (1024, 120, 5.11), (2048, 120, 9.69), (4096, 120, 15.57)),
+        *((64, 500, 1.87), (256, 500, 3.41), (1024, 500, 9.48), (2048, 500, 18.58)),
+        *((256, 1500, 5.47), (1024, 1500, 20.70)),
+    ],
+)
+def test_decode_steps_take_what_was_measured_on_an_h200(rows: int, context: int, measured_ms: float) -> None:
+    found = decode_s(
+        MIDDLE,
+        rows=rows,
+        prompts=rows,
+        prompt_tokens=context,
+        own_tokens=64,
+        precision="bf16",
+        peak_flops=989e12,
+        bandwidth=4.8e12,
+    )
+    assert found * 1000 == pytest.approx(measured_ms, rel=0.25)

@@ -82,13 +82,27 @@ def plan_tables(plan: Mapping[str, Any], *, verbose: bool = False) -> list[Table
         forecast.add_row("parameters", number(total), share)
     forecast.add_row("peak memory", number(predicted["peak_gib"], unit=" GiB"), parts)
     how = f"estimated from shape and {rates.peak_words}"
+    how += "; completions of sample.max_tokens, without grading" if predicted.get("parts_s") else ""
     forecast.add_row("tokens/s", number(predicted["tokens_per_s"]), escape(unknown or how))
     shares = f"as done; {percent(predicted['mfu_common'])} by 6N + 12LHT; of {rates.peak_words}"
     forecast.add_row("MFU", percent(predicted["mfu"]), escape(unknown or shares))
     if predicted["hours"] is not None:
         forecast.add_row("time", duration(predicted["hours"] * 3600), f"{plan['job']['steps']} steps")
     forecast.add_row("checkpoint", number(predicted["checkpoint_gib"], unit=" GiB"), "each, on disk")
-    return [decisions, forecast]
+    if not predicted.get("parts_s"):
+        return [decisions, forecast]
+    return [decisions, forecast, _predicted_parts(predicted)]
+
+
+def _predicted_parts(predicted: Mapping[str, Any]) -> Table:
+    """The parts of a step of reinforcement learning, and why some are unknown."""
+    rows, whole = table("Predicted parts of a step", "part", "s a step", "how"), predicted["step_s"]
+    for name, seconds in predicted["parts_s"].items():
+        share = "" if seconds is None or not whole else f"{percent(seconds / whole)} of the step without grading"
+        mfu = predicted.get(f"{name.removesuffix(' update')}_mfu") if name.endswith(" update") else None
+        share += "" if mfu is None else f", MFU {percent(mfu)}"
+        rows.add_row(name, number(seconds), escape(predicted["parts_unknown"].get(name, share)))
+    return rows
 
 
 def _against_balanced(plan: Mapping[str, Any], other: Mapping[str, Any]) -> str:

@@ -162,6 +162,55 @@ def test_a_value_head_on_the_policys_trunk_has_time_but_no_mfu(flatout: Command,
     assert speed["actor_mfu"] > 0
 
 
+def test_the_prediction_of_each_part_stands_beside_its_measurement(trained: tuple[Path, str], flatout: Command):
+    run, printed = trained
+    report = report_of(flatout, run)
+    rows = {row["name"]: row for row in report["predictions"]}
+    parts = {part["name"]: part["seconds"] for part in report["step_parts"]}
+    for name in ("generate", "old log-probs", "reference", "values", "actor update", "critic update"):
+        assert rows[name]["measured"] == pytest.approx(parts[name]), name
+    assert rows["grade"]["measured"] == pytest.approx(parts["grade: queue"] + parts["grade: work"])
+    assert rows["actor_mfu"]["measured"] == pytest.approx(report["figures"]["actor_mfu"]["value"])
+    assert rows["generate"]["predicted"] is None  # on a CPU
+    assert "generation on a CPU is not predicted" in printed
+    assert "how long answers take to grade depends on the tasks" in printed
+
+
+def planned(flatout: Command, folder: Path, **changes: dict[str, Any]) -> dict[str, Any]:
+    model = {"layers": 30, "hidden": 576, "heads": 9, "kv_heads": 3, "intermediate": 1536, "vocab": 49152}
+    plan, train = {"precision": "bf16", "micro_batch": None, "threads": None}, {"batch_tokens": 65536}
+    config = write(
+        folder, **({"model": model, "data": {"sequence_length": 512}, "plan": plan, "train": train} | changes)
+    )
+    done = flatout("plan", str(config), "--on", "H200", "--json")
+    assert done.code == 0, done.err
+    found: dict[str, Any] = json.loads(done.out)["predicted"]
+    return found
+
+
+def test_a_plan_predicts_generation_and_passes_and_says_that_grading_is_unknown(flatout: Command, tmp_path: Path):
+    rl = {**CONFIG["rl"], "prompts": 64, "samples": 4}
+    sample = {"max_tokens": 128, "temperature": 1.0}
+    plain = planned(flatout, tmp_path, rl=rl, sample=sample)
+    parts = plain["parts_s"]
+    assert parts["grade"] is None
+    assert "depends on the tasks" in plain["parts_unknown"]["grade"]
+    assert plain["step_s"] == pytest.approx(sum(seconds for seconds in parts.values() if seconds is not None))
+    assert min(parts[part] for part in ("generate", "reference", "values", "actor update", "critic update")) > 0
+    longer = planned(flatout, tmp_path, rl=rl, sample={"max_tokens": 256, "temperature": 1.0})["parts_s"]
+    assert 1.9 < longer["generate"] / parts["generate"] < 2.5  # twice the tokens, with a longer cache
+    once = planned(flatout, tmp_path, rl={**rl, "updates": 1}, sample=sample)["parts_s"]
+    assert once["generate"] == pytest.approx(2 * parts["generate"])  # two steps share a phase
+    assert once["old log-probs"] == 0  # one step: the policy that learns is the one that generated
+    assert planned(flatout, tmp_path, rl={**rl, "kl": 0.0}, sample=sample)["parts_s"]["reference"] == 0
+    grpo = planned(flatout, tmp_path, rl={**rl, "algorithm": "grpo"}, sample=sample)
+    assert (grpo["parts_s"]["values"], grpo["parts_s"]["critic update"], grpo["critic_mfu"]) == (0, 0, None)
+    vllm = planned(flatout, tmp_path, rl={**rl, "sampler": "vllm"}, sample=sample)
+    assert vllm["parts_s"]["generate"] is None
+    assert vllm["step_s"] is None
+    assert "generation by vllm is not predicted" in vllm["unknown"]
+
+
 class Blocking:
     """A grader that grades one answer when it is let go on."""
 

@@ -467,6 +467,34 @@ def step_time(
     )
 
 
+# A decode step of flatout's sampler on an H200, by kernels and CUDA graphs: the kernels of a block one after the other,
+# and the shares of the peak and of the bandwidth that its matmuls and its reads reach; see docs/predictions.md.
+DECODE_BLOCK_S, DECODE_MATMUL_SHARE, DECODE_BANDWIDTH_SHARE = 31e-6, 0.30, 0.80
+
+
+def decode_s(
+    shape: ModelShape,
+    *,
+    rows: int,
+    prompts: float,
+    prompt_tokens: float,
+    own_tokens: float,
+    precision: str,
+    peak_flops: float,
+    bandwidth: float,
+) -> float:
+    """Seconds in which each of `rows` gets one more token. A prompt's keys and values are read once for its rows."""
+    each = kv_cache_bytes_per_token(shape, precision=precision)
+    cached = each * (prompts * prompt_tokens + rows * own_tokens)
+    read = (BYTES[precision] * shape.matmul_weights + cached) / (DECODE_BANDWIDTH_SHARE * bandwidth)
+    return shape.layers * DECODE_BLOCK_S + 2 * shape.matmul_weights * rows / (DECODE_MATMUL_SHARE * peak_flops) + read
+
+
+def prefill_s(shape: ModelShape, *, tokens: float, peak_flops: float) -> float:
+    """Seconds in which the keys and values of prompts are computed."""
+    return 2 * shape.matmul_weights * tokens / (MATMUL_SHARE["fused"] * peak_flops)
+
+
 # What very wide layers reach of a CPU's measured peak.
 CPU_MATMUL_SHARE = 0.95
 # By how much casts to 16 bits lengthen all but the matmuls, on a Xeon with bf16 units; see docs/predictions.md.

@@ -46,7 +46,7 @@ from flatout.record.events import (
 from flatout.record.records import PEAK
 from flatout.record.rollouts import RolloutsGraded
 from flatout.record.routed import PhaseScored
-from flatout.verdict import judge, loss_ends, peak_words, speed_of, speed_of_steps, warm_up
+from flatout.verdict import judge, loss_ends, peak_words, rl_parts, speed_of, speed_of_steps, warm_up
 
 # Parts a history is drawn from, steps the current speed is averaged over, samples that are read of a long run.
 # Names of the metrics that combined gradients have, see `engine.conflicts`.
@@ -434,7 +434,19 @@ def _forecasts(story: Story) -> list[Forecast]:
         ("peak_gib", "GiB at the peak", story.peak_gib),
         ("hours", "hours", story.seconds / 3600 if whole else None),
     ]
-    return [Forecast(name=name, unit=unit, predicted=predicted.get(name), measured=got) for name, unit, got in rows]
+    if parts := predicted.get("parts_s"):
+        rows += [
+            ("actor_mfu", "MFU of the actor", speed.actor_mfu),
+            ("critic_mfu", "MFU of the critic", speed.critic_mfu),
+        ]
+    found = [Forecast(name=name, unit=unit, predicted=predicted.get(name), measured=got) for name, unit, got in rows]
+    measured = {part.name: part.seconds for part in rl_parts(speed)}
+    if "grade: queue" in measured:
+        measured["grade"] = measured["grade: queue"] + measured["grade: work"]
+    return found + [
+        Forecast(name=name, unit=f"s a step, {name}", predicted=seconds, measured=measured.get(name))
+        for name, seconds in (parts or {}).items()
+    ]
 
 
 def _gpus(samples: Sequence[Mapping[str, Any]]) -> list[Gpu]:

@@ -23,6 +23,7 @@ from flatout.plan.predict import (
     predict,
     rates_of,
 )
+from flatout.plan.rollouts import predict_rl
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,6 +104,8 @@ def decide(job: Job) -> Plan:
     _decide_host(job, choices)
     decisions, reasons = choices.decisions(), choices.reasons
     predicted = predict(job, decisions)
+    if job.rollout is not None:
+        predicted = predict_rl(job, decisions, predicted)
     if job.pins.micro_batch is None:
         reasons["micro_batch"] = f"{_peak_text(job, decisions, predicted)}; {reasons['micro_batch']}"
     rows = None

@@ -8,6 +8,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Literal
 
 from flatout import hub
 from flatout.config.recipes import RECIPES
@@ -17,6 +18,23 @@ from flatout.errors import UsageError
 from flatout.files import TEXT_BYTES, typed
 from flatout.hardware import Hardware
 from flatout.record import Run
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rollout:
+    """A phase of reinforcement learning, over all ranks: what is generated, and which models pass over it."""
+
+    prompts: int
+    samples: int
+    steps: int  # that learn from it, over all epochs
+    epochs: int
+    prompt_tokens: float  # on average; before the tasks are opened, the most that fit
+    max_tokens: int
+    reference: bool
+    critic: Literal["shared", "own"] | None
+    # none: the sampler's, or not needed; check: the sampler's, if a part agrees; pass: computed again
+    old_logprobs: Literal["none", "check", "pass"]
+    sampler: str = "flatout"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +66,7 @@ class Job:
     gradient_tasks: int = 0
     own_critic: bool = False
     reference: bool = False
+    rollout: Rollout | None = None
     # Share of the GPU's memory that another engine takes, such as vLLM.
     taken_share: float = 0.0
 
@@ -119,6 +138,7 @@ def job_of(
     mean_context: float | None = None,
     longest: int | None = None,
     trained_share: float | None = None,
+    prompt_tokens: float | None = None,
 ) -> Job:
     """Returns the job that a configuration describes on this hardware."""
     train = settings.train
@@ -152,7 +172,27 @@ def job_of(
         gradient_tasks=len(rl.tasks) if recipe.rolls_out and settings.mtl.method not in ("mixed", "equal") else 0,
         own_critic=recipe.rolls_out and rl.algorithm == "ppo" and rl.critic == "own",
         reference=recipe.rolls_out and bool(rl.kl) and adapters is None,  # under adapters it is the frozen base
+        rollout=_rollout(settings, prompt_tokens=prompt_tokens) if recipe.rolls_out else None,
         taken_share=rl.vllm_memory if recipe.rolls_out and rl.sampler == "vllm" else 0.0,
+    )
+
+
+def _rollout(settings: Settings, *, prompt_tokens: float | None) -> Rollout:
+    rl, sample = settings.rl, settings.sample
+    plain = (sample.temperature, sample.top_p, sample.top_k) == (1.0, 1.0, 0)
+    asked: dict[str, Literal["none", "check", "pass"]] = {"auto": "check", "sampler": "none", "trainer": "pass"}
+    old = asked[rl.old_logprobs] if plain else "pass"
+    return Rollout(
+        prompts=rl.prompts,
+        samples=rl.samples,
+        steps=rl.steps_in_phase,
+        epochs=rl.epochs,
+        prompt_tokens=prompt_tokens or settings.data.sequence_length - sample.max_tokens,
+        max_tokens=sample.max_tokens,
+        reference=bool(rl.kl),
+        critic=rl.critic if rl.algorithm == "ppo" else None,
+        old_logprobs=old if rl.steps_in_phase > 1 else "none",
+        sampler=rl.sampler,
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Literal
 
 from flatout.config.settings import Precision, Recompute
@@ -59,6 +59,11 @@ class Prediction:
     mfu_common: float | None
     hours: float | None
     checkpoint_gib: float
+    # Of reinforcement learning: the parts of a step, None with a reason where unknown; MFU of each update, as common.
+    parts_s: Mapping[str, float | None] = field(default_factory=dict)
+    parts_unknown: Mapping[str, str] = field(default_factory=dict)
+    actor_mfu: float | None = None
+    critic_mfu: float | None = None
     # Why speed is not predicted, and what the memory does not include; None: nothing is missing.
     unknown: str | None = None
     left_out: str | None = None

@@ -110,6 +110,8 @@ class Material:
     longest: int | None = None
     # Share of the tokens that the loss covers; None: all of them.
     trained_share: float | None = None
+    # Tokens of a prompt on average, where the recipe generates; None: unknown.
+    prompt_tokens: float | None = None
 
 
 OpenMaterial = Callable[[Settings], AbstractContextManager[Material]]

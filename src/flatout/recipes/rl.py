@@ -35,9 +35,11 @@ def run(settings: Settings, *, folder: Path, resume: bool = False, sinks: Sequen
 def rollouts(settings: Settings) -> Iterator[Material]:
     tokenizer = load_tokenizer(tokenizer_of(settings), documents=None, cache=Path())
     method = settings.mtl.method
+    source = Rollouts(settings, tokenizer)
     yield Material(
         facts=Asked(settings=settings, tokenizer=tokenizer),
-        source=Rollouts(settings, tokenizer),
+        source=source,
+        prompt_tokens=source.prompt_tokens,
         held_out=lambda ranks, micro_batch: [],
         objective=PolicyGradient(settings.rl, temperature=settings.sample.temperature),
         combine=Combined(tasks=settings.rl.tasks, seed=settings.seed, method=method) if is_method(method) else None,

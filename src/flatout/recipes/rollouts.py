@@ -28,6 +28,7 @@ from flatout.engine.ranks import Ranks
 from flatout.engine.step import Engine
 from flatout.errors import UsageError
 from flatout.plan import Plan
+from flatout.plan.rollouts import MOST_ROWS
 from flatout.recipes.batches import shrunk
 from flatout.recipes.experience import Experience, Group, Prompt, Update, full_batch, packed
 from flatout.recipes.levels import Levels
@@ -49,8 +50,6 @@ from flatout.sample import (
 )
 from flatout.tasks import Graded, Task, Worked
 
-# The most concurrent sequences. On a GPU all of a phase are fastest; the sampler takes fewer if memory is short.
-MOST_ROWS = {"cuda": 1024, "cpu": 64}
 # Questions whose prompts are measured before the run starts.
 CHECKED = 16
 # Completions of a phase that the record keeps, and the most characters of each.
@@ -83,8 +82,10 @@ class Rollouts:
         self.settings, self.tokenizer = settings, tokenizer
         backend_of(settings.rl.sampler)  # or what is missing is named now
         self.levels = Levels(settings.rl)
-        for spec in settings.rl.tasks:
-            self._check(spec, self.levels.task(spec, level=self.levels.level(spec)))
+        lengths = [
+            self._checked(spec, self.levels.task(spec, level=self.levels.level(spec))) for spec in settings.rl.tasks
+        ]
+        self.prompt_tokens = sum(lengths) / len(lengths)
 
     @property
     def steps_per_epoch(self) -> float | None:
@@ -97,8 +98,8 @@ class Rollouts:
             count += size
         return count / rl.prompts * rl.steps_in_phase
 
-    def _check(self, spec: str, task: Task) -> None:
-        """Refuses a task whose prompts do not fit, or that has no solutions to learn from first."""
+    def _checked(self, spec: str, task: Task) -> float:
+        """The mean length of its first prompts. Refuses a task that cannot be learnt from."""
         if self.settings.rl.teach and not isinstance(task, Worked):
             raise UsageError(
                 f"rl.teach: {spec} has no worked solutions. In a jsonl: file, name their field: "
@@ -113,13 +114,14 @@ class Rollouts:
             )
             raise UsageError(f"train.epochs: {why}, so there is no epoch: give train.steps")
         some = range(min(CHECKED, task.size or CHECKED))
-        shortest = min(len(prompt_ids(self.tokenizer, task.prompt(i))) for i in some)
-        length, room = self.settings.data.sequence_length, self.settings.sample.max_tokens
+        lengths = [len(prompt_ids(self.tokenizer, task.prompt(i))) for i in some]
+        shortest, length, room = min(lengths), self.settings.data.sequence_length, self.settings.sample.max_tokens
         if shortest + room > length:
             raise UsageError(
                 f"the prompts of {spec} have {shortest} tokens or more; with sample.max_tokens ({room}) they do not "
                 f"fit data.sequence_length ({length}): raise it, and model.positions too, or lower sample.max_tokens"
             )
+        return sum(lengths) / len(lengths)
 
     def trial_batch(self, ranks: Ranks, *, micro_batch: int) -> Batch:
         return full_batch(self.settings, micro_batch)

@@ -232,6 +232,7 @@ def plan_for(
         mean_context=None if material is None else material.mean_context,
         longest=None if material is None else material.longest,
         trained_share=None if material is None else material.trained_share,
+        prompt_tokens=None if material is None else material.prompt_tokens,
     )
     if begun is None:
         return decide(job)

@@ -58,6 +58,10 @@ class _Predicted(TypedDict, total=False):
     mfu: Finite | None
     mfu_common: Finite | None
     hours: Finite | None
+    parts_s: Mapping[str, Finite | None]
+    parts_unknown: Mapping[str, str]
+    actor_mfu: Finite | None
+    critic_mfu: Finite | None
 
 
 class _Decisions(TypedDict, total=False):

@@ -356,7 +356,7 @@ def plan(story: Story, *, id: str, level: int) -> Html:
 
 
 def _forecast(row: Forecast) -> list[Child]:
-    show = percent if row.name.startswith("mfu") else number
+    show = percent if "mfu" in row.name else number
     ratio = "n/a" if row.ratio is None else f"{row.ratio:.2f}"
     return [row.unit, show(row.predicted), show(row.measured), ratio]
 
