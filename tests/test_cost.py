@@ -490,7 +490,7 @@ def test_recomputation_keeps_less_and_reads_more() -> None:
     assert again["backward"].bytes > kept["backward"].bytes
 
 
-# Decode steps of the sampler, in ms, by rows and tokens of context; each row has 64 tokens of its own (docs/sampling.md)
+# Decode steps of the sampler, in ms, by rows and tokens of context; each row also has 64 of its own (docs/sampling.md)
 
 
 @pytest.mark.parametrize(
