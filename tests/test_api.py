@@ -22,6 +22,11 @@ TINY = {
 }
 
 
+def test_the_names_are_listed() -> None:
+    assert dir(flatout) == sorted(flatout.__all__)
+    assert all(getattr(flatout, name) is not None for name in dir(flatout))
+
+
 @pytest.mark.parametrize("block", BLOCKS)
 def test_every_block_of_the_page_runs(block: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)

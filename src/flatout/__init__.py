@@ -21,3 +21,7 @@ def __getattr__(name: str) -> Any:
     if name in ("hf", "plan"):  # modules; the second can be called
         return import_module(f"flatout.{name}")
     raise AttributeError(f"module 'flatout' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -100,6 +100,12 @@ def check_name(name: str) -> None:
         raise UsageError(f"model: the folder {name!r:.200} {found}; give a folder, or a name on the hub, OWNER/NAME")
 
 
+def name_in_cache(folder: Path) -> str | None:
+    """The hub name of a folder that is a snapshot in the hub's cache, `models--OWNER--NAME/snapshots/COMMIT`."""
+    kind, *parts = folder.parent.parent.name.split("--")
+    return "/".join(parts) if folder.parent.name == "snapshots" and kind == "models" and parts else None
+
+
 def root_of(path: Path) -> Path:
     """The folder that a link to a model's file may not leave: the model's folder, or the blobs of the hub's cache.
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +17,7 @@ from tests.recipes import test_rft
 
 from flatout import recipes
 from flatout.config import from_mapping
+from flatout.engine.opening import open_model
 from flatout.errors import UsageError
 from flatout.hardware import parse
 from flatout.plan import decide, job_of
@@ -70,6 +74,34 @@ def test_it_starts_where_the_run_ended(
     weights.write_bytes(content)
     with pytest.raises(UsageError, match=r"model\.safetensors .*remove the folder, and it is rebuilt"):
         recipes.run(again, folder=tmp_path / "flipped")
+
+
+def test_an_adapter_names_its_base_for_people_elsewhere(
+    base: Path, tmp_path: Path, flatout: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    snapshot = tmp_path / "hub" / "models--org--tiny" / "snapshots" / "abc"
+    shutil.copytree(base, snapshot)
+    named = {"of-hub": snapshot, "of-folder": base, "of-run": tmp_path / "of-folder"}
+    bases = {}
+    for name, model in named.items():
+        recipes.run(settings_of(model, tmp_path, lora={"rank": 2}), folder=tmp_path / name)
+        done = flatout("export", tmp_path / name, "--to", tmp_path / "out" / name)
+        assert done.returncode == 0, done.stderr
+        bases[name] = json.loads((tmp_path / "out" / name / "adapter_config.json").read_text())[
+            "base_model_name_or_path"
+        ]
+    relative = os.path.relpath(base, tmp_path / "out" / "of-folder")
+    assert bases == {"of-hub": "org/tiny", "of-folder": relative, "of-run": "base"}
+    umask = os.umask(0)
+    os.umask(umask)
+    written = [path for path in (tmp_path / "out").rglob("*") if path.is_file()]
+    assert {path.stat().st_mode & 0o777 for path in written} == {0o666 & ~umask}
+    # From any folder, and without the cache.
+    shutil.rmtree(tmp_path / "cache")
+    monkeypatch.chdir("/")
+    assert open_model(str(tmp_path / "out" / "of-folder")).folder is not None
+    shutil.move(tmp_path / "out" / "of-run", tmp_path / "moved")
+    assert open_model(str(tmp_path / "moved")).folder == tmp_path / "moved" / "base"
 
 
 def test_it_is_planned_without_its_weights(base: Path, tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -16,6 +18,9 @@ if TYPE_CHECKING:
     import torch
 
     from flatout.engine.trained import Trained
+    from flatout.record import Run
+
+BASE = "base"  # the folder of a base that is exported with its adapters
 
 
 def export(
@@ -59,14 +64,15 @@ def export(
         raise UsageError(f"{to} is not an empty folder, and nothing is overwritten: choose another folder{way}")
     if best and step is not None:
         raise UsageError("--best and --step each name a checkpoint: give one of them")
-    trained = open_trained(Run.open(run), best=best, step=step, trust=trust)
+    opened = Run.open(run)
+    trained = open_trained(opened, best=best, step=step, trust=trust)
     warn(trained.notices)
     if merge and trained.adapters is None:
         raise UsageError(f"{run} trained all weights, so there is nothing to merge: remove --merge")
     try:
         if force:
             _remove_export(to)
-        _write(trained, run, to, dtype=DTYPES[dtype], merge=merge)
+        _write(trained, opened, to, dtype=DTYPES[dtype], merge=merge, pushed=push is not None)
     except (OSError, SafetensorError) as error:
         why = as_os_error(error, to).strerror or error
         raise EnvironmentLacks(f"{to} cannot be written: {why}. The folder is incomplete: remove it") from None
@@ -88,28 +94,73 @@ def _remove_export(folder: Path) -> None:
             path.unlink()
 
 
-def _write(trained: Trained, run: Path, to: Path, *, dtype: torch.dtype, merge: bool) -> None:
+def _write(trained: Trained, run: Run, to: Path, *, dtype: torch.dtype, merge: bool, pushed: bool) -> None:
     from flatout.engine.trained import export_whole
-    from flatout.model import Decoder, foreign_lora, peft
 
     if trained.adapters is not None and not merge:
-        trained.tokenizer.save(to)
-        if trained.adapters.names and isinstance(trained.model, Decoder):
-            for which, name in enumerate(trained.adapters.names):
-                at = {"base": trained.base, "fingerprint": trained.fingerprint, "which": which}
-                peft.save(trained.model, to / name, trained.adapters, **at)  # type: ignore[arg-type]
-            names = ", ".join(trained.adapters.names)
-            print_plain(f"wrote the adapters {names} of step {trained.step} of {run} to {to}, each in its own folder")
-            return
+        _write_adapters(trained, run, to, pushed=pushed)
+    else:
+        if trained.adapters is not None and trained.adapters.base_bits == 4:
+            out.print(
+                "the adapters were trained on 4-bit weights and are merged into the unquantised ones: close, not equal"
+            )
+        export_whole(trained, to, dtype=dtype)
+        print_plain(f"wrote step {trained.step} of {run.path} to {to}")
+    _follow_umask(to)
+
+
+def _write_adapters(trained: Trained, run: Run, to: Path, *, pushed: bool) -> None:
+    """Each of several adapters in a folder of its own."""
+    from flatout.model import Decoder, foreign_lora, peft
+
+    assert trained.adapters is not None
+    trained.tokenizer.save(to)
+    base = _with_base(trained, run, to)
+    if not trained.adapters.names:
+        name = _base_name(base, to, pushed=pushed)
         if isinstance(trained.model, Decoder):
-            peft.save(trained.model, to, trained.adapters, base=trained.base, fingerprint=trained.fingerprint)
+            peft.save(trained.model, to, trained.adapters, base=name, fingerprint=trained.fingerprint)
         else:
-            foreign_lora.save(trained.model, to, base=trained.base)
-        print_plain(f"wrote the adapter of step {trained.step} of {run} to {to}; its base model is {trained.base}")
+            foreign_lora.save(trained.model, to, base=name)
+        print_plain(f"wrote the adapter of step {trained.step} of {run.path} to {to}; its base model is {base}")
         return
-    if trained.adapters is not None and trained.adapters.base_bits == 4:
-        out.print(
-            "the adapters were trained on 4-bit weights and are merged into the unquantised ones: close, not equal"
-        )
-    export_whole(trained, to, dtype=dtype)
-    print_plain(f"wrote step {trained.step} of {run} to {to}")
+    assert isinstance(trained.model, Decoder)
+    for which, adapter in enumerate(trained.adapters.names):
+        folder = to / adapter
+        name = _base_name(base, folder, pushed=pushed)
+        spec, fingerprint = trained.adapters, trained.fingerprint
+        peft.save(trained.model, folder, spec, base=name, fingerprint=fingerprint, which=which)
+    names = ", ".join(trained.adapters.names)
+    print_plain(f"wrote the adapters {names} of step {trained.step} of {run.path} to {to}, each in its own folder")
+
+
+def _with_base(trained: Trained, run: Run, to: Path) -> str:
+    """The adapters' base. One that only our cache has, the weights of another run, is copied beside them."""
+    from flatout.recipes.started import is_cached
+
+    assert trained.base is not None
+    if not is_cached(trained.base, run):
+        return trained.base
+    shutil.copytree(trained.base, to / BASE, dirs_exist_ok=True)
+    return str(to / BASE)
+
+
+def _base_name(base: str, folder: Path, *, pushed: bool) -> str:
+    """The base for people elsewhere: its name on the hub, or else the way from the adapter to it."""
+    if not hub.is_here(base):
+        return base
+    real = Path(base).expanduser().resolve()
+    if published := hub.name_in_cache(real):
+        return published
+    return real.name if pushed else os.path.relpath(real, folder.resolve())
+
+
+def _follow_umask(folder: Path) -> None:
+    """Safetensors and temporary folders are for their owner only; an export is for whom the umask lets read."""
+    probe = folder / ".umask"
+    probe.touch()
+    mode = probe.stat().st_mode & 0o777
+    probe.unlink()
+    for path in folder.rglob("*"):
+        if path.suffix in (".safetensors", ".json", ".jinja") and path.is_file() and not path.is_symlink():
+            path.chmod(mode)

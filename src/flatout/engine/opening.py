@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -136,6 +137,8 @@ def _adapter(name: str, device: torch.device, dtype: torch.dtype) -> Opened:
     base = hub.read_json(folder / peft.CONFIG).get("base_model_name_or_path")
     if not isinstance(base, str) or not base:
         raise UsageError(f"{folder / peft.CONFIG} names no base_model_name_or_path: put the folder of its base there")
+    if os.path.isdir(folder / base):  # as `flatout export` names it
+        base = str(folder / base)
     under, shape = hub.folder(base, weights=True), named_shape(ModelSettings(name=base))
     if shape.foreign:
         raise UsageError(f"{name} is an adapter on {base}, but adapters need flatout's own decoder: {shape.foreign}")

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import fcntl
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
 
+from flatout import files
 from flatout.config.recipes import RECIPES
 from flatout.config.settings import Settings
 from flatout.data.prepare import cache_folder
@@ -33,7 +35,7 @@ def from_run(settings: Settings) -> Settings:
         raise UsageError(
             f"{problems[0]}: to start from that step, `flatout export` it and name the export as the model"
         )
-    models = cache_folder(settings.data) / "models"
+    models = _models(cache_folder(settings.data))
     folder = models / f"{run.id}-{checkpoint.step}-{checkpoint.checksum[:16]}"
     seals = Seals(root=models, run=checkpoint.checksum)
     try:
@@ -50,3 +52,15 @@ def from_run(settings: Settings) -> Settings:
         why = as_os_error(error, folder).strerror or error
         raise EnvironmentLacks(f"the weights of {name} cannot be written to {folder}: {why}") from None
     return replace(settings, model=replace(settings.model, name=str(folder)))
+
+
+def is_cached(base: str, run: Run) -> bool:
+    """Whether the base of a run is a copy that `from_run` made."""
+    data = run.config.get("data")
+    chosen = data.get("cache") if isinstance(data, dict) else None
+    caches = [files.cache_folder(), *([Path(chosen).expanduser()] if isinstance(chosen, str) else [])]
+    return Path(base).resolve().parent in [_models(cache).resolve() for cache in caches]
+
+
+def _models(cache: Path) -> Path:
+    return cache / "models"
