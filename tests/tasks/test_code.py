@@ -271,3 +271,15 @@ def test_guru_functional_tests_of_a_class() -> None:
 def test_other_ground_truth_is_refused(truth: str) -> None:
     with pytest.raises(UsageError, match="row 1"):
         guru(truth, where="row 1")
+
+
+def test_programs_too_can_be_as_many_as_one_says() -> None:
+    first, endless = open_task("code:train?size=16&shots=2"), open_task("code:train?shots=2")
+    assert isinstance(first, Code)
+    assert isinstance(endless, Code)
+    assert (first.size, endless.size, open_task("code?size=7").size) == (16, None, 7)
+    assert [first.prompt(i) for i in range(16)] == [endless.prompt(i) for i in range(16)]
+    with pytest.raises(IndexError):
+        first.prompt(16)
+    with pytest.raises(UsageError, match="must be a number of questions"):
+        open_task("code:train?size=0")

@@ -7,7 +7,7 @@ import sys
 
 import typer
 
-from flatout.cli.shared import AsJson, Config, Overrides, escaped, out, print_json, print_plain
+from flatout.cli.shared import AsJson, Config, Overrides, Trust, escaped, load_settings, out, print_json, print_plain
 
 app = typer.Typer(help="Show and check a configuration.", no_args_is_help=True)
 
@@ -47,9 +47,9 @@ def show(config: Config, overrides: Overrides = None, as_json: AsJson = False) -
 
 
 @app.command()
-def validate(config: Config, overrides: Overrides = None) -> None:
-    """Check a configuration and print all mistakes in one message."""
-    from flatout.config import load
+def validate(config: Config, overrides: Overrides = None, trust: Trust = None) -> None:
+    """Check a configuration and the files it names; all mistakes in it come in one message."""
+    from flatout.recipes.inputs import check_inputs
 
-    load(config, overrides=overrides or [])
+    check_inputs(load_settings(config, overrides, trust=trust))
     print_plain(f"{config}: valid")

@@ -55,7 +55,10 @@ def train(
         from flatout.record import redacted
         from flatout.terminal import plan_tables
 
-        out.print(*plan_tables(redacted(checked_plan(settings).to_json()), verbose=verbose), sep="\n\n")
+        out.print(
+            *plan_tables(redacted(checked_plan(settings, folder=folder, resume=resume).to_json()), verbose=verbose),
+            sep="\n\n",
+        )
         return
     outcome = _carry_out(recipes.run, settings, folder=folder, resume=resume, verbose=verbose)
     exit_if_stopped(outcome, folder, trust=trust)

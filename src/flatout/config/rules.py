@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 
-from flatout import custom
+from flatout import custom, limits
 from flatout.config import slices
 from flatout.config.recipes import OF_SOME, RECIPES, recipes_that
 from flatout.config.settings import DataSettings, EvalSettings, LoraSettings, ModelSettings, Settings
@@ -14,6 +14,8 @@ from flatout.config.tasks import held_out, unknown_task
 
 # The keys that are allowed together with `model.name`; all other keys of the section describe a shape.
 OF_NAME = ("name", "weights", "revision", "trust")
+
+BYTE_IDS = 257  # all bytes and EOS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,6 +30,7 @@ def breaches(settings: Settings) -> Iterator[Breach]:
     """Yields every broken rule; each value alone is already known to be valid."""
     yield from _length(settings)
     yield from _model(settings.model)
+    yield from _vocabulary(settings)
     yield from _data(settings.data)
     yield from _sources(settings)
     yield from _sequences(settings)
@@ -111,6 +114,23 @@ def _model(model: ModelSettings) -> Iterator[Breach]:
             keys=("model.kv_heads", "model.heads"),
             text=f"{model.kv_heads} must divide model.heads ({model.heads})",
         )
+
+
+def _vocabulary(settings: Settings) -> Iterator[Breach]:
+    vocab, data = settings.model.vocab, settings.data
+    if data.tokenizer.startswith("bpe:") and (problem := size_problem(data.tokenizer)):
+        yield Breach(keys=("data.tokenizer",), text=problem)
+    if vocab is not None and vocab < BYTE_IDS and data.tokenizer == "byte" and data.source != "tokens":
+        text = f"{vocab} is fewer than the {BYTE_IDS} ids of the byte tokenizer; set at least {BYTE_IDS}, or remove it"
+        yield Breach(keys=("model.vocab", "data.tokenizer"), text=text)
+
+
+def size_problem(tokenizer: str) -> str | None:
+    """What is wrong with the size in bpe:SIZE; None if nothing is."""
+    size = tokenizer.removeprefix("bpe:")
+    if re.fullmatch("[0-9]{1,9}", size) and BYTE_IDS <= int(size) <= limits.VOCAB:
+        return None
+    return f"{tokenizer:.40}: SIZE must be a number from {BYTE_IDS} (all bytes and EOS) to {limits.VOCAB}"
 
 
 def _data(data: DataSettings) -> Iterator[Breach]:

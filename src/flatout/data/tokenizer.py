@@ -20,6 +20,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from flatout import hub
+from flatout.config.rules import size_problem
 from flatout.data import chat
 from flatout.data.writing import make_folder, write
 from flatout.errors import EnvironmentLacks, UsageError, first_line
@@ -27,7 +28,6 @@ from flatout.files import BadFile, parse_json, read_text
 
 EOS = "<|endoftext|>"
 WELL_KNOWN_EOS = (EOS, "</s>", "<|im_end|>")
-SMALLEST_BPE, LARGEST_BPE = 257, 1 << 24
 TRAINING_CHARACTERS = 64_000_000
 TRAINING_CHARACTERS_PER_DOCUMENT = 100_000
 KEPT_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
@@ -244,12 +244,8 @@ def _no_template(name: str) -> UsageError:
 
 
 def _trained(spec: str, *, documents: Callable[[], Iterable[str]] | None, cache: Path) -> Tokenizer:
-    size = spec.removeprefix("bpe:")
-    if not (size.isdecimal() and len(size) < 10 and SMALLEST_BPE <= int(size) <= LARGEST_BPE):
-        raise UsageError(
-            f"data.tokenizer: {spec[:40]}: SIZE must be a number from {SMALLEST_BPE} (all bytes and EOS) to "
-            f"{LARGEST_BPE}"
-        )
+    if problem := size_problem(spec):
+        raise UsageError(f"data.tokenizer: {problem}")
     if (cache / "tokenizer.json").exists():
         return kept_tokenizer(cache, name=spec)
     if documents is None:
@@ -259,7 +255,7 @@ def _trained(spec: str, *, documents: Callable[[], Iterable[str]] | None, cache:
     backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = tokenizers.decoders.ByteLevel()
     trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=int(size),
+        vocab_size=int(spec.removeprefix("bpe:")),
         special_tokens=[EOS],
         initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,

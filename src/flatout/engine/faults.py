@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import shutil
 import signal
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -138,15 +138,19 @@ class SkipWatch:
         self.rollbacks += 1
 
 
-def require_space(folder: Path, *, needed_bytes: int, what: str) -> None:
-    """Refuses before the first step when the disk cannot hold what the run will write."""
+def require_space(folder: Path, *, needed_bytes: int, what: str, smaller: Sequence[str] = ()) -> None:
+    """Refuses before the first step when the disk cannot hold what the run will write.
+
+    `smaller` says how to write less, as far as that is not done yet.
+    """
     try:
         existing = next(p for p in (folder, *folder.absolute().parents) if p.exists())
         free = shutil.disk_usage(existing).free
     except OSError as error:
         raise EnvironmentLacks(f"{folder} cannot be read: {error.strerror}. Choose another --run folder") from None
     if free < needed_bytes:
+        ways = ["free some space", "choose another --run folder", *smaller]
         raise EnvironmentLacks(
-            f"{what} need {needed_bytes / 2**30:.2f} GiB in {folder}, and only {free / 2**30:.2f} GiB are free: free "
-            "some space, choose another --run folder, or set save.weights_only"
+            f"{what} need {needed_bytes / 2**30:.2f} GiB in {folder}, and only {free / 2**30:.2f} GiB are free: "
+            f"{', '.join(ways[:-1])}, or {ways[-1]}"
         )

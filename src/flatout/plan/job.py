@@ -12,6 +12,7 @@ from typing import Literal
 
 from flatout import hub
 from flatout.config.recipes import RECIPES
+from flatout.config.rules import BYTE_IDS
 from flatout.config.settings import DataSettings, LoraSettings, ModelSettings, PlanSettings, Settings, settable
 from flatout.cost import TARGETS, Adapters, Flops, ModelShape, flops_per_token
 from flatout.errors import UsageError
@@ -306,7 +307,7 @@ def vocabulary(data: DataSettings) -> int:
 def tokenizer_size(spec: str) -> int:
     """The vocabulary size of a tokenizer, read without loading it."""
     if spec == "byte":
-        return 257
+        return BYTE_IDS
     if match := re.fullmatch(r"bpe:(\d{1,9})", spec):
         return int(match[1])
     path = Path(os.path.expanduser(spec))

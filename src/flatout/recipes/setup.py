@@ -35,7 +35,9 @@ from flatout.optim import adamw, schedule
 from flatout.plan import Decisions, Job, Plan, decide, job_of
 from flatout.plan.decisions import PINNED
 from flatout.probe import Phases
+from flatout.recipes.inputs import check_inputs
 from flatout.recipes.material import Batches, Facts, Material, OpenMaterial
+from flatout.recipes.own_objective import objective_of
 from flatout.recipes.profiling import Profile
 from flatout.recipes.questions import Questions, check_tasks
 from flatout.recipes.saving import Saving
@@ -171,12 +173,20 @@ def set_up(
         )
 
 
-def dry_run(settings: Settings) -> Plan:
-    """Checks and plans everything that does not need the data: this torch, this hardware, the plan."""
+def dry_run(settings: Settings, *, folder: Path, resume: bool = False) -> Plan:
+    """Checks what a run checks first, and plans it, without reading the data or writing anything."""
+    check_inputs(settings)
     check_tasks(settings)
     hardware = detect()
     check_build(hardware)
-    return plan_for(settings, hardware=hardware, ranks=from_environment())
+    objective_of(settings)
+    if resume:
+        require_same_batches(settings, Run.open(folder))
+    else:
+        Run.require_vacant(folder)
+    plan = plan_for(settings, hardware=hardware, ranks=from_environment())
+    require_room(settings, plan, folder)
+    return plan
 
 
 def steps_of(settings: Settings, steps_per_epoch: float | None) -> int:
@@ -290,7 +300,9 @@ def require_room(settings: Settings, plan: Plan, folder: Path) -> None:
     """Refuses a run whose checkpoints do not fit on the disk."""
     size = checkpoint_bytes(plan.job.shape, weights_only=settings.save.weights_only, adapters=plan.job.adapters)
     count = settings.save.keep + settings.save.best + 1
-    require_space(folder, needed_bytes=count * size, what="checkpoints")
+    smaller = [] if settings.save.weights_only else ["set save.weights_only=true"]
+    smaller += ["keep fewer with save.keep=2"] if settings.save.keep > 2 else []
+    require_space(folder, needed_bytes=count * size, what="checkpoints", smaller=smaller)
 
 
 def build_engine(

@@ -22,7 +22,7 @@ from flatout.recipes.material import Material
 from flatout.recipes.own_objective import objective_of
 from flatout.recipes.session import Session
 from flatout.recipes.validation import held_out
-from flatout.record import Outcome, Sink
+from flatout.record import Outcome, Run, Sink
 
 
 def run(
@@ -95,5 +95,7 @@ def stream_of(examples: Conversations, settings: Settings, *, unit: int = 1) -> 
 def tokenizer_of(settings: Settings) -> str:
     if settings.model.name is not None and settings.data.tokenizer == DataSettings().tokenizer:
         hub.check_name(settings.model.name)
+        if Run.is_named_by(settings.model.name):
+            return str(Run.open(settings.model.name).tokenizer_dir)
         return settings.model.name
     return settings.data.tokenizer

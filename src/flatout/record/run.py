@@ -124,6 +124,11 @@ class Run:
             run.reconfigure(config_text=config_text, config=config)
             yield run
 
+    @classmethod
+    def require_vacant(cls, path: Path | str) -> None:
+        """Refuses a folder in which `created` would not start a run."""
+        cls(Path(path))._check_vacant()
+
     def _check_vacant(self) -> None:
         present = self._present()
         if len(present) == len(_WRITTEN_ONCE):

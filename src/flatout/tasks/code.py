@@ -25,7 +25,7 @@ from flatout.tasks import grade, sandbox
 from flatout.tasks.base import Messages, assistant, user
 from flatout.tasks.files import Row, read_rows, test_file
 from flatout.tasks.language import in_part
-from flatout.tasks.prompts import shots_of
+from flatout.tasks.prompts import shots_of, size_of
 from flatout.tasks.sandbox import Call
 
 # For all tests of a completion. The process that grades it may take a little longer.
@@ -310,12 +310,15 @@ class Code(_Task):
 
     split: str = "valid"
     level: int | None = None  # None: all levels in turn
+    most: int | None = None  # questions; None: all
     shots: int = 0  # solved examples before each question
     form: str = "full"  # short: without examples and fences, for models that are trained from scratch
     name: str = "code"
 
     @classmethod
-    def open(cls, split: str, *, level: str = "all", shots: str = "0", form: str = "full") -> Code:
+    def open(
+        cls, split: str, *, level: str = "all", size: str | None = None, shots: str = "0", form: str = "full"
+    ) -> Code:
         if split not in ("train", "valid"):
             raise UsageError(f"code:{split}: the split must be train or valid")
         if level not in ("all", *map(str, range(1, LEVELS + 1))):
@@ -323,14 +326,17 @@ class Code(_Task):
         if form not in ("full", "short"):
             raise UsageError(f"form={form:.80}: must be full or short")
         sandbox.check()
-        return cls(split=split, level=None if level == "all" else int(level), shots=shots_of(shots), form=form)
+        chosen = None if level == "all" else int(level)
+        return cls(split=split, level=chosen, most=size_of(size), shots=shots_of(shots), form=form)
 
     @property
     def size(self) -> int | None:
-        return VALID if self.split == "valid" else None
+        return min(self.most or VALID, VALID) if self.split == "valid" else self.most
 
     def prompt(self, i: int) -> Messages:
-        shown = replace(self, split="train", level=self.level or i % LEVELS + 1)  # the same for all of a level
+        shown = replace(
+            self, split="train", most=None, level=self.level or i % LEVELS + 1
+        )  # the same for all of a level
         examples = range(FIRST_SHOWN, FIRST_SHOWN + self.shots)
         before = [said for k in examples for said in (user(shown._asked(k)), assistant(shown.solution(k)))]
         return [*before, user(self._asked(i))]

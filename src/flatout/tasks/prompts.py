@@ -32,6 +32,13 @@ def shots_of(text: str) -> int:
     return int(text)
 
 
+def size_of(text: str | None) -> int | None:
+    """The number of questions of a task, from the first on; None: all."""
+    if text is not None and not re.fullmatch("[1-9][0-9]{0,8}", text):
+        raise UsageError(f"size={text:.80}: must be a number of questions, such as 2000")
+    return None if text is None else int(text)
+
+
 class _Loader(yaml.SafeLoader):
     """Without aliases, because a few lines of them can expand to gigabytes."""
 

@@ -8,7 +8,6 @@ every process, on every version of Python.
 from __future__ import annotations
 
 import hashlib
-import re
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache, lru_cache
@@ -19,7 +18,7 @@ from flatout.tasks import grade
 from flatout.tasks.base import Message, Messages, assistant, system, user
 from flatout.tasks.domains import arithmetic, logic, simulation, stem, tables
 from flatout.tasks.domains.made import ByLevel, Made, Maker
-from flatout.tasks.prompts import shots_of
+from flatout.tasks.prompts import shots_of, size_of
 from flatout.tasks.verifiers import MARKED, VERIFIERS
 
 LEVELS = 5
@@ -61,13 +60,11 @@ class Generated:
             raise UsageError(f"{name}:{split:.80}: the split must be {' or '.join(SPLITS)}")
         if level is not None and level not in map(str, range(1, LEVELS + 1)):
             raise UsageError(f"level={level:.80}: must be a whole number from 1 to {LEVELS}")
-        if size is not None and not re.fullmatch("[1-9][0-9]{0,8}", size):
-            raise UsageError(f"size={size:.80}: must be a number of questions, such as 2000")
         return cls(
             name=name,
             split=split,
             level=None if level is None else int(level),
-            most=None if size is None else int(size),
+            most=size_of(size),
             shots=shots_of(shots),
         )
 
