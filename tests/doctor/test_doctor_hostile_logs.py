@@ -13,7 +13,7 @@ from tests import warm
 
 from flatout.errors import UsageError
 from flatout.insight import logs
-from flatout.insight.logs import formats, names
+from flatout.insight.logs import formats, lines, names
 
 DIGITS = "9" * 5000
 GOOD = "".join(f"step={step} loss=2.{9 - step} tok/s=100\n" for step in range(9))
@@ -97,3 +97,62 @@ def test_any_numbers_are_diagnosed(tmp_path_factory: pytest.TempPathFactory, row
     )
     with suppress(UsageError):  # no line that is known
         logs.diagnose(path, on="H100x8", params="7B")
+
+
+LINES = [
+    "step {0} | loss: {1}.{2} | lr: 3e-0{3} | tok/s: {4},{5} | MFU: {6}% | mem: {7}.{8}GB/80GB | bf16_mfu: {9}",
+    "iter {0}: loss {1}.{2}, time {3}.{4}ms, mfu {5}.{6}%",
+    "{{'loss': {0}.{1}, 'rewards/v{2}': {3}, 'epoch': 0.{4}, 'learning_rate': {5}e-0{6}}}",
+    "{0}%|##  | {1}/{2} [{3}:{4}<{5}:{6},  {7}.{8}it/s, loss={9}]",
+    "[{0}/{1}] rank{2} loss={3}.{4} {5},{6} tok/s {7}.{8}s/it bf{9}_mfu: 3{0}.1",
+    "|  {0}MiB / {1}MiB |   {2}%  Default | GPU{3}: {4}.{5}/{6}GB ({7}%) | Util: {8}% | CPU: {9}%",
+]
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.lists(st.tuples(st.sampled_from(LINES), st.lists(st.integers(0, 1200), min_size=10, max_size=10)), max_size=30)
+)
+def test_lines_of_a_known_shape_give_the_same_numbers(found: list[tuple[str, list[int]]]) -> None:
+    shapes = lines.Shapes()
+    for template, numbers in found:
+        line = template.format(*numbers)
+        assert shapes.of(line).row_of(line) == lines.row_of(line)
+
+
+def test_a_million_lines_of_one_shape_are_searched_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    searched = []
+    shape_of = lines._shape_of
+    monkeypatch.setattr(lines, "_shape_of", lambda line: searched.append(line) or shape_of(line))
+    path = tmp_path / "train.log"
+    path.write_text(
+        "".join(f"step {i:06d} | loss: {2 + i % 7 / 10:.4f} | tok/s: 65,{i % 1000:03d}\n" for i in range(5000))
+    )
+    assert len(logs.read(path).rows) == 5000
+    assert len(searched) < 10
+
+
+@pytest.mark.parametrize("machine", ["H100x99999999999", f"H100x{DIGITS}", "H100x1000001"])
+def test_more_gpus_than_there_are_is_told(machine: str, tmp_path: Path) -> None:
+    (tmp_path / "train.log").write_text(GOOD)
+    done = warm.flatout("doctor", "--log", "train.log", "--on", machine, cwd=tmp_path)
+    assert done.returncode == 2
+    assert "at most 1,000,000 GPUs" in done.stderr
+    assert len(done.stderr) < 300
+
+
+@pytest.mark.parametrize("loss", ["-1", "0", "nan", "inf"])
+def test_a_target_that_no_loss_reaches_is_told(loss: str, tmp_path: Path) -> None:
+    (tmp_path / "train.log").write_text(GOOD)
+    done = warm.flatout("doctor", "--log", "train.log", "--target-loss", loss, cwd=tmp_path)
+    assert done.returncode == 2
+    assert "is not a loss: it must be above 0" in done.stderr
+
+
+@pytest.mark.parametrize(
+    "text", ["| a | b |\n" * 100_000, "Before:\n" * 100_000, "x: 1-" + "9" * 300, "(30% utilization) " * 20]
+)
+def test_hostile_summaries_cost_little(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "train.log"
+    path.write_text(f"{GOOD}{text}\n")
+    assert logs.diagnose(path, on="H100", params="124M").limit["tokens_per_s"] == 100

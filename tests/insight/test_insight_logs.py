@@ -11,7 +11,7 @@ from tests.insight.conftest import Flatout
 
 from flatout.errors import UsageError
 from flatout.insight import doctor, logs
-from flatout.insight.logs import formats
+from flatout.insight.logs.lines import row_of
 from flatout.record import Span, StepRecord
 from flatout.record.records import step_to_json
 
@@ -311,21 +311,21 @@ def test_a_single_loss_that_is_no_number_is_counted(tmp_path: Path) -> None:
 
 
 def test_names_and_units_are_told_apart(tmp_path: Path) -> None:
-    assert formats.row_of("step 10 loss 3.1 tok/s 5000") == {"step": 10, "loss": 3.1, "tokens_per_s": 5000}
-    assert formats.row_of("step: 10 loss: 3.1 tok/s: 5k") == {"step": 10, "loss": 3.1, "tokens_per_s": 5000}
-    assert formats.row_of("step 10 loss 3.1 speed 5,000 tok/s") == {"step": 10, "loss": 3.1, "tokens_per_s": 5000}
-    assert formats.row_of("Epoch [1/10], Step [100/600], Loss: 2.3") == {
+    assert row_of("step 10 loss 3.1 tok/s 5000") == {"step": 10, "loss": 3.1, "tokens_per_s": 5000}
+    assert row_of("step: 10 loss: 3.1 tok/s: 5k") == {"step": 10, "loss": 3.1, "tokens_per_s": 5000}
+    assert row_of("step 10 loss 3.1 speed 5,000 tok/s") == {"step": 10, "loss": 3.1, "tokens_per_s": 5000}
+    assert row_of("Epoch [1/10], Step [100/600], Loss: 2.3") == {
         "epoch": 1,
         "step": 100,
         "total": 600,
         "loss": 2.3,
     }
-    assert formats.row_of("step 3 | step_time: 1.5s | mem: 75% | val: 0.8 | memory: 31") == {
+    assert row_of("step 3 | step_time: 1.5s | mem: 75% | val: 0.8 | memory: 31") == {
         "step": 3,
         "seconds": 1.5,
         "memory_share": 0.75,
     }
-    assert formats.row_of("step 3 aux loss: 0.01 total time: 4.0m") == {"step": 3}
+    assert row_of("step 3 aux loss: 0.01 total time: 4.0m") == {"step": 3}
 
 
 def test_skipped_updates_are_a_finding(tmp_path: Path) -> None:

@@ -138,6 +138,10 @@ _TABLE = [
 _ALIASES = {"h100": "H100-SXM", "3090": "RTX-3090", "4090": "RTX-4090", "5090": "RTX-5090", "a6000": "RTX-A6000"}
 
 
+# More than any cluster has.
+MOST_GPUS = 1_000_000
+
+
 def names() -> list[str]:
     return [row.name for row in _TABLE if row.name is not None]
 
@@ -161,7 +165,12 @@ def named(name: str, *, num_gpus: int = 1) -> Hardware:
 def parse(text: str) -> Hardware:
     """`A100-80GBx8`, `H200`, `CPU`: a name of the table and, after an x, how many."""
     counted = re.fullmatch(r"(.+?)\s*(?<!rt)x\s*(\d+)", text.strip(), re.IGNORECASE)  # the x of RTX counts nothing
-    return named(counted[1], num_gpus=int(counted[2])) if counted else named(text.strip())
+    if counted is None:
+        return named(text.strip())
+    if len(counted[2]) > len(str(MOST_GPUS)) or int(counted[2]) > MOST_GPUS:
+        shown = text.strip() if len(text) < 60 else f"{text.strip()[:60]}..."
+        raise UsageError(f"{shown}: at most {MOST_GPUS:,} GPUs; write how many the job has, such as H100x8")
+    return named(counted[1], num_gpus=int(counted[2]))
 
 
 def by_nvml_name(gpu: str) -> Hardware | None:

@@ -17,16 +17,26 @@ from flatout.insight.diagnose import ranked, verdict_of
 from flatout.insight.diagnose.health import loss_finding
 from flatout.insight.diagnose.host import finding_of
 from flatout.insight.diagnose.limit import FAR_BELOW, too_good
+from flatout.insight.logs import causes
 from flatout.insight.logs.formats import Log, read, size
 from flatout.insight.logs.names import NAMES
 from flatout.insight.logs.trend import flat_loss, skipped, slowed, target
 from flatout.record import Diagnosis, Finding
-from flatout.words import number
+from flatout.words import duration, number
 
 __all__ = ["Log", "diagnose", "read"]
 
-# Below this share of the GPU's memory, a larger micro-batch is worth a try.
-_LITTLE_MEMORY = 0.5
+# What a dense model on one GPU usually reaches; below it, a log without a cause is not called healthy.
+_USUAL_MFU = 0.3
+# A finding with one of these says why the speed is low.
+_OF_SPEED = (
+    "data-starvation",
+    "small-batch",
+    "generation-batch",
+    "generation-bound",
+    "fp32-matmul",
+    "needless-recompute",
+)
 
 
 def diagnose(
@@ -38,10 +48,43 @@ def diagnose(
     limit = _limit(log, machine=machine, parameters=parameters)
     if target_loss is not None:
         limit["target"] = target(log, target_loss)
+    limit["wrong"] += _impossible(log, limit, machine=machine, parameters=parameters)
     findings = ranked(_findings(log, limit, machine=machine))
-    known = f"a {log.kind} log of {len(log.rows)} lines"
-    said = f"{known}: {verdict_of(findings, limit)}" if findings else f"{known} shows no problem; {_speed(limit)}"
-    return Diagnosis(verdict="; ".join([said, *limit["wrong"]]), limit=limit, findings=findings)
+    verdict = "; ".join([_verdict(log, limit, findings), *limit["wrong"]])
+    return Diagnosis(verdict=verdict, limit=limit, findings=findings)
+
+
+def _verdict(log: Log, limit: dict[str, Any], findings: tuple[Finding, ...]) -> str:
+    """Only a log with a usual MFU and without a finding is called healthy."""
+    known = f"a {log.kind} log of {len(log.rows)} lines" if len(log.rows) > 1 else f"a {log.kind}"
+    known += " from before and after a change (judged: before)" if log.claimed else ""
+    if findings:
+        return f"{known}: {verdict_of(findings, limit)}"
+    if limit["mfu"] is None or limit["mfu"] > 1:
+        return f"{known}: its speed cannot be judged; {_speed(limit)}. Missing: {limit['missing'][0]}"
+    if limit["mfu"] < _USUAL_MFU:
+        return f"{known}: no cause found, but a dense model on one GPU usually reaches 30 % to 60 %; {_speed(limit)}"
+    return f"{known} shows no problem; {_speed(limit)}"
+
+
+def _impossible(
+    log: Log, limit: dict[str, Any], *, machine: hardware.Hardware | None, parameters: float | None
+) -> list[str]:
+    """Figures claimed for after a change that the machine cannot reach."""
+    claimed, speed, mfu = log.claimed.get("tokens_per_s"), limit["tokens_per_s"], limit["mfu"]
+    if claimed and speed and mfu and (share := mfu * claimed / speed) > 1:
+        return [
+            f"{claimed:,.0f} tokens/s, as expected after the change, would be an MFU of {share:.0%} with the same "
+            "model and machine: that number is wrong"
+        ]
+    if (
+        claimed
+        and parameters
+        and machine is not None
+        and (claim := too_good(claimed, parameters=parameters, hardware=machine))
+    ):
+        return [claim]
+    return []
 
 
 # -- the speed and its limit
@@ -72,6 +115,9 @@ def _limit(log: Log, *, machine: hardware.Hardware | None, parameters: float | N
         "ceiling_tokens_per_s": ceiling,
         "share": mfu,
         "mfu": mfu,
+        "gpu_util": log.steady("gpu_util"),
+        "cpu_util": log.steady("cpu_util"),
+        "epoch_s": log.steady("epoch_s") or log.steady("wall_s"),
         "source": how,
         "model": mfu_how if mfu is not None else "MFU unknown",
         "peak_flops": peak,
@@ -109,8 +155,11 @@ def _speed(limit: dict[str, Any]) -> str:
         said = f"{number(speed)} tokens/s{of} ({limit['source']})"
     elif step_s:
         said = f"{number(step_s)} s per step; tokens/s unknown"
+    elif limit["epoch_s"]:
+        said = f"{duration(limit['epoch_s'])} in all; tokens/s unknown"
     else:
         said = "the log does not show the speed"
+    said += "" if limit["gpu_util"] is None else f", GPU busy {limit['gpu_util']:.0%} of the time"
     return said + ("" if limit["mfu"] is None else f", MFU {limit['mfu']:.1%} ({limit['model']})")
 
 
@@ -123,10 +172,11 @@ def _missing(
         wanted = "tokens per step" if log.steady("seconds") else "tokens/s, or tokens and seconds of a step"
         wanted = "the sequence length, for tokens/s" if log.steady("samples_per_s") else wanted
         trainer = ": TrainingArguments(include_num_input_tokens_seen=True)" if log.kind in _TRAINERS else ""
-        lacks.append(f"{wanted}{trainer}")
+        lacks.append(f"{wanted}{trainer or ' (`flatout doctor -- COMMAND` measures both)'}")
     if mfu is None:
         lacks += [] if machine is not None else ["the machine, for MFU: --on NAME"]
         lacks += [] if parameters or log.values("tflops") else ["the model's size, for MFU: --params 124M"]
+    lacks += causes.suspicions(log, machine=machine)
     if not (log.values("data_s") or log.values("gen_s")):
         lacks.append("where a step's time goes: run it as `flatout doctor -- COMMAND`")
     if not log.values("memory_share") and not (log.values("memory_gib") and machine is not None):
@@ -151,7 +201,16 @@ def _findings(log: Log, limit: dict[str, Any], *, machine: hardware.Hardware | N
     yield from (found for found in (health, skipped(log)) if found)
     if health is None:
         yield from (found for found in (flat_loss(log), _rising_validation(log)) if found)
-    yield from (found for found in (slowed(log), _memory(log, machine), _low_mfu(log, limit)) if found)
+    if (slower := slowed(log)) is not None:
+        yield slower
+    of_speed = [*causes.findings(log, slow=(limit["mfu"] or 1.0) < FAR_BELOW, machine=machine), *_parts(log)]
+    yield from of_speed
+    if not any(found.cause in _OF_SPEED for found in of_speed):
+        yield from (found for found in [_low_mfu(log, limit) or causes.idle_gpu(log)] if found)
+
+
+def _parts(log: Log) -> Iterable[Finding]:
+    """The parts of a step that take too large a share of it."""
     step = log.steady("seconds")
     for cause, name, least, sentence, fix in _PARTS:
         part = log.steady(name)
@@ -159,25 +218,6 @@ def _findings(log: Log, limit: dict[str, Any], *, machine: hardware.Hardware | N
             share = part / step
             evidence = f"{part:.3g} of {step:.3g} s a step ({NAMES[name][0]} in the log)"
             yield finding_of(cause, sentence.format(share=f"{share:.0%}"), share, share * 0.8, [evidence], fix)
-
-
-def _memory(log: Log, machine: hardware.Hardware | None) -> Finding | None:
-    used, how = log.steady("memory_share"), "memory share as logged"
-    if used is None and machine is not None and machine.memory_gib and (gib := log.steady("memory_gib")):
-        used, how = (
-            gib / machine.memory_gib,
-            f"{gib:.3g} GiB as logged, {machine.memory_gib:.3g} GiB of a {machine.name}",
-        )
-    if used is None or used >= _LITTLE_MEMORY:
-        return None
-    return finding_of(
-        "small-batch",
-        f"Only {used:.0%} of the GPU's memory is used: a larger micro-batch would fit.",
-        None,
-        None,
-        [f"{how}; a log does not show how much time it saves"],
-        "double the micro-batch and halve accumulation until memory is about 80 % used; compare tokens/s",
-    )
 
 
 def _low_mfu(log: Log, limit: dict[str, Any]) -> Finding | None:

@@ -14,7 +14,7 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -22,7 +22,9 @@ from typing import Any
 
 from flatout.errors import UsageError
 from flatout.files import BadFile, read_bytes, typed
-from flatout.insight.logs.names import LONGEST_NUMBER, NUMBER, canonical, named, number_of
+from flatout.insight.logs.lines import Shapes
+from flatout.insight.logs.names import LONGEST_NUMBER, canonical
+from flatout.insight.logs.summary import summary_of
 from flatout.record import StepRecord
 
 _MOST_BYTES = 200_000_000
@@ -31,28 +33,6 @@ _LONGEST_LINE = 1 << 14
 _WARM_LINES = 2  # compilation and filling caches
 _COLOURS = re.compile(r"\x1b\[[0-9;]*[mKA-D]")
 
-# -- one line
-
-_WORD = r"(?!(?i:nan|inf)\b)[A-Za-z][\w/.@%-]*+(?:\((?i:ms|s|%|gib|gb|tps|tflops|tflop/s/gpu)\))?+"
-_PAIR = re.compile(
-    rf"(?:(?<![\w/.@])|(?<=\d/))({_WORD}(?:\x20(?:\((?i:ms|gib|gb|tflop/s/gpu)\)|{_WORD})){{0,5}}+)['\"]?+"
-    rf"(?:\s*+[:=]\s*+|\s++)(?:np\.\w++\(|tensor\(|[\[('\"])*+\s*+({NUMBER})"
-    r"(?:\s?(%|ms|us|s(?:ec(?:onds?)?)?|[GM]i?B|[kKMB])(?!\w))?+(?!\w|[.:]\d)"
-)
-_UNIT = r"tok(?:ens?)?/s(?:ec(?:ond)?)?(?:/(?:gpu|device))?|samples/s(?:ec)?|it/s|s/it"
-_RATE = rf"({NUMBER})\s?([kKM]?)\s?({_UNIT})(?![\w/])"
-# In `loss 3.1 tok/s 5000` the unit is a name: a number before it and one behind it.
-_BEFORE_ITS_UNIT = re.compile(rf"(?<![\w.,]){_RATE}(?!\s*+[:=]|\s*+[\d.])|(?<![\w.,:=])(?<![\w:=] ){_RATE}(?!\s*+[:=])")
-_MILLISECONDS = re.compile(rf"\|\s*+({NUMBER}) ms\s*+(?:\||$)")
-_MFU_FIRST = re.compile(rf"(?<![\w.,])({NUMBER})\s?% (?:\w++ )?MFU\b")
-_BRACKETS = re.compile(r"\[\s*+(\d++)\s*+/\s*+(\d++)\s*+\]")
-_TOTAL = re.compile(r"\b(?i:step|iter|iteration)s?\b\W{0,4}\d++\s*+/\s*+(\d++)")
-_BAR = re.compile(r"(?<!\d)(\d++)/(\d++) \[[\d:]++<[\d:?]++(?:,\s*+([\d.]++)(it/s|s/it))?")
-# Bars of something other than training.
-_OTHER_BAR = re.compile(r"(?i)load|map|generat|eval|valid|test|download|token|filter|fetch|sanity|predict|sampl|sav")
-_USED = re.compile(
-    rf"(?i:\bmem(?:ory)?)\W{{1,3}}({NUMBER})\s?(?:[GM]i?B)?\s?(?:/\s?({NUMBER})\s?[GM]i?B|[GM]i?B\s?\(({NUMBER})\s?%\))"
-)
 # What tells the tools apart, the first that fits.
 KINDS: Sequence[tuple[str, re.Pattern[str]]] = tuple(
     (kind, re.compile(pattern))
@@ -69,6 +49,7 @@ KINDS: Sequence[tuple[str, re.Pattern[str]]] = tuple(
         ("LitGPT", r"iter \d+ step \d+ \| ?loss train:|iter \d+: val loss"),
         ("TRL", r"'(?:completions|rewards)/|'rewards?':"),
         ("Hugging Face Trainer", r"\{['\"].*['\"]:"),
+        ("nvidia-smi", r"MiB\s*/\s*\d+MiB\s*\|\s*\d+%"),
         ("progress bar", r"\d+/\d+ \[[\d:]+<"),
         ("key=value", ""),
     )
@@ -76,6 +57,10 @@ KINDS: Sequence[tuple[str, re.Pattern[str]]] = tuple(
 _ITS_SPEED_IS_OF_ONE_GPU = ("verl", "torchtitan")
 _PERCENT_WITHOUT_SIGN = ("nanochat",)
 _NAMES_OF_A_STEP = {"step", "total", "epoch", "lr"}
+# Lines of a monitor, which know no step.
+_OF_A_MONITOR = {"gpu_util", "memory_share", "cpu_util", "ram_share"}
+# What a loop prints is not looked for around it.
+_OF_THE_LOOP = {"loss", "seconds"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,9 +71,14 @@ class Log:
     rows: Sequence[Mapping[str, float]]
     once: Mapping[str, float] = field(default_factory=dict)  # tokens_per_step, parameters, sequence_length
     per_gpu: bool = False  # its tokens a second are of one GPU
+    settings: Mapping[str, float] = field(default_factory=dict)  # as printed; a switch is 0 or 1
+    claimed: Mapping[str, float] = field(default_factory=dict)  # figures for after a change
+    _columns: dict[str, list[float]] = field(default_factory=dict, compare=False, repr=False)
 
     def values(self, name: str) -> list[float]:
-        return [row[name] for row in self.rows if name in row]
+        if (found := self._columns.get(name)) is None:
+            found = self._columns[name] = [row[name] for row in self.rows if name in row]
+        return found
 
     def finite(self, name: str) -> list[float]:
         """Those after warm-up that are finite; all finite ones, where there are few."""
@@ -109,9 +99,9 @@ def read(path: Path) -> Log:
         raise UsageError(f"{path} cannot be read: there is no such file") from None
     except BadFile as error:
         raise UsageError(f"{error}: give a text file, or the relevant part of it") from None
-    for reader in (_trainer_state, _json_lines, _csv, _lines):
+    for reader in (_trainer_state, _json_lines, _csv, _printed):
         found = reader(text)
-        if found is not None and found.rows:
+        if found is not None and (found.rows or found.settings):
             return _settled(found)
     raise UsageError(
         f"{path} is not a known training log: give what a trainer printed (a step, and numbers as key=value, key: "
@@ -119,79 +109,30 @@ def read(path: Path) -> Log:
     )
 
 
-def row_of(line: str) -> dict[str, float]:
-    """The named numbers of one printed line."""
-    row: dict[str, float] = {}
-    # A search for a character is far faster than one for a pattern.
-    if used := ("B" in line and _USED.search(line)) or None:
-        row |= _memory_share(used)
-    if bar := ("<" in line and _BAR.search(line)) or None:
-        row |= _of_bar(bar, before=line[: bar.start()])
-    pairs = line
-    if "/s" in line or "s/it" in line:
-        for found in _BEFORE_ITS_UNIT.finditer(line):
-            row |= {name: number for name, number in _rate(*filter(None, found.groups(""))).items() if name not in row}
-        pairs = _BEFORE_ITS_UNIT.sub("|", line)
-    for key, value, unit in _PAIR.findall(pairs):
-        if known := named(key, value, unit) if len(value) <= LONGEST_NUMBER else None:
-            row.setdefault(*known)
-    if (plain := "| " in line and _MILLISECONDS.search(line)) and (number := number_of(plain[1])) is not None:
-        row.setdefault("seconds", number / 1e3)
-    if (first := "MFU" in line and _MFU_FIRST.search(line)) and (number := number_of(first[1])) is not None:
-        row.setdefault("mfu", number / 100)
-    if "/" not in line:
-        return row
-    if total := _TOTAL.search(line):
-        row.setdefault("total", float(total[1][:LONGEST_NUMBER]))
-    for place in _BRACKETS.finditer(line):
-        if not re.search(r"(?i)epoch\W*$", line[max(0, place.start() - 10) : place.start()]):
-            row.setdefault("step", float(place[1][:LONGEST_NUMBER]))
-            row.setdefault("total", float(place[2][:LONGEST_NUMBER]))
-    return row
-
-
-def _rate(value: str, *units: str) -> dict[str, float]:
-    """A speed that stands before its unit."""
-    unit, many = units[-1], units[0].lower() if len(units) > 1 else ""
-    name = "tokens_per_s" if unit.startswith("tok") else "samples_per_s" if unit.startswith("sam") else "steps_per_s"
-    name = "gpu_tokens_per_s" if unit.endswith(("/gpu", "/device")) else "seconds" if unit == "s/it" else name
-    number = number_of(value)
-    return {} if number is None else {name: number * {"k": 1e3, "m": 1e6}.get(many, 1.0)}
-
-
-def _memory_share(used: re.Match[str]) -> dict[str, float]:
-    now, total, percent = (number_of(text) for text in used.groups())
-    if percent is not None:
-        return {"memory_share": percent / 100}
-    return {"memory_share": now / total} if now is not None and total else {}
-
-
-def _of_bar(bar: re.Match[str], *, before: str) -> dict[str, float]:
-    if _OTHER_BAR.search(before[-80:]):
-        return {}
-    row = {"step": float(bar[1][:LONGEST_NUMBER]), "total": float(bar[2][:LONGEST_NUMBER])}
-    if bar[3] and (speed := number_of(bar[3].rstrip("."))):
-        row["seconds"] = speed if bar[4] == "s/it" else 1 / speed
-    return row
-
-
 def _says_something(row: Mapping[str, float], line: str) -> bool:
     """Whether a line is one of a training log, and not prose with a number in it."""
     told = row.keys() - _NAMES_OF_A_STEP
-    return bool(told) and ("step" in row or ("loss" in row and len(row) > 1) or line.lstrip().startswith("{"))
+    if "step" in row or ("loss" in row and len(row) > 1) or len(row.keys() & _OF_A_MONITOR) > 1:
+        return bool(told)
+    return bool(told) and line.lstrip().startswith("{")
 
 
 def _lines(text: str) -> Log | None:
     """Printed logs, line by line. A progress bar writes over itself, so a carriage return also ends a line."""
     found: list[tuple[str, dict[str, float]]] = []
     step = None
+    shapes = Shapes()
     for line in re.split(r"[\r\n]+", text):
         # Trainer prints its dictionary behind the bar.
-        for part in re.split(r"(?=\{['\"])", line) if len(line) <= _LONGEST_LINE else ():
-            row = row_of(part)
+        parts = re.split(r"(?=\{['\"])", line) if "{" in line else [line]
+        for part in parts if len(line) <= _LONGEST_LINE else ():
+            shape = shapes.of(part)
+            row = shape.row_of(part)
             if not _says_something(row, part):
                 continue
-            kind = next(kind for kind, pattern in KINDS if pattern.search(part))
+            if shape.kind is None:
+                shape.kind = next(kind for kind, pattern in KINDS if pattern.search(part))
+            kind = shape.kind
             if kind == "progress bar":
                 step = row.get("step", step)
             elif "step" not in row and step is not None:
@@ -207,7 +148,7 @@ def _lines(text: str) -> Log | None:
     usual = bars.most_common(1)[0][0] if bars else None
     rows = [(kind, row) for kind, row in found if kind != "progress bar" or row.get("total") == usual]
     kinds = Counter(kind for kind, _ in rows)
-    known = [kind for kind in kinds if kind not in ("progress bar", "key=value")]
+    known = [kind for kind in kinds if kind not in ("progress bar", "key=value", "nvidia-smi")]
     kind = max(known or kinds, key=kinds.__getitem__)
     return Log(
         kind=kind,
@@ -215,6 +156,19 @@ def _lines(text: str) -> Log | None:
         once=_printed_once(text),
         per_gpu=kind in _ITS_SPEED_IS_OF_ONE_GPU,
     )
+
+
+def _printed(text: str) -> Log | None:
+    """A log that was printed, and what stands around its lines: settings, a summary, before and after."""
+    log, summary = _lines(text), summary_of(text)
+    if log is None:
+        more = [summary.figures] if summary.figures else []
+        kind = "summary" if more else "list of settings"
+        return Log(kind=kind, rows=more, once=_printed_once(text), settings=summary.settings, claimed=summary.claimed)
+    logged = set().union(*log.rows)
+    figures = {name: value for name, value in summary.figures.items() if name not in logged | _OF_THE_LOOP}
+    rows = [*log.rows, figures] if figures else log.rows
+    return replace(log, rows=rows, settings=summary.settings, claimed=summary.claimed)
 
 
 def _printed_once(text: str) -> dict[str, float]:
@@ -352,8 +306,10 @@ def _settled(log: Log) -> Log:
             row.setdefault("tokens_per_s", speed)
         if "batch_rows" in row and "sequence_length" in log.once:
             row.setdefault("tokens", row["batch_rows"] * log.once["sequence_length"])
+        if "memory_total_gib" in row and "memory_gib" in row and row["memory_total_gib"] > 0:
+            row.setdefault("memory_share", row["memory_gib"] / row["memory_total_gib"])
         if row.keys() & {"reward", "kl"} and "loss" in row:
             row.setdefault("policy_loss", row.pop("loss"))
         if "steps_per_s" in row and row["steps_per_s"] > 0:
             row.setdefault("seconds", 1 / row["steps_per_s"])
-    return Log(kind=log.kind, rows=rows, once=log.once, per_gpu=of_a_gpu)
+    return replace(log, rows=rows, per_gpu=of_a_gpu)

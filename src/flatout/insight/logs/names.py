@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import lru_cache, partial
 from typing import Any
 
 LONGEST_NUMBER = 64
+LONGEST_NAME = 200
 # Possessive throughout: a run of digits is looked at once.
 NUMBER = r"(?i:[-+]?(?:\d++(?:,\d{3}(?!\d))*+(?:\.\d*+)?+(?:e[-+]?\d++)?+|\.\d++|nan|inf(?:inity)?))"
 # A value with its unit, such as 31.0%, 120.2ms, 9.5GB, 65k.
@@ -84,11 +86,18 @@ NAMES: Mapping[str, tuple[str, ...]] = {
     "eval_s": ("timing_s/testing",),
     "save_s": ("timing_s/save_checkpoint",),
     "data_s": ("timing_s/data", "data_time", "data time", "data_loading", "time_metrics/data_loading", "data t"),
+    "gpu_util": (
+        *("gpu utilization", "gpu utilisation", "gpu util", "gpu-util", "gpu usage", "gpu_utilization", "util"),
+        *("utilization", "utilization.gpu [%]", "volatile gpu-util"),
+    ),
+    "cpu_util": ("cpu", "cpu utilization", "cpu utilisation", "cpu util", "cpu usage", "cpu_percent"),
+    "ram_share": ("ram", "ram usage"),
     "memory_share": ("memory_share", "memory/max_reserved(%)"),
+    "memory_total_gib": ("memory.total [mib]", "memory_total"),
     "memory_gib": (
         *("memory", "mem", "peak_memory", "peak memory", "maxmemallocated", "memory/max_reserved", "memory/max_alloc"),
         *("memory/max_active", "memory/max_allocated", "max_memory", "gpu_mem", "vram", "perf/max_memory_reserved_gb"),
-        "perf/memory_gib",
+        *("perf/memory_gib", "memory.used [mib]"),
     ),
 }
 
@@ -100,6 +109,8 @@ def _plain(key: str) -> str:
 
 CANON: Mapping[str, str] = {_plain(name): canon for canon, names in NAMES.items() for name in names}
 _SECONDS = ("seconds", "gen_s", "reward_s", "eval_s", "save_s", "data_s")
+SHARES = ("gpu_util", "cpu_util", "ram_share")
+_MEMORY = ("memory_gib", "memory_total_gib")
 _MANY = {"k": 1e3, "m": 1e6, "b": 1e9}
 _GIB = {"gb": 1.0, "gib": 1.0, "g": 1.0, "mb": 1 / 1024, "mib": 1 / 1024, "m": 1 / 1024}
 # Words that logging libraries put in front of a message.
@@ -115,26 +126,46 @@ def named(key: str, value: Any, unit: str = "") -> tuple[str, float] | None:
         if found is None:
             return None
         value, unit = found[1], found[2]
-    name, factor = _name_of(key)
-    number = number_of(value)
-    if name is None or number is None:
+    reader = reader_of(key, unit)
+    number = None if reader is None else reader[1](value)
+    return None if reader is None or number is None else (reader[0], number)
+
+
+@lru_cache(1 << 12)
+def reader_of(key: str, unit: str) -> tuple[str, Callable[[Any], float | None]] | None:
+    """The known name of a number that stands behind `key`, and how it is read; None if it is unknown."""
+    if len(key) > LONGEST_NAME:
         return None
+    name, factor = _name_of(key)
     unit = unit.lower()
+    if name is None:
+        return None
     if name in ("mfu_as_printed", "mfu") and (unit == "%" or factor == 0.01):
-        return "mfu", number / 100
+        return "mfu", partial(_number, 0.01)
+    if name in SHARES:  # a bare number may be anything
+        return (name, partial(_number, 0.01)) if unit == "%" or factor == 0.01 else None
     if name in _SECONDS:
-        factor *= {"ms": 1e-3, "us": 1e-6}.get(unit, 1.0)
-        if number * factor >= _CLOCK:
-            return None
-    elif name == "memory_gib":
+        return name, partial(_duration, factor * {"ms": 1e-3, "us": 1e-6}.get(unit, 1.0))
+    if name in _MEMORY:
         if unit == "%":
-            return "memory_share", number / 100
-        if unit not in _GIB and not re.search(r"gi?b\)?$", key.lower()):
+            return "memory_share", partial(_number, 0.01)
+        of_name = re.search(r"([gm]i?b)[)\]]?$", key.lower())
+        unit = unit if unit in _GIB else of_name[1] if of_name else ""
+        if unit not in _GIB:
             return None  # nobody says of what
-        factor *= _GIB.get(unit, 1.0)
-    else:
-        factor *= _MANY.get(unit, 1.0)
-    return name, number * factor
+        return name, partial(_number, factor * _GIB[unit])
+    factor *= _MANY.get(unit, 1.0)
+    return name, number_of if factor == 1 else partial(_number, factor)
+
+
+def _number(factor: float, value: Any) -> float | None:
+    number = number_of(value)
+    return None if number is None else number * factor
+
+
+def _duration(factor: float, value: Any) -> float | None:
+    number = _number(factor, value)
+    return None if number is None or number >= _CLOCK else number
 
 
 def _name_of(key: str) -> tuple[str | None, float]:
@@ -142,7 +173,7 @@ def _name_of(key: str) -> tuple[str | None, float]:
     while plain not in CANON and "_" in plain and plain.partition("_")[0] in _LEVELS:
         plain = plain.partition("_")[2]
     if plain in CANON:
-        return CANON[plain], 0.01 if plain.endswith("(%)") else 1.0
+        return CANON[plain], 0.01 if plain.endswith(("(%)", "[%]")) else 1.0
     for ending, factor in (("(ms)", 1e-3), ("_ms", 1e-3), ("(s)", 1.0), ("(gib)", 1.0), ("(gb)", 1.0), ("(%)", 0.01)):
         if plain.endswith(ending) and (name := CANON.get(plain.removesuffix(ending))):
             return name, factor
@@ -150,12 +181,17 @@ def _name_of(key: str) -> tuple[str | None, float]:
 
 
 def number_of(value: Any) -> float | None:
-    if isinstance(value, bool) or not isinstance(value, int | float | str):
-        return None
-    if isinstance(value, str) and len(value) > LONGEST_NUMBER:
+    text = type(value) is str
+    if (text and len(value) > LONGEST_NUMBER) or not (text or type(value) in (int, float)):
         return None
     try:
-        return float(value.replace(",", "")) if isinstance(value, str) else float(value)
+        return float(value)
+    except ValueError:
+        pass
+    except OverflowError:
+        return None
+    try:
+        return float(value.replace(",", ""))
     except (ValueError, OverflowError):
         return None
 

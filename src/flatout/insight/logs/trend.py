@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from itertools import pairwise
-from statistics import fmean, median, stdev
+from statistics import fmean, median
 
 from flatout.insight.diagnose.host import finding_of
 from flatout.insight.logs.formats import Log
@@ -32,7 +32,7 @@ def flat_loss(log: Log) -> Finding | None:
         return None
     third = len(losses) // 3
     first, last = fmean(losses[:third]), fmean(losses[-third:])
-    error = math.hypot(stdev(losses[:third]), stdev(losses[-third:])) / math.sqrt(third)
+    error = math.hypot(_deviation(losses[:third]), _deviation(losses[-third:])) / math.sqrt(third)
     if first <= 0 or first - last > max(_FALLEN * first, 2 * error) or error > 0.5 * _FALLEN * first:
         return None
     ids = f" It is the loss of a uniform guess over about {math.exp(last):,.0f} ids." if 6 < last < 13 else ""
@@ -60,8 +60,7 @@ def slowed(log: Log) -> Finding | None:
     first, last = median(speeds[:third]), median(speeds[-third:])
     if first <= 0 or last >= _SLOWER * first:
         return None
-    smooth = [median(speeds[max(0, at - 1) : at + 2]) for at in range(len(speeds))]
-    since = next(at for at, speed in enumerate(smooth) if speed < (first + last) / 2)
+    since = next(at for at in range(len(speeds)) if median(speeds[max(0, at - 1) : at + 2]) < (first + last) / 2)
     place = f"step {steps[since]:,.0f}" if steps[since] is not None else f"line {since} of {len(speeds)}"
     words = {"tokens_per_s": "{:,.0f} tokens/s", "seconds": "{:.3g} steps/s"}[unit]
     return finding_of(
@@ -124,6 +123,12 @@ def target(log: Log, wanted: float) -> str:
         f"the {called} is {now:.4g}; at the trend of the last {len(half)} lines, {wanted:g} needs about {needed:,.0f} "
         f"more steps{time}{beyond}; losses usually fall more slowly later"
     )
+
+
+def _deviation(values: Sequence[float]) -> float:
+    """The standard deviation; that of `statistics` is exact, and slow for a million lines."""
+    mean = fmean(values)
+    return math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (len(values) - 1))
 
 
 def _line(x: Sequence[float], y: Sequence[float]) -> tuple[float, float, float]:
