@@ -24,6 +24,7 @@ from flatout.cli import (
     evaluate,
     examples,
     export,
+    generate,
     hardware,
     launch,
     plan,
@@ -72,6 +73,7 @@ app.command()(train.sample)
 app.command()(export.export)
 app.command(cls=doctor.OptionsAnywhere, context_settings={"allow_interspersed_args": False})(doctor.doctor)
 app.command("eval")(evaluate.evaluate)
+app.command()(generate.generate)
 app.command()(chat.chat)
 app.command()(ablate.ablate)
 app.command()(tune.tune)
