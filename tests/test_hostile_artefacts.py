@@ -39,7 +39,7 @@ RUNNER = """
 import gc, json, os, resource, runpy, signal, sys
 import transformers.models.gpt2.modeling_gpt2, transformers.generation.utils
 import flatout.cli, flatout.engine.opening, flatout.evaluate, flatout.recipes.pretrain, flatout.recipes.sft
-import flatout.config, flatout.insight.clean, typer.main
+import flatout.config, flatout.output, typer.main
 typer.main.get_command(flatout.cli.app)
 flatout.config.schema()
 gc.freeze()  # the children then copy less of this memory

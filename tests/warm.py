@@ -33,15 +33,22 @@ class Started:
     """As much of `subprocess.Popen` as the tests use; what it prints goes to files."""
 
     def __init__(
-        self, *arguments: object, cwd: Path, script: str | None = None, environment: Mapping[str, str] = {}
+        self,
+        *arguments: object,
+        cwd: Path,
+        script: str | None = None,
+        environment: Mapping[str, str] = {},
+        stdout: str | None = None,
     ) -> None:
+        """`stdout`: another file, or "closed", or "pipe" for one that nobody reads."""
         self._folder = tempfile.TemporaryDirectory()
         self._out, self._err, code = (Path(self._folder.name) / name for name in ("out", "err", "script.py"))
         if script is not None:
             code.write_text(script)
         argv = ["flatout" if script is None else str(code), *map(str, arguments)]
         self._process = _CONTEXT.Process(
-            target=_command, args=(argv, str(cwd), {**os.environ, **environment}, [str(self._out), str(self._err)])
+            target=_command,
+            args=(argv, str(cwd), {**os.environ, **environment}, [stdout or str(self._out), str(self._err)]),
         )
         self._process.start()
         assert self._process.pid is not None
@@ -87,16 +94,30 @@ def two_ranks(*arguments: object, cwd: Path, script: str | None = None) -> None:
     assert [rank.wait() for rank in ranks] == [0, 0], "\n".join(said)
 
 
-def flatout(*arguments: object, cwd: Path) -> subprocess.CompletedProcess[str]:
-    started = Started(*arguments, cwd=cwd)
+def flatout(*arguments: object, cwd: Path, stdout: str | None = None) -> subprocess.CompletedProcess[str]:
+    started = Started(*arguments, cwd=cwd, stdout=stdout)
     out, err = started.communicate()
     return subprocess.CompletedProcess(list(arguments), started.wait(), out, err)
+
+
+def _unread_pipe() -> int:
+    read, write = os.pipe()
+    os.close(read)
+    return write
 
 
 def _command(argv: list[str], cwd: str, environment: dict[str, str], files: list[str]) -> None:
     gc.freeze()  # the server's imports: a million objects that no collection of this process need look at
     for number, path in enumerate(files, start=1):
-        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT, 0o600), number)
+        os.dup2(
+            _unread_pipe()
+            if path == "pipe"
+            else os.open(os.devnull if path == "closed" else path, os.O_WRONLY | os.O_CREAT, 0o600),
+            number,
+        )
+    if files[0] == "closed":
+        os.close(1)
+        sys.stdout = None  # type: ignore[assignment]  # as Python starts then
     os.chdir(cwd)
     os.environ.clear()
     os.environ.update(environment)
@@ -109,5 +130,6 @@ def _command(argv: list[str], cwd: str, environment: dict[str, str], files: list
     finally:
         # A forked process ends without these.
         atexit._run_exitfuncs()
-        sys.stdout.flush()
+        if sys.stdout is not None:
+            sys.stdout.flush()
         sys.stderr.flush()

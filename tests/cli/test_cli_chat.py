@@ -127,7 +127,10 @@ def test_without_a_template_text_is_continued_and_that_is_said() -> None:
 
 
 @pytest.mark.parametrize("hostile", ["\x1b[2J\x1b]0;owned\x07", "\x9b31m", "\u202e", "\r\x08"])
-def test_no_control_character_reaches_the_terminal(hostile: str) -> None:
-    said, _, _ = talk(hostile, tokenizer=ByteTokenizer())
+def test_no_control_character_reaches_the_terminal(hostile: str, capsys: pytest.CaptureFixture[str]) -> None:
+    answer, _, _ = talk(hostile, tokenizer=ByteTokenizer())
+    chat.Lines.standard().say(answer)
+    said = capsys.readouterr().out
+    assert said.strip("<>\n")
     assert said.isprintable() or set(said) - {"\n", "\ufffd"} <= set(map(chr, range(32, 127)))
     assert hostile not in said

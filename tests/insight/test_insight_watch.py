@@ -21,6 +21,7 @@ from flatout.errors import UsageError
 from flatout.insight import watch
 from flatout.insight.machine import Machine
 from flatout.insight.story import tell
+from flatout.output import out
 from flatout.record import Run, StepRecord
 from flatout.record.events import MemoryRanOut
 
@@ -83,12 +84,14 @@ def test_findings_come_with_what_to_do(tmp_path: Path):
     )
 
 
-def test_names_cannot_write_on_the_terminal(tmp_path: Path):
+def test_names_cannot_write_on_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     name = "\x1b]0;owned\x07\x1b[2J[bold red]run[red]"
     run = Run.create(tmp_path / name, config_text="", config={}, plan={}, hardware={}, environment={})
     with run.recorder() as recorder:
         recorder.event("end", step=0, outcome={"stopped_by": "\x1b[31mSIGTERM"}, verdicts=[])
-    text = shown(run) + watch.line(tell(run))
+    for once in (True, False):
+        watch.watch([run], console=out, once=once)
+    text = capsys.readouterr().out
     assert "\x1b" not in text
     assert "[bold red]run[red]" in text
 

@@ -12,7 +12,7 @@ from typing import Annotated
 
 import typer
 
-from flatout import __version__
+from flatout import __version__, output
 from flatout.cli import (
     ablate,
     chat,
@@ -94,8 +94,11 @@ def _report(text: str) -> None:
 
 def main() -> None:
     """Runs the command. Every FlatoutError becomes one message and an exit code."""
+    output.prepare()
     try:
         app()
+    except output.ReaderGone as error:
+        sys.exit(error.exit_code)
     except FlatoutError as error:
         _report(f"error: {error}\n")
         if os.environ.get("RANK", "0") != "0":
@@ -108,10 +111,13 @@ def main() -> None:
         text = "out of host memory: free some, raise the memory limit of this process, or use a smaller model"
         _report(f"error: {text}\n")
         shared.fail(text, exit_code=RunFailed.exit_code)
-    except Exception:  # a bug in flatout
+    except Exception as error:
+        if isinstance(error, OSError) and (refused := output.unwritable(error)):
+            _report(f"error: {refused}\n")
+            shared.fail(refused, exit_code=EnvironmentLacks.exit_code)
         from flatout.record import redact
 
-        text = redact(traceback.format_exc())
+        text = redact(traceback.format_exc())  # a bug in flatout
         _report(text)
-        sys.stderr.write(text)
+        shared.err.write(text)
         sys.exit(FlatoutError.exit_code)

@@ -22,6 +22,8 @@ from flatout.cli.shared import (
     Seed,
     TopP,
     Trust,
+    err,
+    out,
     print_plain,
     require_torch,
     warn,
@@ -183,12 +185,10 @@ class Lines:
             raise EOFError
 
         def say(text: str) -> None:
-            sys.stdout.write(text)
-            sys.stdout.flush()
+            out.write(text)
 
         def note(text: str) -> None:
-            sys.stderr.write(text + "\n")
-            sys.stderr.flush()
+            err.write(text + "\n")
 
         return cls(ask=ask, say=say, note=note)
 
@@ -219,13 +219,11 @@ def run(conversation: Conversation, lines: Lines) -> None:
 
 
 def _answer(conversation: Conversation, question: str, lines: Lines) -> None:
-    from flatout.insight.clean import clean
-
     forgotten = conversation.forgotten
     answer = conversation.ask(question)
     try:
         for piece in answer:
-            lines.say(clean(piece))
+            lines.say(piece)
         lines.say("\n")
         if conversation.answered_by is not None:
             lines.note(f"({conversation.answered_by})")

@@ -23,7 +23,6 @@ def compare(
     Runs that differ only in their seed are repeats of one configuration.
     """
     from flatout.insight import compare as verb
-    from flatout.insight.clean import clean
     from flatout.record import Run
 
     if len(runs) < 2:
@@ -38,7 +37,7 @@ def compare(
     for title, differing in (("Settings that differ", found.settings), ("Decisions that differ", found.decisions)):
         _print(title, names, [(key, ["unset" if v is None else str(v) for v in values]) for key, values in differing])
     for one in found.against:
-        print_plain(clean(f"{one.name} against {found.sides[0].name}:"))
+        print_plain(f"{one.name} against {found.sides[0].name}:")
         for sentence in found.sentences(one):
             print_plain(f"  {sentence}")
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 
 import typer
 
@@ -17,7 +16,7 @@ def schema() -> None:
     """Print the JSON Schema of a configuration."""
     from flatout.config import schema as json_schema
 
-    sys.stdout.write(json.dumps(json_schema(), indent=2) + "\n")  # not masked: the name of a secret is not a secret
+    out.write(json.dumps(json_schema(), indent=2) + "\n")  # not masked: the name of a secret is not a secret
 
 
 @app.command()

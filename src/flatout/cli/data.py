@@ -10,7 +10,6 @@ import typer
 
 from flatout.cli.shared import AsJson, Config, Overrides, load_settings, out, print_json, print_plain, require_torch
 from flatout.errors import FlatoutError, UsageError
-from flatout.insight.clean import clean
 
 app = typer.Typer(help="Prepare training data, and show it.", no_args_is_help=True)
 
@@ -90,21 +89,19 @@ def show(
         return
     for example in found.examples:
         head = f"{example.source}, example {example.label}: {example.tokens} tokens, {example.learnt} trained on"
-        print_plain(clean(head))
+        print_plain(head)
         for text, learnt in example.pieces:
             for line in text.splitlines() or [""]:
-                print_plain(clean(f"  {'>' if learnt else '|'} {line}"))
+                print_plain(f"  {'>' if learnt else '|'} {line}")
     if found.examples:
         print_plain("lines with > are trained on\n")
     for source in found.sources:
         formats = ", ".join(f"{count:,} {name}" for name, count in source.formats.items())
         print_plain(
-            clean(
-                f"{source.source}: {formats or 'no rows'}; {source.train_examples:,} to train on "
-                f"({source.share:.1%} of an epoch), {source.valid_examples:,} held out"
-            )
+            f"{source.source}: {formats or 'no rows'}; {source.train_examples:,} to train on "
+            f"({source.share:.1%} of an epoch), {source.valid_examples:,} held out"
         )
     lengths = ", ".join(f"{name} {tokens:,}" for name, tokens in found.lengths.items())
     print_plain(f"{found.train_tokens:,} tokens, {found.learnt_tokens:,} trained on; lengths: {lengths}")
     print_plain(f"packed into {found.sequences:,} sequences of {found.sequence_length:,}, {found.fill:.1%} full")
-    print_plain(clean(f"left out: {found.left_out or 'nothing'}"))
+    print_plain(f"left out: {found.left_out or 'nothing'}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -10,6 +9,7 @@ import typer
 
 from flatout.cli.shared import escaped, out, print_plain
 from flatout.errors import UsageError
+from flatout.output import write_file
 
 
 def _names(incomplete: str) -> list[str]:
@@ -32,11 +32,11 @@ def examples(
         return
     text = gallery.find(name).text
     if to is None:
-        sys.stdout.write(text)
+        out.write(text)
     elif to.exists():
         raise UsageError(f"{to} exists and is not overwritten: choose another file")
     elif not to.parent.is_dir():
         raise UsageError(f"{to} cannot be written: there is no folder {to.parent}")
     else:
-        to.write_text(text)
+        write_file(to, text, option="--to")
         print_plain(f"wrote {to}")

@@ -26,6 +26,7 @@ from flatout.cli.shared import (
     Seed,
     TopP,
     Trust,
+    out,
     require_torch,
     warn,
 )
@@ -240,16 +241,13 @@ def _print_lines(requests: Sequence[Request], answers: Iterator[list[Answer]]) -
     too_long = 0
     for request, several in zip(requests, answers, strict=True):
         row = [{"text": one.text, "tokens": one.tokens, "finish": one.finish} for one in several]
-        sys.stdout.write(json.dumps({**request.fields, "completions": row}) + "\n")
-        sys.stdout.flush()
+        out.write(json.dumps({**request.fields, "completions": row}) + "\n")
         too_long += several[0].finish == "too_long"
     if too_long:
         warn([f"{too_long} of {len(requests)} prompts do not fit the model's window: their finish is too_long"])
 
 
 def _print_text(answer: Answer, *, tokens: int) -> None:
-    from flatout.insight.clean import clean
-
     if answer.finish == "too_long":
         raise UsageError(f"a prompt of {tokens} tokens does not fit the model's window: shorten it")
-    sys.stdout.write(clean(answer.text) + "\n")
+    out.write(answer.text + "\n")

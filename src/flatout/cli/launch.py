@@ -163,9 +163,9 @@ def _submit(jobs: Sequence[Job], resources: Resources, *, dry_run: bool) -> None
 
     if dry_run:
         for job in jobs:
-            sys.stdout.write(slurm.script(job, resources))
+            out.write(slurm.script(job, resources))
         if len(jobs) > 1:
-            sys.stdout.write(slurm.comparing_script(jobs, resources))
+            out.write(slurm.comparing_script(jobs, resources))
         return
     ids = []
     for job in jobs:
@@ -234,7 +234,6 @@ def _row(member: Member) -> JobRow:
 def _conclude(members: Sequence[Member], *, options: Sequence[str]) -> None:
     """How each job ended, how those that did not finish go on, and the comparison of those that did."""
     from flatout.cli.compare import compare
-    from flatout.insight.clean import clean
     from flatout.insight.jobs import standing
 
     for member in members:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from flatout.cli.shared import AsJson, print_plain
-from flatout.errors import EnvironmentLacks, UsageError
+from flatout.cli.shared import AsJson, out, print_plain
+from flatout.errors import UsageError
 
 
 def report(
@@ -21,8 +20,8 @@ def report(
     as_json: AsJson = False,
 ) -> None:
     """Write a report: one self-contained HTML file, Markdown or JSON. Several runs are shown side by side."""
-    from flatout.files import write_atomic
     from flatout.insight import report as verb
+    from flatout.output import write_file
     from flatout.record import Run
 
     opened = [Run.open(run) for run in runs]
@@ -36,17 +35,11 @@ def report(
     if to is None and known == "html":
         to = opened[0].report_path
     if to is None or to == Path("-"):
-        sys.stdout.write(text)
+        out.write(text)
     elif not to.parent.is_dir():
         raise UsageError(f"{to} cannot be written: there is no folder {to.parent}")
     elif to.exists() and not to.is_file():  # a device or a pipe, which must not be replaced
         raise UsageError(f"{to} is not a regular file and is not overwritten: -o - writes to the terminal")
     else:
-        try:
-            write_atomic(to, text.encode())
-        except OSError as error:
-            raise EnvironmentLacks(
-                f"{to} cannot be written: {error.strerror or error}. Choose another file with -o FILE, or -o - for "
-                "the terminal"
-            ) from None
+        write_file(to, text, option="-o")
         print_plain(f"wrote {to}")

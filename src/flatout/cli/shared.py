@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
-from rich.console import Console
 
 from flatout.errors import EnvironmentLacks
+from flatout.output import err as err
+from flatout.output import out as out
 
 if TYPE_CHECKING:
     from flatout.config.settings import Settings
@@ -58,9 +59,6 @@ TopP = Annotated[float, typer.Option(help="sample from the most likely tokens up
 MaxTokens = Annotated[int, typer.Option(help="longest answer, in tokens", min=1)]
 Seed = Annotated[int, typer.Option(help="random seed for sampling")]
 
-out = Console(emoji=False)
-err = Console(stderr=True, emoji=False)
-
 
 def fail(message: str, *, exit_code: int) -> NoReturn:
     """Prints the message and exits. Secrets in quoted settings, URLs or command lines are masked."""
@@ -83,15 +81,14 @@ def print_plain(text: str) -> None:
 def print_json(value: Any) -> None:
     from flatout.record import redacted
 
-    sys.stdout.write(json.dumps(redacted(value), indent=2) + "\n")
+    out.write(json.dumps(redacted(value), indent=2) + "\n")
 
 
 def escaped(text: str) -> str:
+    """The text without markup."""
     from rich.markup import escape
 
-    from flatout.insight.clean import clean
-
-    return escape(clean(text))
+    return escape(text)
 
 
 def require_torch() -> None:

@@ -6,7 +6,6 @@ import json
 import math
 import shlex
 import shutil
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -22,6 +21,7 @@ from flatout.insight.diagnose import diagnose
 from flatout.insight.diagnose.observed import Observed
 from flatout.insight.diagnose.ranks import straggler
 from flatout.insight.prove import ALL_TOGETHER, Proof, measured, prove
+from flatout.output import out, write_file
 from flatout.record import Diagnosis, Run, redact, redact_command, redacted
 from flatout.terminal import table
 from flatout.words import number, percent
@@ -85,8 +85,8 @@ def main(
         raise UsageError(f"{what[0]} is a folder, but {what[1]} follows it: give one run folder at a time")
     if target_loss is not None and log is None:
         raise UsageError("--target-loss needs --log FILE: a run of flatout has target.val_loss in its configuration")
-    if target_loss is not None and not math.isfinite(target_loss):
-        raise UsageError(f"--target-loss {target_loss} is not a loss: give a number such as 3.0")
+    if target_loss is not None and not 0 < target_loss < math.inf:
+        raise UsageError(f"--target-loss {target_loss:g} is not a loss: it must be above 0, such as 3.0")
     if log is not None:
         if what:
             raise UsageError("--log FILE cannot be combined with a command or a run folder: give one of them")
@@ -263,9 +263,9 @@ def say(
     if json_to is not None:
         text = json.dumps(redacted({**asdict(diagnosis), **(extra or {})}), indent=2, default=str) + "\n"
         if json_to == "-":
-            sys.stdout.write(text)
+            out.write(text)
             return
-        Path(json_to).write_text(text)
+        write_file(json_to, text, option="--json")
     _print(diagnosis, console=console, proofs=proofs)
     if extra and "run" in extra:
         note(console, f"run folder {extra['run']}")

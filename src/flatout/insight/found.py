@@ -13,7 +13,6 @@ from rich.table import Table
 from rich.text import Text
 
 from flatout.errors import FlatoutError, UsageError, first_line
-from flatout.insight.clean import clean
 from flatout.insight.story import Story, tell
 from flatout.record import Run
 from flatout.terminal import table
@@ -59,15 +58,15 @@ def runs_table(found: list[Listed], *, now: float | None = None) -> Table:
         ago = f"{duration(max(0.0, now - one.changed))} ago"
         story = one.story
         if story is None:
-            rows.add_row(Text(clean(str(one.run.path))), "", Text(clean(one.problem), style="yellow"), *[""] * 5, ago)
+            rows.add_row(Text(str(one.run.path)), "", Text(one.problem or "", style="yellow"), *[""] * 5, ago)
             continue
         total = "" if story.total_steps is None else f"/{story.total_steps:,}"
         loss = None if story.last is None else story.last.loss
         val = story.evaluations[-1].val_loss if story.evaluations else None
         rows.add_row(
-            Text(clean(str(one.run.path))),
-            Text(clean(story.recipe) or "script"),
-            Text(clean(story.state.sentence)),
+            Text(str(one.run.path)),
+            Text(story.recipe or "script"),
+            Text(story.state.sentence),
             f"{story.num_steps:,}{total}",
             loss_text(loss),
             loss_text(val),

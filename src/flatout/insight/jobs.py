@@ -14,7 +14,6 @@ from rich.table import Table
 from rich.text import Text
 
 from flatout.errors import FlatoutError
-from flatout.insight.clean import clean
 from flatout.insight.story import Story, tell
 from flatout.insight.watch import Reader, line
 from flatout.record import Run
@@ -61,7 +60,7 @@ class Board:
             self.live.stop()
 
     def say(self, text: str) -> None:
-        self.console.print(Text(clean(text)), soft_wrap=True)
+        self.console.print(Text(text), soft_wrap=True)
 
     def show(self, rows: Sequence[JobRow]) -> None:
         """Brings the view up to date, where it is time or a job has changed its state."""
@@ -98,7 +97,7 @@ def jobs_table(rows: Sequence[tuple[JobRow, Story | None]]) -> Table:
     rewards = any(story is not None and story.rollouts for _, story in rows)
     shown = table("", "job", "on", "state", "step", "reward" if rewards else "loss", "tokens/s", "left")
     for row, story in rows:
-        head = [Text(clean(row.name)), Text(row.place), Text(row.state)]
+        head = [Text(row.name), Text(row.place), Text(row.state)]
         if story is None:
             shown.add_row(*head)
             continue
@@ -125,5 +124,5 @@ def standing(folder: Path) -> str | None:
         return None
     total = "" if story.total_steps is None else f" of {story.total_steps:,}"
     saves = [event for event in story.events if isinstance(event, Saved)]
-    saved = f"saved as {clean(saves[-1].checkpoint)}" if saves else "nothing saved yet"
+    saved = f"saved as {saves[-1].checkpoint}" if saves else "nothing saved yet"
     return f"{story.num_steps:,}{total} steps, {saved}"

@@ -19,7 +19,6 @@ from rich.text import Text
 
 from flatout.errors import UsageError
 from flatout.insight import numbers
-from flatout.insight.clean import clean
 from flatout.insight.diagnose.runs import findings_of
 from flatout.insight.machine import LOOK_S, Machine, MachineSampler, sampling_machine
 from flatout.insight.report.plain import to_json
@@ -117,7 +116,7 @@ def view(stories: Sequence[Story], machine: Machine, *, console: Console) -> Ren
 
 
 def run_view(story: Story, *, unicode: bool = True) -> RenderableType:
-    head = Text.assemble((clean(story.name), "bold"), "  ", (_state(story), _STYLES.get(story.state.kind, "")))
+    head = Text.assemble((story.name, "bold"), "  ", (_state(story), _STYLES.get(story.state.kind, "")))
     rows = Table.grid(padding=(0, 2, 0, 0))
     rows.add_column(style="dim", no_wrap=True)
     rows.add_column(overflow="fold")
@@ -128,16 +127,16 @@ def run_view(story: Story, *, unicode: bool = True) -> RenderableType:
     parts: list[RenderableType] = [head, rows]
     for finding in findings_of(story)[:4]:
         gain = "" if finding.gain is None else f" (gain {percent(finding.gain)}, {finding.status})"
-        parts.append(Text(f"! {clean(finding.sentence)}{gain} -> {clean(finding.fix)}", style="yellow"))
+        parts.append(Text(f"! {finding.sentence}{gain} -> {finding.fix}", style="yellow"))
     if story.last_sample and story.state.kind == "running" and story.host != socket.gethostname():
-        parts.append(machine_view(Machine(sample=story.last_sample), title=clean(story.host)))
+        parts.append(machine_view(Machine(sample=story.last_sample), title=story.host or "unknown host"))
     return Group(*parts)
 
 
 def _state(story: Story) -> str:
     total = "" if story.total_steps is None else f"/{story.total_steps:,}"
     left = "" if story.state.over else f", ETA {duration(story.left_s)}"
-    return f"{clean(story.state.sentence)}, step {story.num_steps:,}{total}{left}"
+    return f"{story.state.sentence}, step {story.num_steps:,}{total}{left}"
 
 
 def _rows(story: Story, *, unicode: bool) -> dict[str, str]:
@@ -150,22 +149,22 @@ def _rows(story: Story, *, unicode: bool) -> dict[str, str]:
         "speed": _speed(story),
         "MFU": f"{numbers.figure(story, 'mfu').text} as done, {percent(story.speed.mfu_common)} by 6N + 12LHT",
         "memory": numbers.figure(story, "peak_gib").text + " at the peak",
-        "phases": "  ".join(f"{clean(phase.name)} {100 * phase.share:.1f}%" for phase in phases) or "n/a",
+        "phases": "  ".join(f"{phase.name} {100 * phase.share:.1f}%" for phase in phases) or "n/a",
         "criteria": story.judged,
-        **({"doctor": clean(story.verdict)} if story.verdict else {}),
+        **({"doctor": story.verdict} if story.verdict else {}),
     }
 
 
 def line(story: Story) -> str:
     """A run in one line, for pipes."""
     parts = [
-        f"{clean(story.name)}: {_state(story)}",
+        f"{story.name}: {_state(story)}",
         f"loss {_loss(story)}",
         f"lr {_lr(story)}",
         _speed(story),
         f"MFU {numbers.figure(story, 'mfu').text}",
         f"mem {numbers.figure(story, 'peak_gib').text}",
-        *(f"! {clean(finding.sentence)}" for finding in findings_of(story)[:1]),
+        *(f"! {finding.sentence}" for finding in findings_of(story)[:1]),
     ]
     return "  ".join(parts)
 
@@ -228,7 +227,7 @@ def _tasks(story: Story) -> str:
         began = f"{score_text(first.metric, first.value)} -> " if first is not last else ""
         span = interval_text(last.metric, last.low, last.high, brackets=True)
         value = f"{began}{score_text(last.metric, last.value)}{span}{last.ungraded}"
-        said.append(f"{clean(task)} {clean(last.metric)} {value} at step {last.step:,}")
+        said.append(f"{task} {last.metric} {value} at step {last.step:,}")
     return "  ".join(said)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import html
 from collections.abc import Iterable
 
-from flatout.insight.clean import clean
+from flatout.output import clean
 
 _VOID = {"meta", "br", "hr", "link"}
 

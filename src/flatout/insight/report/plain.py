@@ -9,11 +9,11 @@ from dataclasses import asdict
 from typing import Any
 
 from flatout.insight import numbers
-from flatout.insight.clean import clean
 from flatout.insight.compare import Comparison, settings_that_differ
 from flatout.insight.diagnose.runs import findings_of
 from flatout.insight.report.fragments import GRADES, nothing_found
 from flatout.insight.story import Story, names_of
+from flatout.output import clean
 from flatout.verdict import rl_parts
 from flatout.words import duration, interval_text, number, percent, score_text
 
