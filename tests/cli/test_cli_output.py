@@ -191,6 +191,16 @@ def test_an_earlier_file_stays_whole_where_a_new_one_does_not_fit(
     assert (tmp_path / "found.json").read_text() == "earlier"
 
 
+@pytest.mark.parametrize("words", ["plan missing.yaml", "examples missing", "doctor --log missing.log"])
+def test_an_error_keeps_its_exit_code_where_it_cannot_be_printed(
+    words: str, flatout: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for kind in KINDS:
+        with taking_nothing(kind) as stderr, monkeypatch.context() as patch:
+            patch.setattr(sys, "stderr", stderr)
+            assert flatout(*words.split()).code == 2
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("verb", ["ablate --table alone --blocks 1 --only", "tune --trials 2"])
 def test_a_search_is_kept_where_its_tables_cannot_be_printed(verb: str, place: Path, tmp_path: Path) -> None:

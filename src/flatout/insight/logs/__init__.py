@@ -18,7 +18,7 @@ from flatout.insight.diagnose.health import loss_finding
 from flatout.insight.diagnose.host import finding_of
 from flatout.insight.diagnose.limit import FAR_BELOW, too_good
 from flatout.insight.logs import causes
-from flatout.insight.logs.formats import Log, read, size
+from flatout.insight.logs.formats import OUTSIDE_A_LOOP, Log, read, size
 from flatout.insight.logs.names import NAMES
 from flatout.insight.logs.trend import flat_loss, skipped, slowed, target
 from flatout.record import Diagnosis, Finding
@@ -56,8 +56,9 @@ def diagnose(
 
 def _verdict(log: Log, limit: dict[str, Any], findings: tuple[Finding, ...]) -> str:
     """Only a log with a usual MFU and without a finding is called healthy."""
-    known = f"a {log.kind} log of {len(log.rows)} lines" if len(log.rows) > 1 else f"a {log.kind}"
-    known += " from before and after a change (judged: before)" if log.claimed else ""
+    known = _called(log)
+    if limit["mfu"] is None and [found.cause for found in findings] == ["low-mfu"]:
+        return f"{known}: no cause found, but {_speed(limit)}"
     if findings:
         return f"{known}: {verdict_of(findings, limit)}"
     if limit["mfu"] is None or limit["mfu"] > 1:
@@ -65,6 +66,13 @@ def _verdict(log: Log, limit: dict[str, Any], findings: tuple[Finding, ...]) -> 
     if limit["mfu"] < _USUAL_MFU:
         return f"{known}: no cause found, but a dense model on one GPU usually reaches 30 % to 60 %; {_speed(limit)}"
     return f"{known} shows no problem; {_speed(limit)}"
+
+
+def _called(log: Log) -> str:
+    called = f"{'an' if log.kind == 'nvidia-smi' else 'a'} {log.kind}"
+    if log.kind not in OUTSIDE_A_LOOP:
+        called += f" log of {len(log.rows)} lines" if len(log.rows) > 1 else " log"
+    return f"{called} from before and after a change (judged: before)" if log.claimed else called
 
 
 def _impossible(

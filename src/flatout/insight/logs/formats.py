@@ -56,6 +56,8 @@ KINDS: Sequence[tuple[str, re.Pattern[str]]] = tuple(
 )
 _ITS_SPEED_IS_OF_ONE_GPU = ("verl", "torchtitan")
 _PERCENT_WITHOUT_SIGN = ("nanochat",)
+# Kinds of text that no training loop printed.
+OUTSIDE_A_LOOP = ("summary", "list of settings")
 _NAMES_OF_A_STEP = {"step", "total", "epoch", "lr"}
 # Lines of a monitor, which know no step.
 _OF_A_MONITOR = {"gpu_util", "memory_share", "cpu_util", "ram_share"}
@@ -163,7 +165,7 @@ def _printed(text: str) -> Log | None:
     log, summary = _lines(text), summary_of(text)
     if log is None:
         more = [summary.figures] if summary.figures else []
-        kind = "summary" if more else "list of settings"
+        kind = OUTSIDE_A_LOOP[0] if more else OUTSIDE_A_LOOP[1]
         return Log(kind=kind, rows=more, once=_printed_once(text), settings=summary.settings, claimed=summary.claimed)
     logged = set().union(*log.rows)
     figures = {name: value for name, value in summary.figures.items() if name not in logged | _OF_THE_LOOP}
