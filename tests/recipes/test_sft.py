@@ -1,18 +1,22 @@
 """Fine-tuning end to end: adapters learn, resume bit for bit after a kill, and open in PEFT and transformers."""
 
+import contextlib
+import io
 import json
 import math
 import signal
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from recipes_processes import events, held_at, trajectory, wait_for_step, weights_hash
-from tests.data.talks import question
+from tests.data.talks import question, tokenizer_folder
 from tests.warm import Started
 
+from flatout import cli
 from flatout.record import Run
 
 Call = Callable[..., subprocess.CompletedProcess[str]]
@@ -109,6 +113,33 @@ def test_full_fine_tuning_is_the_same_recipe(flatout: Call, sft: Path, tmp_path:
     merged = flatout("export", run, "--to", tmp_path / "x", "--merge")
     assert merged.returncode == 2
     assert "nothing to merge" in merged.stderr
+
+
+def test_a_model_trained_on_plain_questions_is_asked_in_their_form(
+    flatout: Call,
+    sft: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    rows, run, out = tmp_path / "plain.jsonl", tmp_path / "run", tmp_path / "out"
+    rows.write_text((json.dumps({"question": "Two and two?", "answer": "four"}) + "\n") * 40)
+    bare = tokenizer_folder(tmp_path / "bare")
+    config = json.loads((bare / "tokenizer_config.json").read_text())
+    (bare / "tokenizer_config.json").write_text(json.dumps(config | {"chat_template": None}))
+    plain = ("lora.rank=null", "lora.alpha=null", "train.lr=1e-2", f"data.tokenizer={bare}", f"data.path={rows}")
+    done = flatout("train", sft, *plain, "--run", run)
+    assert done.returncode == 0, done.stderr
+    assert flatout("export", run, "--to", out).returncode == 0
+    assert "Answer:" in (out / "chat_template.jinja").read_text()
+    for model in (run, out):
+        monkeypatch.setattr(sys, "stdin", io.StringIO("Two and two?\n"))
+        monkeypatch.setattr(sys, "argv", ["flatout", "chat", str(model), "--temperature", "0", "--max-tokens", "20"])
+        with contextlib.suppress(SystemExit):
+            cli.main()
+        printed = capsys.readouterr()
+        assert printed.out == "four\n"
+        assert "no chat template" not in printed.err
 
 
 def test_adapters_on_four_bits_learn(flatout: Call, sft: Path, tmp_path: Path) -> None:

@@ -108,12 +108,12 @@ class Conversation:
 
     def ask(self, question: str) -> Iterator[str]:
         """Yields the answer piece by piece. An answer that is stopped halfway stays in the conversation."""
-        from flatout.sample import pieces
+        from flatout.sample import answer_pieces
 
         prompt = self._prompt(question)
         said: list[str] = []
         try:
-            for piece in pieces(self.tokenizer, self._tokens(prompt)):
+            for piece in answer_pieces(self.tokenizer, self._tokens(prompt)):
                 said.append(piece)
                 yield piece
         finally:
@@ -196,7 +196,10 @@ class Lines:
 def run(conversation: Conversation, lines: Lines) -> None:
     if not conversation.tokenizer.has_template:
         without = " --system is ignored." if conversation.system else ""
-        lines.note(f"This tokenizer has no chat template: each line is continued as plain text.{without}")
+        lines.note(
+            "This tokenizer has no chat template: each line is continued as plain text, so type a whole prompt, in the "
+            f"form of the texts that the model was trained on.{without}"
+        )
     lines.note(HELP)
     while True:
         try:

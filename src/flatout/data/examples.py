@@ -24,18 +24,19 @@ from numpy.typing import NDArray
 from flatout.config.settings import DataSettings, RowFormat, SourceSettings
 from flatout.data import formats
 from flatout.data.formats import Ids, Pair, Pieces
+from flatout.data.forms import form_of
 from flatout.data.manifest import BadRows
 from flatout.data.prepare import cache_folder
 from flatout.data.rows import files_of, read_rows, sources_of
 from flatout.data.sources import Stamp, Tally, Which, encodable, stamps
 from flatout.data.template import BadRow, Conversation, Template, Turns
-from flatout.data.tokenizer import Tokenizer, load_tokenizer
+from flatout.data.tokenizer import Tokenizer, load_tokenizer, with_form
 from flatout.data.tokens import npy_header
 from flatout.data.writing import sweep, write, writer_lock
 from flatout.errors import UsageError
 from flatout.files import BadFile, opened, read_json, typed
 
-FORMAT = 5
+FORMAT = 6
 FACTS = "facts.json"
 ENCODED_ROWS, ENCODED_CHARACTERS = 1024, 1 << 21
 PARTS: tuple[Which, ...] = ("train", "valid")
@@ -147,6 +148,7 @@ class Facts:
     counts: Mapping[str, tuple[int, ...]]  # examples of each source, in the training and the validation data
     formats: tuple[Mapping[str, int], ...]  # rows of each source by their format
     unused: tuple[Mapping[str, int], ...]  # rows of each source that have a field which is not used
+    form: str | None  # the plain-text form that most prompts have
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -246,7 +248,7 @@ def open_conversations(
     yield Conversations(
         train=parts["train"],
         valid=parts["valid"],
-        tokenizer=codec,
+        tokenizer=with_form(codec, facts.form),
         sources=sources["train"],
         facts=facts,
     )
@@ -295,6 +297,7 @@ def _write(
         counts={"train": counts, "valid": valid_counts},
         formats=tuple(encoder.formats),
         unused=tuple(encoder.unused),
+        form=encoder.form,
     )
     write(root / FACTS, json.dumps(asdict(facts), indent=1).encode())
 
@@ -335,7 +338,14 @@ class Encoder:
         count = len(sources_of(data, which="train"))
         self.formats: list[dict[str, int]] = [{} for _ in range(count)]
         self.unused: list[dict[str, int]] = [{} for _ in range(count)]
+        self._forms: dict[str | None, int] = {}  # training rows by the form of their prompt
         self._template: Template | None = None
+
+    @property
+    def form(self) -> str | None:
+        """The form of more than half of the training rows."""
+        form, count = max(self._forms.items(), key=lambda item: item[1], default=(None, 0))
+        return form if 2 * count > sum(self._forms.values()) else None
 
     @property
     def template(self) -> Template:
@@ -472,8 +482,9 @@ class Encoder:
                 self._bad(str(error), where)
 
     def _count(self, one: _Row, number: int) -> None:
-        """Counts the format of a row, and its fields that are not used."""
+        """Counts the format and the form of a row, and its fields that are not used."""
         read, unused = one.read, self.unused[number]
+        self._forms[one.form] = self._forms.get(one.form, 0) + 1
         self.formats[number][read.format] = self.formats[number].get(read.format, 0) + 1
         for key in (k for k, value in one.row.items() if k not in read.used and value not in (None, "", [], {})):
             if key in unused or len(unused) < MOST_REASONS:
@@ -503,6 +514,12 @@ class _Row:
     def parts(self) -> tuple[formats.Part, ...]:
         meaning = self.read.meaning
         return (meaning.chosen, meaning.rejected) if isinstance(meaning, Pair) else (meaning,)
+
+    @property
+    def form(self) -> str | None:
+        """The form of a prompt that is continued as plain text."""
+        part = self.parts[0]
+        return form_of("".join(text for text, learnt in part.texts if not learnt)) if isinstance(part, Pieces) else None
 
     @property
     def size(self) -> int:

@@ -23,6 +23,7 @@ from typing import Any
 
 from flatout.config.settings import DataSettings, RowFormat
 from flatout.data.chat import TemplateFailed, compiled_fields
+from flatout.data.forms import INSTRUCTION, QUESTION
 from flatout.data.template import BadRow, Turns
 
 Message = dict[str, Any]
@@ -177,9 +178,9 @@ def _read_alpaca(row: Mapping[str, Any], chat: bool, data: DataSettings) -> tupl
         return Turns(messages=messages), used
     pieces = [(f"{system}\n\n", False)] if system else []
     for question, reply in history:
-        pieces += [(f"### Instruction:\n{question}\n\n### Response:\n", False), (f"{reply}\n\n", False)]
-    context = f"### Input:\n{given}\n\n" if given else ""
-    pieces += [(f"### Instruction:\n{asked}\n\n{context}### Response:\n", False), (answer, True)]
+        pieces += [(INSTRUCTION.written(question), False), (f"{reply}\n\n", False)]
+    context = f"\n\n### Input:\n{given}" if given else ""
+    pieces += [(INSTRUCTION.written(f"{asked}{context}"), False), (answer, True)]
     return Pieces(texts=tuple(pieces)), used
 
 
@@ -203,7 +204,7 @@ def _read_question(row: Mapping[str, Any], chat: bool, data: DataSettings) -> tu
         turns = [{"role": "user", "content": said}, {"role": "assistant", "content": answer}]
         return Turns(messages=([{"role": "system", "content": system}] if system else []) + turns), used
     before = "".join(f"{text}\n\n" for text in (system, about) if text)
-    return Pieces(texts=((f"{before}Question: {asked}\nAnswer:", False), (f" {answer}", True))), used
+    return Pieces(texts=((f"{before}{QUESTION.written(asked)}", False), (f"{QUESTION.space}{answer}", True))), used
 
 
 def _read_segments(row: Mapping[str, Any], chat: bool, data: DataSettings) -> tuple[Meaning, set[str]]:

@@ -14,12 +14,11 @@ from typing import Any
 import numpy as np
 
 from flatout.data import chat
-from flatout.data.tokenizer import JsonTokenizer, Tokenizer
+from flatout.data.tokenizer import JsonTokenizer, Tokenizer, template_advice
 from flatout.errors import UsageError
 
 Message = Mapping[str, Any]
 ROLES = ("system", "user", "assistant", "tool")
-TEMPLATE_FILE = "chat_template.jinja"
 
 
 class BadRow(ValueError):
@@ -54,9 +53,8 @@ class Template:
         text = chat.template_of(tokenizer.files) if isinstance(tokenizer, JsonTokenizer) else None
         if text is None or not isinstance(tokenizer, JsonTokenizer):
             raise UsageError(
-                f"the tokenizer {tokenizer.name} has no chat template, which messages need: use the tokenizer of an "
-                f"instruction-tuned model, put a {TEMPLATE_FILE} next to its tokenizer.json, or give prompt and "
-                "completion texts with data.as_chat: false"
+                f"the tokenizer {tokenizer.name} has no chat template, which messages need: "
+                f"{template_advice(tokenizer.name)}, or give prompt and completion texts with data.as_chat: false"
             )
         self.tokenizer = tokenizer
         self._program = chat.compiled(text, dated=False, what=f"the chat template of {tokenizer.name}")

@@ -22,6 +22,7 @@ import numpy as np
 from flatout import hub
 from flatout.config.rules import size_problem
 from flatout.data import chat
+from flatout.data.forms import FORMS, Form, form_in
 from flatout.data.writing import make_folder, write
 from flatout.errors import EnvironmentLacks, UsageError, first_line
 from flatout.files import BadFile, parse_json, read_text
@@ -59,6 +60,11 @@ class Tokenizer(Protocol):
     @property
     def has_template(self) -> bool:
         """Whether conversations can be rendered."""
+        ...
+
+    @property
+    def form(self) -> Form | None:
+        """The plain-text form that its chat template writes, if it is one of ours."""
         ...
 
     def encode_batch(self, texts: list[str]) -> list[list[int]]: ...
@@ -101,6 +107,14 @@ def kept_tokenizer(folder: Path, *, name: str) -> Tokenizer:
     return _from_files(_read_folder(folder, root=folder.parent), name=name)
 
 
+def with_form(tokenizer: Tokenizer, name: str | None) -> Tokenizer:
+    """The tokenizer with a form as its chat template, unless it has a template."""
+    if name is None or tokenizer.has_template or not isinstance(tokenizer, ByteTokenizer | JsonTokenizer):
+        return tokenizer
+    template = FORMS[name].template(begin=tokenizer.decode(tokenizer.begin_ids))
+    return _from_files({**tokenizer.files, "chat_template.jinja": template}, name=tokenizer.name)
+
+
 def encode_arrays(tokenizer: Tokenizer, texts: list[str]) -> list[np.ndarray[Any, Any]]:
     """`encode_batch` as arrays, for bytes without a conversion to Python integers."""
     if isinstance(tokenizer, ByteTokenizer):
@@ -116,6 +130,7 @@ class ByteTokenizer:
     eos_id = 256
     begin_ids = ()
     has_template = False
+    form = None
 
     @property
     def fingerprint(self) -> str:
@@ -143,7 +158,11 @@ class ByteTokenizer:
         raise _no_template(self.name)
 
     def save(self, folder: Path) -> None:
-        _write_files(folder, {"tokenizer.json": _byte_json(), "tokenizer_config.json": _config_json(EOS)})
+        _write_files(folder, self.files)
+
+    @property
+    def files(self) -> Mapping[str, str]:
+        return {"tokenizer.json": _byte_json(), "tokenizer_config.json": _config_json(EOS)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -194,6 +213,10 @@ class JsonTokenizer:
     def has_template(self) -> bool:
         return self._template is not None
 
+    @property
+    def form(self) -> Form | None:
+        return form_in(self._template)
+
     def render(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool) -> str:
         return self._rendered([messages], add_generation_prompt=add_generation_prompt)[0]
 
@@ -237,10 +260,14 @@ class JsonTokenizer:
 
 
 def _no_template(name: str) -> UsageError:
-    return UsageError(
-        f"the tokenizer {name} has no chat template, which conversations need: use the tokenizer of a chat model, "
-        "or put a chat_template.jinja next to its tokenizer.json"
-    )
+    return UsageError(f"the tokenizer {name} has no chat template, which conversations need: {template_advice(name)}")
+
+
+def template_advice(name: str) -> str:
+    """How to get a chat template."""
+    if name == "byte":
+        return "name a folder with its tokenizer.json and a chat_template.jinja, as `flatout data prepare` writes one"
+    return "use the tokenizer of a chat model, or put a chat_template.jinja next to its tokenizer.json"
 
 
 def _trained(spec: str, *, documents: Callable[[], Iterable[str]] | None, cache: Path) -> Tokenizer:
@@ -280,7 +307,7 @@ def _from_files(files: Mapping[str, str], *, name: str) -> Tokenizer:
     if "tokenizer.json" not in files:
         raise UsageError(f"data.tokenizer: {name} has no tokenizer.json; save the tokenizer in that format first")
     text = files["tokenizer.json"]
-    if text == _byte_json():
+    if text == _byte_json() and chat.template_of(files) is None:
         return ByteTokenizer()
     try:
         backend = _tokenizers().Tokenizer.from_str(text)

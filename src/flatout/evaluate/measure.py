@@ -14,7 +14,7 @@ from typing import Any
 from flatout.data.tokenizer import Tokenizer
 from flatout.errors import UsageError
 from flatout.evaluate.intervals import Difference, mean_interval, paired, ratio_interval, wilson
-from flatout.sample import RoutedSampler, Sampler, Sampling, prompt_ids, stop_texts, text_of
+from flatout.sample import RoutedSampler, Sampler, Sampling, answer_space, prompt_ids, stop_texts, text_of
 from flatout.tasks import Grader, Measured, Named, Task, Texts, open_task
 
 # The seed for the questions under a limit: the same for every model, spread over the file.
@@ -175,8 +175,7 @@ def _choices(
     task: Task, spec: str, indices: Sequence[int], *, sampler: Sampler, tokenizer: Tokenizer, progress: Progress
 ) -> Score:
     """Chooses the likeliest per byte, so that a long choice has no disadvantage."""
-    # After `Answer:` a word begins with a space; after a template's mark it does not.
-    space = "" if tokenizer.has_template else " "
+    space = answer_space(tokenizer)
     rewards = [0.0] * len(indices)
     asked, too_long = [], 0
     for at, i in enumerate(indices):

@@ -41,6 +41,7 @@ from flatout.sample import (
     Completion,
     Sampler,
     Sampling,
+    answer_space,
     backend_of,
     prompt_ids,
     prompt_ids_batch,
@@ -254,7 +255,7 @@ class RolloutBatches:
     def _taught(self, phase: int) -> list[list[Update]]:
         """Worked solutions in the place of completions, each better than anything else."""
         prompts, texts = self._prompts(phase), []
-        space = "" if self.tokenizer.has_template else " "  # as after the plain prompt
+        space = answer_space(self.tokenizer)
         for prompt in prompts:
             task = self.levels.task(prompt.task, level=prompt.level)
             assert isinstance(task, Worked)

@@ -7,7 +7,17 @@ from flatout.sample.hf import HuggingFace
 from flatout.sample.plain import Plain, logits_of
 from flatout.sample.request import Completion, Sampler, Sampling
 from flatout.sample.routed import RoutedSampler
-from flatout.sample.text import complete, pieces, plain_prompt, prompt_ids, prompt_ids_batch, stop_texts, text_of
+from flatout.sample.text import (
+    answer_pieces,
+    answer_space,
+    complete,
+    pieces,
+    plain_prompt,
+    prompt_ids,
+    prompt_ids_batch,
+    stop_texts,
+    text_of,
+)
 
 __all__ = [
     "BACKENDS",
@@ -19,6 +29,8 @@ __all__ = [
     "RoutedSampler",
     "Sampler",
     "Sampling",
+    "answer_pieces",
+    "answer_space",
     "backend_of",
     "complete",
     "logits_of",

@@ -23,7 +23,7 @@ from flatout.data.tokenizer import Tokenizer
 from flatout.errors import UsageError, first_line
 from flatout.loopback import ADDRESS, Loopback
 from flatout.sample.request import Sampler, Sampling
-from flatout.sample.text import pieces, prompt_ids, stop_texts
+from flatout.sample.text import answer_pieces, pieces, prompt_ids, stop_texts
 
 MOST_BYTES = 1 << 21  # of a request
 MOST_STOPS, MOST_REAL = 16, 1e6
@@ -50,6 +50,7 @@ class Answer:
     prompt: list[int]
     sampling: Sampling
     stops: tuple[str, ...]
+    chat: bool = True
     tokens: int = 0
     reason: str = "stop"
 
@@ -57,7 +58,8 @@ class Answer:
         """The pieces, up to a stop text, of which nothing is shown."""
         held, longest = "", max(map(len, self.stops), default=1)
         with served.lock:
-            for piece in pieces(served.tokenizer, self._ids(served)):
+            read = answer_pieces if self.chat else pieces
+            for piece in read(served.tokenizer, self._ids(served)):
                 held += piece
                 ends = [at for stop in self.stops if (at := held.find(stop)) >= 0]
                 if ends:
@@ -280,7 +282,7 @@ def _of_prompt(body: Mapping[str, Any], served: Served) -> Answer:
     if not isinstance(prompt, str):
         raise UsageError("prompt must be one text")
     ids = [*served.tokenizer.begin_ids, *served.tokenizer.encode_batch([prompt])[0]]
-    return _answer(body, served, ids, stops=())
+    return replace(_answer(body, served, ids, stops=()), chat=False)
 
 
 ANSWERS: Mapping[str, Callable[[Mapping[str, Any], Served], Answer]] = {

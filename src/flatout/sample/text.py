@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
+from flatout.data.forms import QUESTION, Form
 from flatout.data.tokenizer import Tokenizer
 from flatout.model import Decoder
 from flatout.sample.generate import Generator
 from flatout.sample.request import Sampling
 
-# The format of a conversation for a base model without a chat template.
-QUESTION, ANSWER = "Question:", "Answer:"
-STOP_TEXTS = (f"\n{QUESTION}", f"\n\n{QUESTION}")
 # A character may take several tokens; more undecodable ones than this are garbage, and shown as such.
 LONGEST_CHARACTER = 4
 
@@ -32,14 +30,36 @@ def prompt_ids_batch(tokenizer: Tokenizer, several: Sequence[Sequence[Mapping[st
 
 
 def plain_prompt(messages: Sequence[Mapping[str, str]]) -> str:
-    names = {"user": f"{QUESTION} ", "assistant": f"{ANSWER} "}
+    names = {"user": QUESTION.ask, "assistant": f"{QUESTION.answer.strip()} "}
     turns = [names.get(message["role"], "") + message["content"] for message in messages]
-    return "\n\n".join(turns) + f"\n{ANSWER}"
+    return "\n\n".join(turns) + QUESTION.answer
 
 
 def stop_texts(tokenizer: Tokenizer) -> tuple[str, ...]:
-    """Where a base model would continue with another question."""
-    return () if tokenizer.has_template else STOP_TEXTS
+    """Where a model that was not trained to end would continue with another question."""
+    form = _plain_form(tokenizer)
+    return () if form is None else form.stops
+
+
+def answer_space(tokenizer: Tokenizer) -> str:
+    """What an answer begins with: after `Answer:` a space, after a template's mark nothing."""
+    form = _plain_form(tokenizer)
+    return "" if form is None else form.space
+
+
+def _plain_form(tokenizer: Tokenizer) -> Form | None:
+    """The form of its prompts, if they are plain text."""
+    return tokenizer.form if tokenizer.has_template else QUESTION
+
+
+def answer_pieces(tokenizer: Tokenizer, ids: Iterable[int]) -> Iterator[str]:
+    """The pieces of an answer, without the space that its form begins with."""
+    begun = tokenizer.form is None
+    for piece in pieces(tokenizer, ids):
+        text = piece if begun or tokenizer.form is None else piece.removeprefix(tokenizer.form.space)
+        begun = True
+        if text:
+            yield text
 
 
 def text_of(tokenizer: Tokenizer, ids: Sequence[int], sampling: Sampling) -> str:
