@@ -226,12 +226,19 @@ class View:
                 for name, fact in event.facts.items():
                     rows.add_row(name, escape(str(fact)))
                 self.console.print(rows, "")
+            case events.PathsRan():
+                rows = table("What ran", "decision", "planned", "ran", "seen")
+                for name, path in event.facts.items():
+                    same = path["planned"] == path["ran"]
+                    ran = escape(path["ran"]) if same else f"[yellow]{escape(path['ran'])}[/]"
+                    rows.add_row(name, escape(path["planned"]), ran, escape(path["seen"]))
+                self._stop()
+                self.console.print(rows, "")
+                self._start()
             case events.Started():
                 self.total = event.total_steps or 0
                 self._say(sentence or "")
-                if self.console.is_terminal:
-                    self.live = Live(console=self.console, refresh_per_second=4, transient=True)
-                    self.live.start()
+                self._start()
             case events.Evaluated():
                 change = "" if self.val_loss is None else f" (was {loss_text(self.val_loss)})"
                 self.val_loss = event.val_loss
@@ -262,6 +269,11 @@ class View:
 
     def _say(self, text: str, *, style: str = "") -> None:
         self.console.print(Text(text, style=style), soft_wrap=True)
+
+    def _start(self) -> None:
+        if self.console.is_terminal:
+            self.live = Live(console=self.console, refresh_per_second=4, transient=True)
+            self.live.start()
 
     def _stop(self) -> None:
         if self.live is not None:

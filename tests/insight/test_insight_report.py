@@ -24,7 +24,7 @@ from flatout.insight.report.figures import charts
 from flatout.insight.report.html import Html, join, tag
 from flatout.insight.story import tell
 from flatout.record import Diagnosis, Finding, Run, Span, StepExtra, StepRecord
-from flatout.record.events import Compiled, HardwareFound, Planned
+from flatout.record.events import Compiled, HardwareFound, PathsRan, Planned
 
 ALLOWED = """
 html head meta title style body a header main footer p nav ul li section div h1 h2 h3 h4 h5 dl dt dd article figure
@@ -481,3 +481,16 @@ def test_a_watched_script_has_no_settings_that_differ(h200: Run, tmp_path: Path)
     page = render([h200, script])
     assert "a watched script has no settings of flatout to compare" in page
     assert "<code>train.lr</code>" not in page.split("Settings that differ")[-1].split("</section>")[0]
+
+
+def test_what_ran_stands_beside_the_decision_and_says_where_it_is_another(tmp_path: Path) -> None:
+    run = made.make(tmp_path / "run", steps=20)
+    path = {"planned": "cudnn", "ran": "math", "seen": "aten::_scaled_dot_product_attention_math called 12 times"}
+    with run.recorder() as recorder:
+        recorder.event(
+            PathsRan(facts={"attention": path, "precision": {"planned": "bf16", "ran": "bf16", "seen": "all"}})
+        )
+    said = "not as planned: math (aten::_scaled_dot_product_attention_math called 12 times)"
+    assert said in render([run], format="html")
+    assert said.replace("_", r"\_") in render([run], format="md")
+    assert "bf16 (all)" in render([run], format="md")

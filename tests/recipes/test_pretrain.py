@@ -3,11 +3,13 @@
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +21,35 @@ from flatout.record import Run
 
 Call = Callable[..., subprocess.CompletedProcess[str]]
 Start = Callable[..., Started]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "wanted"),
+    [
+        ([], {"precision": ("fp32", "fp32"), "attention": ("flash", "flash"), "fused_optimizer": ("yes", "yes")}),
+        (
+            ["plan.precision=bf16", "plan.attention=math", "plan.fused_optimizer=false", "profile.steps=[0, 2]"],
+            {"precision": ("bf16", "bf16"), "attention": ("math", "math"), "fused_optimizer": ("no", "no")},
+        ),
+    ],
+    ids=["the first steps", "the traced steps"],
+)
+def test_what_ran_is_read_from_the_operators_and_shown_beside_the_plan(
+    flatout: Call, config: Path, tmp_path: Path, overrides: list[str], wanted: dict[str, tuple[str, str]]
+) -> None:
+    run = tmp_path / "run"
+    done = flatout("train", config, "train.steps=4", "eval.every=null", *overrides, "--run", run)
+    assert done.returncode == 0, done.stderr
+    assert "What ran" in done.stdout
+    assert "USDT" not in done.stderr, "torch's profiler says nothing of itself"
+    (ran,) = events(run, "ran")
+    paths: Any = ran
+    assert {name: (paths[name]["planned"], paths[name]["ran"]) for name in wanted} == wanted
+    assert paths["compile"]["ran"] == "none"
+    assert re.match(rf"{wanted['precision'][1]} in \d+\b.* of \d+ matrix products", paths["precision"]["seen"])
+    report = flatout("report", run, "--format", "md").stdout
+    assert "| what ran |" in report
+    assert "not as planned" not in report
 
 
 def test_a_run_learns_and_leaves_everything_behind(flatout: Call, config: Path, tmp_path: Path) -> None:

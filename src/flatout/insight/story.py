@@ -36,6 +36,7 @@ from flatout.record.events import (
     Ended,
     Evaluated,
     PathsActive,
+    PathsRan,
     Planned,
     Resumed,
     Saved,
@@ -82,12 +83,13 @@ class Phase:
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """One decision of the plan, its reason, and what is active on the device."""
+    """One decision of the plan, its reason, what is active on the device, and what a step then ran."""
 
     name: str
     value: Any
     reason: str
     active: str | None
+    ran: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -244,7 +246,7 @@ def tell(run: Run, *, num_parts: int = NUM_PARTS, now: float | None = None, doct
     events: list[Event] = redacted(list(run.events()))
     attempts = [event for event in events if isinstance(event, AttemptBegan)]
     current = [event for event in events if not attempts or event.time >= attempts[-1].time]
-    planned, active = _last(current, Planned), _last(current, PathsActive)
+    planned, active, ran = _last(current, Planned), _last(current, PathsActive), _last(current, PathsRan)
     plan = planned.facts if planned else redacted(run.plan)
     rates = Rates.from_json(plan["rates"]) if "rates" in plan else None
     latest = run.latest_rollups()
@@ -290,7 +292,7 @@ def tell(run: Run, *, num_parts: int = NUM_PARTS, now: float | None = None, doct
         rates=rates,
         peak=peak_words(rates, hardware),
         criteria=(),
-        choices=_choices(plan, active.facts if active else {}),
+        choices=_choices(plan, active.facts if active else {}, ran=ran.facts if ran else {}),
         active=active.facts if active else {},
         forecasts=(),
         memory_parts=plan.get("predicted", {}).get("memory_gib", {}),
@@ -412,13 +414,26 @@ def _scored(events: Iterable[Event]) -> list[TasksScored]:
     return [found[step] for step in sorted(found)]
 
 
-def _choices(plan: Mapping[str, Any], active: Mapping[str, str]) -> list[Choice]:
+def _choices(
+    plan: Mapping[str, Any], active: Mapping[str, str], *, ran: Mapping[str, Mapping[str, str]]
+) -> list[Choice]:
     decisions, reasons = plan.get("decisions", {}), plan.get("reasons", {})
     granted = {**active, "fused_optimizer": active.get("optimizer")}
     return [
-        Choice(name=name, value=value, reason=str(reasons.get(name, "")), active=granted.get(name))
+        Choice(
+            name=name,
+            value=value,
+            reason=str(reasons.get(name, "")),
+            active=granted.get(name),
+            ran=_ran(ran[name]) if name in ran else None,
+        )
         for name, value in decisions.items()
     ]
+
+
+def _ran(path: Mapping[str, str]) -> str:
+    ran, seen = path.get("ran", "n/a"), path.get("seen", "n/a")
+    return f"{'' if ran == path.get('planned') else 'not as planned: '}{ran} ({seen})"
 
 
 def _forecasts(story: Story) -> list[Forecast]:

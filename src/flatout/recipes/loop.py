@@ -53,12 +53,15 @@ def _loop(training: Training) -> Outcome:
         profile.before(step)
         phases.mark("data")
         try:
-            engine.step(step, batches.next(step))
+            batch = batches.next(step)
+            training.witness.before(step, traced=profile.traces)
+            engine.step(step, batch)
         except OutOfMemory as error:
             _take_less_memory(training, step, error)
             continue
 
-        # Once: record where the time went.
+        # Once: record what ran, and where the time went.
+        training.witness.after()
         if profile.ends(step):
             phases.mark("profile")
             profile.write(step)

@@ -38,7 +38,7 @@ from flatout.probe import Phases
 from flatout.recipes.inputs import check_inputs
 from flatout.recipes.material import Batches, Facts, Material, OpenMaterial
 from flatout.recipes.own_objective import objective_of
-from flatout.recipes.profiling import Profile
+from flatout.recipes.profiling import Profile, Witness
 from flatout.recipes.questions import Questions, check_tasks
 from flatout.recipes.saving import Saving
 from flatout.recipes.session import Ledger, Session, begun, changed_settings, open_session
@@ -63,6 +63,7 @@ class Training:
     validation: Validation
     saving: Saving
     profile: Profile
+    witness: Witness
     start: int
     total_steps: int
     save_steps: float | None  # between two checkpoints
@@ -152,7 +153,17 @@ def set_up(
         held_out = material.held_out(ranks, batches.micro_batch)
         questions = Questions.of(settings, engine, session, ranks, facts.tokenizer)
         watchdog.phases = engine.phases
-        profile = stack.enter_context(Profile(settings.profile.steps if ranks.first else None, session=session))
+        # CUDA graphs call nothing by name any more once they are recorded, and compiled code not before it is compiled.
+        looked_at = start if active.graphs else min(start + 1, total_steps - 1)
+        witness = Witness(
+            looked_at if ranks.first else None,
+            decisions=plan.decisions,
+            on_gpu=active.device.type == "cuda",
+            session=session,
+        )
+        stack.callback(witness.close)
+        traced = settings.profile.steps if ranks.first else None
+        profile = stack.enter_context(Profile(traced, session=session, witness=witness))
         yield Training(
             settings=settings,
             hardware=hardware,
@@ -167,6 +178,7 @@ def set_up(
             validation=Validation(settings, engine, ledger, session, held_out, questions=questions),
             saving=saving,
             profile=profile,
+            witness=witness,
             start=start,
             total_steps=total_steps,
             save_steps=save_steps,

@@ -185,6 +185,13 @@ class PathsActive(Facts, kind="active"):
 
 
 @dataclass(frozen=True, kw_only=True)
+class PathsRan(Facts, kind="ran"):
+    """What a step ran, by the names of its operators: what was planned, what ran, and what says so, by decision."""
+
+    schema: ClassVar[Any] = Mapping[str, Mapping[str, str]]
+
+
+@dataclass(frozen=True, kw_only=True)
 class Started(Event, kind="start"):
     total_steps: Count | None = None
     folder: str | None = None

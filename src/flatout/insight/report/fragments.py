@@ -346,7 +346,7 @@ def plan(story: Story, *, id: str, level: int) -> Html:
         if story.memory_parts
         else None,
         table(
-            ["decision", "value", "reason", "on the device"],
+            ["decision", "value", "reason", "on the device", "what ran"],
             [_choice(choice) for choice in story.choices],
             caption="Decisions with their reasons",
         ),
@@ -363,7 +363,7 @@ def _forecast(row: Forecast) -> list[Child]:
 
 def _choice(choice: Choice) -> list[Child]:
     value = {True: "yes", False: "no"}.get(choice.value) if isinstance(choice.value, bool) else str(choice.value)
-    return [tag("code", choice.name), tag("strong", value), choice.reason, choice.active or ""]
+    return [tag("code", choice.name), tag("strong", value), choice.reason, choice.active or "", choice.ran or ""]
 
 
 def criteria(story: Story, *, id: str, level: int) -> Html:

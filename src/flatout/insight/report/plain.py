@@ -143,8 +143,11 @@ def _run(story: Story, *, level: int) -> list[str]:
         rows = [[row.unit, number(row.predicted), number(row.measured), number(row.ratio)] for row in story.forecasts]
         lines += ["", f"{sub} Plan against measurement", ""]
         lines += _table(["what", "predicted", "measured", "ratio"], rows)
-        chosen = [[choice.name, choice.value, choice.reason, choice.active or ""] for choice in story.choices]
-        lines += ["", *_table(["decision", "value", "reason", "as found"], chosen)]
+        chosen = [
+            [choice.name, choice.value, choice.reason, choice.active or "", choice.ran or ""]
+            for choice in story.choices
+        ]
+        lines += ["", *_table(["decision", "value", "reason", "as found", "what ran"], chosen)]
     return lines
 
 
