@@ -124,6 +124,39 @@ def test_late_steps_come_in_order_and_stamps_are_reused():
     assert len(device.free) + len(device.held) < 10
 
 
+class Allocator:
+    """Says how much memory each phase needed, as often as it is asked."""
+
+    def __init__(self) -> None:
+        self.peak_gib, self.asked = 0.0, 0
+
+    def take_gib(self) -> float:
+        taken, self.peak_gib, self.asked = self.peak_gib, 0.0, self.asked + 1
+        return taken
+
+
+def test_the_peak_of_a_phase_is_that_of_its_largest_part_and_only_some_steps_are_looked_at():
+    memory = Allocator()
+    phases = Phases()
+    phases._memory = memory
+    found = []
+    for step in range(40):
+        phases.begin_step(step)
+        for _ in range(2):
+            phases.mark("forward")
+            memory.peak_gib = max(memory.peak_gib, 3.0)
+            phases.mark("backward", role="critic")
+            memory.peak_gib = max(memory.peak_gib, 7.0 + step)
+        phases.end_step()
+        memory.peak_gib = max(memory.peak_gib, 1.0)  # between two steps
+        found += [timing.peaks_gib for timing in phases.ready()]
+    assert found[0] == {"": 0.0, "forward": 3.0, "critic/backward": 7.0}
+    looked = [step for step, peaks in enumerate(found) if peaks]
+    assert looked == [*range(16), 17, 34]
+    assert found[17] == {"": 23.0, "forward": 3.0, "critic/backward": 24.0}  # step 16 needed 23, in a phase unknown
+    assert memory.asked == 5 * len(looked)
+
+
 @pytest.mark.gpu
 def test_cuda_phases_add_no_synchronisation_and_see_idle_time():
     torch = pytest.importorskip("torch")
@@ -155,7 +188,7 @@ def test_cuda_phases_add_no_synchronisation_and_see_idle_time():
     loop(Phases(device="cuda"), num_steps=3)
     torch.cuda.synchronize()
     # The profiler synchronises once on its own when it stops, so the loop without marks is the measure.
-    assert calls(Phases(device="cuda")) == calls(Phases(enabled=False))
+    assert calls(Phases(device="cuda", memory=True)) == calls(Phases(enabled=False))
 
     phases = Phases(device="cuda")
     loop(phases, num_steps=10)

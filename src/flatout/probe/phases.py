@@ -29,6 +29,11 @@ from typing import Any, Protocol
 
 from flatout.record import Span
 
+# Memory is looked at in the first steps, then in every so many, a number that no period of steps divides.
+FIRST_LOOKS, LOOK_EVERY = 16, 17
+# The peak between the steps that were looked at.
+UNKNOWN = ""
+
 
 @dataclass(frozen=True, kw_only=True)
 class StepTiming:
@@ -136,13 +141,16 @@ class _Ended:
 class Phases:
     """The stopwatch of one loop. `device` is where the work runs; not `enabled`, every call does nothing.
 
-    With `memory` it also takes the peak of the device's memory in each phase, and starts the allocator's count again.
+    With `memory` it also takes the peak of the device's memory in each phase of some steps: reading the allocator's
+    counters takes the host tens of microseconds.
     """
 
     def __init__(self, *, device: str = "cpu", enabled: bool = True, memory: bool = False) -> None:
         self._enabled = enabled
         self._clock: _Clock = _CudaClock() if enabled and device.startswith("cuda") else _HostClock()
         self._memory = _CudaMemory() if enabled and memory and device.startswith("cuda") else None
+        self._looked = 0
+        self._looks = False  # at the memory of the open step
         self._peaks: dict[str, float] = {}
         # For whoever watches for a hang: the phase, and how often something moved.
         self.phase, self.moves = "", 0
@@ -160,6 +168,7 @@ class Phases:
         if not self._open:
             self._step = self._step + 1 if step is None else step
             self._open = True
+            self._look()
         if self._start is None:
             self._start = self._clock.stamp()
             self._host_start = time.perf_counter()
@@ -202,9 +211,16 @@ class Phases:
         self._peaks = {}
         self._open, self._marks, self._start, self._host_start = False, [], end, host_end
 
+    def _look(self) -> None:
+        """Decides whether this step's memory is looked at; the peak until here belongs to no phase."""
+        self._looks = self._memory is not None and (self._looked < FIRST_LOOKS or self._step % LOOK_EVERY == 0)
+        if self._looks and self._memory is not None:
+            self._looked += 1
+            self._peaks[UNKNOWN] = self._memory.take_gib()
+
     def _take_peak(self) -> None:
         """Gives the peak since the last mark to the phase that ends here."""
-        if self._memory is not None and self._marks:
+        if self._looks and self._memory is not None and self._marks:
             mark, peak_gib = self._marks[-1], self._memory.take_gib()
             name = mark.phase if mark.role == "train" else f"{mark.role}/{mark.phase}"
             self._peaks[name] = max(self._peaks.get(name, 0.0), peak_gib)

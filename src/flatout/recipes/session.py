@@ -206,7 +206,7 @@ class Ledger:
         """The phases that needed more memory than in any step before."""
         new = {phase: gib for phase, gib in peaks_gib.items() if gib > self._peaks.get(phase, 0.0)}
         self._peaks |= new
-        return {f"{PEAK}/{phase}": gib for phase, gib in new.items()}
+        return {f"{PEAK}/{phase}": gib for phase, gib in new.items() if phase}
 
     def _compile_payback(self, record: StepRecord) -> None:
         """Records once how long compiling took, from the first steps, and the step at which it breaks even."""
