@@ -21,7 +21,7 @@ from pathlib import Path
 from flatout.hardware import detect
 
 FOLDER = Path(__file__).parent / "results"
-PACKAGES = ("torch", "triton", "transformers", "flatout")
+PACKAGES = ("torch", "triton", "transformers", "vllm", "flatout")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -58,11 +58,13 @@ def chat(
     """Chat with a model in the terminal, read one question per line from a pipe, or serve it to other programs."""
     require_torch()
     from flatout.engine.opening import open_model
-    from flatout.sample import Sampling, backend_of, sampler_of
+    from flatout.sample import Sampling, backend_of, sampler_of, vocabulary_check
 
-    sampling = Sampling(max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed)
-    chosen = backend_of(backend)
-    opened = open_model(model, dtype=dtype, backend=chosen, trust=trust, adapter=adapter)
+    sampling = Sampling(max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed, logprobs=False)
+    chosen = backend_of(backend, sampling=sampling)
+    opened = open_model(
+        model, dtype=dtype, backend=chosen, trust=trust, adapter=adapter, check=vocabulary_check(chosen)
+    )
     warn(opened.notices)
     if serve:
         if system is not None:

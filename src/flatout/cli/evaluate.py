@@ -16,6 +16,7 @@ from flatout.cli.shared import (
     Dtype,
     MaxTokens,
     ModelName,
+    Rows,
     Seed,
     TopP,
     Trust,
@@ -56,7 +57,7 @@ def evaluate(
     seed: Seed = 0,
     against: Annotated[str | None, typer.Option(help="another RUN|MODEL to compare with on the same questions")] = None,
     dtype: Dtype = None,
-    rows: Annotated[int | None, typer.Option(help="concurrent sequences (default: by the device)", min=1)] = None,
+    rows: Rows = None,
     backend: BackendName = "auto",
     adapter: Adapter = None,
     own_prompt: Annotated[
@@ -67,7 +68,7 @@ def evaluate(
 ) -> None:
     """Measure a model on tasks: accuracy, likelihood of choices, perplexity, each with a 95 % interval."""
     require_torch()
-    from flatout.sample import Sampling, backend_of
+    from flatout.sample import Sampling, backend_of, vocabulary_check
     from flatout.tasks import by_domain, open_task
 
     specs = [spec for several in tasks for spec in several.split(",") if spec]
@@ -78,10 +79,9 @@ def evaluate(
     warmth = temperature if temperature is not None else (0.7 if samples > 1 else 0.0)
     if samples > 1 and warmth == 0:
         raise UsageError("--samples above 1 at temperature 0 would all be identical: give a --temperature above 0")
-    sampling = Sampling(max_tokens=max_tokens, temperature=warmth, top_p=top_p, seed=seed)
-    request = Request(
-        specs=specs, sampling=sampling, samples=samples, limit=limit, rows=rows, backend=backend_of(backend)
-    )
+    sampling = Sampling(max_tokens=max_tokens, temperature=warmth, top_p=top_p, seed=seed, logprobs=False)
+    chosen = backend_of(backend, sampling=sampling)
+    request = Request(specs=specs, sampling=sampling, samples=samples, limit=limit, rows=rows, backend=chosen)
     from flatout.engine.opening import open_model
     from flatout.evaluate import compare
 
@@ -89,7 +89,9 @@ def evaluate(
     documents = []
     asked = specs
     for name in [model, *([against] if against else [])]:
-        opened = open_model(name, dtype=dtype, backend=request.backend, trust=trust, adapter=adapter)
+        opened = open_model(
+            name, dtype=dtype, backend=chosen, trust=trust, adapter=adapter, check=vocabulary_check(chosen)
+        )
         warn(opened.notices)
         if opened.run is not None and not own_prompt:
             asked, changed = _as_in_the_run(specs, opened.run)

@@ -58,6 +58,7 @@ Dtype = Annotated[str | None, typer.Option(help="bf16, fp16 or fp32 (default: by
 TopP = Annotated[float, typer.Option(help="sample from the most likely tokens up to this total probability")]
 MaxTokens = Annotated[int, typer.Option(help="longest answer, in tokens", min=1)]
 Seed = Annotated[int, typer.Option(help="random seed for sampling")]
+Rows = Annotated[int | None, typer.Option(help="concurrent sequences (default: by the device)", min=1)]
 
 
 def fail(message: str, *, exit_code: int) -> NoReturn:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,6 +23,8 @@ from flatout.record import Run
 
 # The name that means no adapter.
 BASE = "base"
+# Refuses a tokenizer and a number of ids before the weights are read.
+VocabularyCheck = Callable[[Tokenizer, int], None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,12 +59,14 @@ def open_model(
     trust: str | None = None,
     adapter: str | None = None,
     bank: bool = False,
+    check: VocabularyCheck = lambda tokenizer, vocab: None,
 ) -> Opened:
     """`dtype` None: fp32 on a CPU; on a GPU bf16, or fp16 where it has no bf16 units.
 
     `trust` is the user's pin for code that comes with the model; no opened file can supply it.
     For `backend` vllm, which reads the weights itself, the model stays on the host.
     `adapter` is one of a bank, or `base`; without it, the bank's router chooses. `bank` takes one without a router too.
+    `check` sees a published model's tokenizer and number of ids before its weights are read.
     """
     place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if dtype is not None and dtype not in DTYPES:
@@ -73,7 +78,7 @@ def open_model(
     elif (Path(name) / peft.CONFIG).is_file() and not (Path(name) / "config.json").is_file():
         opened = _adapter(name, place, chosen)
     else:
-        opened = _published(name, place, chosen, trust)
+        opened = _published(name, place, chosen, trust, check)
     opened = opened if bank else _of_bank(opened, adapter)
     opened.model.eval().requires_grad_(False)
     return replace(opened, backend=backend)
@@ -151,15 +156,18 @@ def _adapter(name: str, device: torch.device, dtype: torch.dtype) -> Opened:
     return Opened(name=name, model=model, tokenizer=tokenizer, stop_ids=stops, folder=under, adapters=spec)
 
 
-def _published(name: str, device: torch.device, dtype: torch.dtype, trust: str | None) -> Opened:
+def _published(
+    name: str, device: torch.device, dtype: torch.dtype, trust: str | None, check: VocabularyCheck
+) -> Opened:
     """Our decoder where it runs the architecture, else the model as transformers builds it."""
     if Path(name).is_dir() and not (Path(name) / "config.json").is_file():
         raise UsageError(f"{name} is not a run folder, and not a model folder: a model folder has a config.json")
     folder = hub.folder(name, weights=True, trust=trust)
     shape = ModelShape.of_config(hub.read_json(folder / "config.json"))
+    tokenizer = load_tokenizer(str(folder), documents=None, cache=folder)
+    check(tokenizer, shape.vocab)
     settings = ModelSettings(name=name, revision=None if hub.is_here(name) else folder.name, trust=trust)
     model = load_model(settings, shape=shape, device=device, dtype=dtype, compute_dtype=dtype, trains=False)
-    tokenizer = load_tokenizer(str(folder), documents=None, cache=folder)
     stops = _stop_ids(folder) | {tokenizer.eos_id}
     return Opened(name=name, model=model, tokenizer=tokenizer, stop_ids=stops, folder=folder)
 

@@ -27,7 +27,7 @@ from flatout.engine.prepare import unprepared
 from flatout.engine.ranks import Ranks
 from flatout.engine.step import Engine
 from flatout.errors import UsageError
-from flatout.plan import Plan
+from flatout.plan import Plan, named_shape
 from flatout.plan.rollouts import MOST_ROWS
 from flatout.recipes.batches import shrunk
 from flatout.recipes.experience import Experience, Group, Prompt, Update, full_batch, packed
@@ -48,6 +48,7 @@ from flatout.sample import (
     sampler_of,
     stop_texts,
     text_of,
+    vocabulary_check,
 )
 from flatout.tasks import Graded, Task, Worked
 
@@ -81,7 +82,11 @@ class Rollouts:
 
     def __init__(self, settings: Settings, tokenizer: Tokenizer) -> None:
         self.settings, self.tokenizer = settings, tokenizer
-        backend_of(settings.rl.sampler)  # or what is missing is named now
+        self.sampling = _sampling(settings, tokenizer)
+        # What is missing, or what this sampler cannot do, is named now.
+        check = vocabulary_check(backend_of(settings.rl.sampler, sampling=self.sampling))
+        if settings.model.name is not None:
+            check(tokenizer, named_shape(settings.model).vocab)
         self.levels = Levels(settings.rl)
         lengths = [
             self._checked(spec, self.levels.task(spec, level=self.levels.level(spec))) for spec in settings.rl.tasks
@@ -138,7 +143,22 @@ class Rollouts:
             graders = {
                 spec: stack.enter_context(Graders(spec, count=self.settings.rl.graders)) for spec in self.levels.specs
             }
-            yield RolloutBatches(self, engine, plan, session, ranks, graders)
+            batches = RolloutBatches(self, engine, plan, session, ranks, graders)
+            stack.callback(batches.fitting.close)
+            yield batches
+
+
+def _sampling(settings: Settings, tokenizer: Tokenizer) -> Sampling:
+    sample = settings.sample
+    return Sampling(
+        max_tokens=sample.max_tokens,
+        min_tokens=sample.min_tokens,
+        temperature=sample.temperature,
+        top_p=sample.top_p,
+        top_k=sample.top_k,
+        stop_ids=stop_ids(settings.model, tokenizer),
+        stop_texts=stop_texts(tokenizer),
+    )
 
 
 class RolloutBatches:
@@ -158,15 +178,7 @@ class RolloutBatches:
         self.engine, self.plan, self.session, self.ranks = engine, plan, session, ranks
         self.micro_batch = plan.decisions.micro_batch
         sample = self.settings.sample
-        self.sampling = Sampling(
-            max_tokens=sample.max_tokens,
-            min_tokens=sample.min_tokens,
-            temperature=sample.temperature,
-            top_p=sample.top_p,
-            top_k=sample.top_k,
-            stop_ids=stop_ids(self.settings.model, self.tokenizer),
-            stop_texts=stop_texts(self.tokenizer),
-        )
+        self.sampling = source.sampling
         share = -(-self.rl.prompts * self.rl.samples // ranks.world)
         rows = sample.rows or min(share, MOST_ROWS[engine.active.device.type])
         self.fitting = Fitting(self._sampler, rows=rows, tell=session.recorder.event)

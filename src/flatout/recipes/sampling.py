@@ -31,6 +31,7 @@ from flatout.recipes.sealed import Seals
 from flatout.record import Event
 from flatout.record.events import ChunkSampled, RowsHalved, SamplingProgress
 from flatout.sample import Completion, Sampler, Sampling, prompt_ids, text_of
+from flatout.sample.vllm import Vllm
 from flatout.tasks import Graded, Grader, Task
 
 # Workers that grade while the sampler runs.
@@ -236,15 +237,21 @@ class Fitting:
                     raise
                 said = str(error).splitlines()[0]
             # After the handler, the failed sampler and all its memory are freed.
+            self.close()
             if self.rows == 1:
                 raise RunFailed(
                     f"sampling ran out of memory even for one completion at a time ({said}): shorten "
                     "sample.max_tokens and the prompt, or use a smaller model"
                 )
-            self._sampler = None
             free_memory()
             self.rows //= 2
             self.tell(RowsHalved(rows=2 * self.rows, now=self.rows, error=said))
+
+    def close(self) -> None:
+        """Frees the sampler, and ends its engine if it has one."""
+        sampler, self._sampler = self._sampler, None
+        if isinstance(sampler, Vllm):
+            sampler.close()
 
 
 def free_memory() -> None:

@@ -1,7 +1,7 @@
 """Generation and likelihoods behind one `Sampler` protocol: a cached sampler on our decoder, transformers, vLLM, and
 the plain reference."""
 
-from flatout.sample.backends import BACKENDS, Backend, backend_of, sampler_of
+from flatout.sample.backends import BACKENDS, Backend, backend_of, sampler_of, vocabulary_check
 from flatout.sample.generate import Generator
 from flatout.sample.hf import HuggingFace
 from flatout.sample.plain import Plain, logits_of
@@ -41,4 +41,5 @@ __all__ = [
     "sampler_of",
     "stop_texts",
     "text_of",
+    "vocabulary_check",
 ]

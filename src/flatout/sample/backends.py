@@ -6,7 +6,7 @@ import atexit
 import copy
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Literal, Protocol, get_args
@@ -20,9 +20,9 @@ from flatout.model import Decoder, Foreign, Model, lora, peft, weights
 from flatout.model.loading import export_model
 from flatout.sample.generate import Generator
 from flatout.sample.hf import HuggingFace
-from flatout.sample.request import Sampler, Watch, unwatched
+from flatout.sample.request import Sampler, Sampling, Watch, unwatched
 from flatout.sample.routed import RoutedSampler
-from flatout.sample.vllm import Vllm, imported
+from flatout.sample.vllm import Vllm, check_sampling, check_vocabulary, imported
 
 Backend = Literal["auto", "flatout", "hf", "vllm"]
 BACKENDS: tuple[Backend, ...] = get_args(Backend)
@@ -44,14 +44,25 @@ class SampledModel(Protocol):
     def adapters(self) -> Adapters | None: ...
 
 
-def backend_of(name: str) -> Backend:
-    """A backend by its name. Raises before a model is loaded if it is not available here."""
+def backend_of(name: str, *, sampling: Sampling | None = None) -> Backend:
+    """A backend by its name. Raises before a model is loaded if it is not available here or cannot sample so."""
     for known in BACKENDS:
         if name == known:
             if known == "vllm":
                 imported()
+                if sampling is not None:
+                    check_sampling(sampling)
             return known
     raise UsageError(f"--backend {name!r} must be one of {', '.join(BACKENDS)}")
+
+
+def vocabulary_check(backend: Backend) -> Callable[[Tokenizer, int], None]:
+    """What refuses a tokenizer and a number of ids that a backend cannot sample, before a model is loaded."""
+    return (lambda tokenizer, vocab: check_vocabulary(tokenizer, vocab=vocab)) if backend == "vllm" else _any_vocabulary
+
+
+def _any_vocabulary(tokenizer: Tokenizer, vocab: int) -> None:
+    pass
 
 
 def sampler_of(

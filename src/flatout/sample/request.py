@@ -34,6 +34,7 @@ class Sampling:
     stop_ids: frozenset[int] = frozenset()
     stop_texts: tuple[str, ...] = ()
     seed: int = 0
+    logprobs: bool = True  # False: a sampler may leave out the log-probabilities, where they cost much
 
     def __post_init__(self) -> None:
         if self.max_tokens < 1:
@@ -51,7 +52,7 @@ class Sampling:
 @dataclass(frozen=True, kw_only=True)
 class Completion:
     """A completion of a prompt, including its stop token. Log-probabilities are the model's own, at temperature 1,
-    without top-k or top-p."""
+    without top-k or top-p; empty where a sampler left them out."""
 
     prompt: int  # index in the call
     sample: int
