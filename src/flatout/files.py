@@ -40,6 +40,9 @@ _TEMPORARY = re.compile(r"\..+\.(\d+)\.tmp")
 
 T = TypeVar("T")
 
+# The longest name of a file and the longest path that Linux takes.
+NAME_BYTES, PATH_BYTES = 255, 4095
+
 # `Annotated[type, rule, words]` also checks the rule. These ranges are safe for sums, charts and clocks.
 Finite = Annotated[float, lambda value: abs(value) <= 1e30, "a usual number"]
 Count = Annotated[int, lambda value: 0 <= value < 10**15, "a count"]
@@ -51,6 +54,30 @@ class BadFile(UsageError):
     def __init__(self, path: Path | str, why: str) -> None:
         super().__init__(f"{path} {why}")
         self.path, self.why = Path(path), why
+
+
+# -- paths -------------------------------------------------------------------------------------------------
+
+
+def path_problem(text: str) -> str | None:
+    """Why no file can have this path, wherever it leads; None if one can."""
+    if "\0" in text:
+        return "holds a zero byte, which no path can have"
+    try:
+        encoded = os.fsencode(text)
+    except UnicodeEncodeError:
+        return "is not text that a path can have"
+    longest = max(map(len, encoded.split(b"/")))
+    if longest > NAME_BYTES:
+        return f"has a name of {longest:,} bytes, and the longest that a file can have is {NAME_BYTES}"
+    if len(encoded) > PATH_BYTES:
+        return f"has {len(encoded):,} bytes, and the longest path has {PATH_BYTES:,}"
+    return None
+
+
+def shown_path(text: str) -> str:
+    """A path for a message: its beginning, without bytes that cannot be printed."""
+    return _short(text.replace("\0", "\\0").encode(errors="replace").decode(), most=60)
 
 
 # -- reading -----------------------------------------------------------------------------------------------

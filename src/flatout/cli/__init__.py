@@ -5,10 +5,11 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 import traceback
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 
@@ -35,7 +36,8 @@ from flatout.cli import (
     tune,
     watch,
 )
-from flatout.errors import EnvironmentLacks, FlatoutError, RunFailed
+from flatout.errors import EnvironmentLacks, FlatoutError, RunFailed, UsageError
+from flatout.files import shown_path
 
 __all__ = ["app", "main"]
 
@@ -85,6 +87,10 @@ app.add_typer(data.app, name="data")
 app.add_typer(config.app, name="config")
 
 
+# What is wrong with a path that fits by itself, but not with what is added to it, or leads nowhere.
+_OF_NAMES = (errno.ENAMETOOLONG, errno.ELOOP)
+
+
 def _report(text: str) -> None:
     """Tells a launcher the error with which this rank ends."""
     from flatout.probe import launched
@@ -107,6 +113,11 @@ def main() -> None:
     except (PermissionError, IsADirectoryError, NotADirectoryError) as error:
         _report(f"error: {error.filename}: {error.strerror}\n")
         shared.fail(f"{error.filename}: {error.strerror}", exit_code=EnvironmentLacks.exit_code)
+    except OSError as error:
+        if error.errno not in _OF_NAMES:
+            _crashed()
+        _report(f"error: {error.filename}: {error.strerror}\n")
+        shared.fail(f"{shown_path(str(error.filename))}: {error.strerror}", exit_code=UsageError.exit_code)
     except MemoryError:
         text = "out of host memory: free some, raise the memory limit of this process, or use a smaller model"
         _report(f"error: {text}\n")
@@ -115,9 +126,14 @@ def main() -> None:
         if isinstance(error, OSError) and (refused := output.unwritable(error)):
             _report(f"error: {refused}\n")
             shared.fail(refused, exit_code=EnvironmentLacks.exit_code)
-        from flatout.record import redact
+        _crashed()
 
-        text = redact(traceback.format_exc())  # a bug in flatout
-        _report(text)
-        shared.err.write(text)
-        sys.exit(FlatoutError.exit_code)
+
+def _crashed() -> NoReturn:
+    """Reports a bug in flatout."""
+    from flatout.record import redact
+
+    text = redact(traceback.format_exc())
+    _report(text)
+    shared.err.write(text)
+    sys.exit(FlatoutError.exit_code)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
+from flatout import limits
 from flatout.cli.shared import (
     AsJson,
     Config,
@@ -19,6 +20,7 @@ from flatout.cli.shared import (
     Overrides,
     err,
     escaped,
+    file_path,
     new_folder,
     out,
     print_json,
@@ -47,20 +49,30 @@ OPTIONAL = ("Hodges-Lehmann", "claim", "start-up", "MFU", "memory")
 NUMBERS = ("tokens/s", "speed", "Hodges-Lehmann", "MFU", "memory", "start-up")
 SearchFolder = Annotated[
     Path | None,
-    typer.Option("--run", help="folder of the trials (default: a new one in runs/); an existing one is continued"),
+    typer.Option(
+        "--run",
+        help="folder of the trials (default: a new one in runs/); an existing one is continued",
+        parser=file_path,
+        metavar="PATH",
+    ),
 ]
 Budget = Annotated[
     str | None, typer.Option(help="time for all trials, such as 90s, 10m or 2h; decides what is left out")
 ]
 
-Limit = Annotated[float, typer.Option(help="seconds after which a trial counts as hung", min=1.0)]
+Limit = Annotated[float, typer.Option(help="seconds after which a trial counts as hung", min=1.0, max=limits.SECONDS)]
 
 
 def ablate(
     config: Config,
     overrides: Overrides = None,
     baseline: Annotated[
-        Path | None, typer.Option(help="YAML file to start from (default: the starting point of common guides)")
+        Path | None,
+        typer.Option(
+            help="YAML file to start from (default: the starting point of common guides)",
+            parser=file_path,
+            metavar="PATH",
+        ),
     ] = None,
     blocks: Annotated[
         int | None,
@@ -71,7 +83,9 @@ def ablate(
             max=16,
         ),
     ] = None,
-    steps: Annotated[int, typer.Option(help="steps that a trial measures after its warm-up", min=10)] = 10,
+    steps: Annotated[
+        int, typer.Option(help="steps that a trial measures after its warm-up", min=10, max=limits.STEPS)
+    ] = 10,
     budget: Budget = None,
     loss_margin: LossMargin = 0.005,
     only: Annotated[list[str] | None, typer.Option(help="measure only this switch; may be repeated")] = None,

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from flatout import limits
 from flatout.cli.shared import (
     Adapter,
     BackendName,
@@ -52,7 +53,7 @@ def chat(
     serve: Annotated[
         bool, typer.Option("--serve", help="serve the OpenAI API on 127.0.0.1, for tools that use it")
     ] = False,
-    port: Annotated[int, typer.Option(help="port of --serve (default: any free one)", min=0, max=65535)] = 0,
+    port: Annotated[int, typer.Option(help="port of --serve (default: any free one)", min=0, max=limits.PORT)] = 0,
     trust: Trust = None,
 ) -> None:
     """Chat with a model in the terminal, read one question per line from a pipe, or serve it to other programs."""

@@ -8,12 +8,15 @@ from typing import Annotated, Any
 
 import typer
 
-from flatout.cli.shared import AsJson, LossMargin, escaped, out, print_json, print_plain
+from flatout.cli.shared import AsJson, LossMargin, escaped, file_path, out, print_json, print_plain
 from flatout.errors import UsageError
 
 
 def compare(
-    runs: Annotated[list[Path], typer.Argument(help="run folders; the first is the baseline", metavar="RUN RUN...")],
+    runs: Annotated[
+        list[Path],
+        typer.Argument(help="run folders; the first is the baseline", metavar="RUN RUN...", parser=file_path),
+    ],
     price: Annotated[float | None, typer.Option(help="price of one device for an hour", min=0.0)] = None,
     loss_margin: LossMargin = 0.01,
     as_json: AsJson = False,

@@ -8,7 +8,19 @@ from typing import Annotated
 
 import typer
 
-from flatout.cli.shared import AsJson, Config, Overrides, load_settings, out, print_json, print_plain, require_torch
+from flatout import limits
+from flatout.cli.shared import (
+    AsJson,
+    Config,
+    Overrides,
+    file_path,
+    load_settings,
+    out,
+    path_text,
+    print_json,
+    print_plain,
+    require_torch,
+)
 from flatout.errors import FlatoutError, UsageError
 
 app = typer.Typer(help="Prepare training data, and show it.", no_args_is_help=True)
@@ -16,16 +28,23 @@ app = typer.Typer(help="Prepare training data, and show it.", no_args_is_help=Tr
 
 @app.command()
 def prepare(
-    source: Annotated[str, typer.Argument(help="file, folder or glob; `embedded`; or hf:NAME")],
-    to: Annotated[Path, typer.Option(help="folder to write the shards to")],
-    tokenizer: Annotated[str, typer.Option(help="byte, bpe:SIZE, a folder, a tokenizer.json or a hub name")] = "byte",
+    source: Annotated[
+        str, typer.Argument(help="file, folder or glob; `embedded`; or hf:NAME", parser=path_text, metavar="SOURCE")
+    ],
+    to: Annotated[Path, typer.Option(help="folder to write the shards to", parser=file_path, metavar="PATH")],
+    tokenizer: Annotated[
+        str,
+        typer.Option(help="byte, bpe:SIZE, a folder, a tokenizer.json or a hub name", parser=path_text, metavar="TEXT"),
+    ] = "byte",
     field: Annotated[str, typer.Option(help="field that holds the text, in jsonl and parquet")] = "text",
     separator: Annotated[str, typer.Option(help="separator between documents, in text files")] = "<|endoftext|>",
     valid_share: Annotated[float, typer.Option(help="share of the documents held out")] = 0.01,
-    valid_path: Annotated[str | None, typer.Option(help="separate validation files of the same kind")] = None,
+    valid_path: Annotated[
+        str | None, typer.Option(help="separate validation files of the same kind", parser=path_text, metavar="PATH")
+    ] = None,
     on_bad_row: Annotated[str, typer.Option(help="a row that cannot be read: skip and count it, or stop")] = "skip",
     max_bad_share: Annotated[float, typer.Option(help="stop when more than this share of rows is bad")] = 0.01,
-    seed: Annotated[int, typer.Option(help="seed of the split")] = 0,
+    seed: Annotated[int, typer.Option(help="seed of the split", min=0, max=limits.SEED)] = 0,
     as_json: AsJson = False,
 ) -> None:
     """Tokenize documents once, into verified shards with a manifest of hashes and counts."""
@@ -74,7 +93,9 @@ def prepare(
 def show(
     config: Config,
     overrides: Overrides = None,
-    count: Annotated[int, typer.Option("-n", "--count", help="examples of each source to print", min=0)] = 3,
+    count: Annotated[
+        int, typer.Option("-n", "--count", help="examples of each source to print", min=0, max=limits.ROWS)
+    ] = 3,
     as_json: AsJson = False,
 ) -> None:
     """Show what a run trains on: rendered examples, lengths, packing, and what is left out."""

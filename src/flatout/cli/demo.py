@@ -7,13 +7,15 @@ from typing import Annotated
 
 import typer
 
-from flatout.cli.shared import new_folder, out, require_torch
+from flatout.cli.shared import file_path, new_folder, out, require_torch
 from flatout.cli.train import exit_if_stopped
 from flatout.errors import INTERRUPTED_EXIT, RunFailed
 
 
 def demo(
-    run: Annotated[Path | None, typer.Option(help="run folder (default: runs/demo-TIME)")] = None,
+    run: Annotated[
+        Path | None, typer.Option(help="run folder (default: runs/demo-TIME)", parser=file_path, metavar="PATH")
+    ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="do not measure the fixes")] = False,
 ) -> None:
     """Diagnose a slow script, measure the fixes, and train the same model with flatout, in minutes on this machine."""

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from typer.core import TyperCommand
 
-from flatout.cli.shared import err, new_folder, out
+from flatout import limits
+from flatout.cli.shared import err, file_path, new_folder, out, path_text
 from flatout.errors import INTERRUPTED_EXIT
 
 
@@ -18,28 +20,47 @@ class OptionsAnywhere(TyperCommand):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         given, _, _ = self.make_parser(ctx).parse_args(args=list(args))
         what = given.get("what") or []
-        ctx.allow_interspersed_args = bool(what) and Path(what[0]).is_dir()
+        ctx.allow_interspersed_args = bool(what) and os.path.isdir(what[0])
         return super().parse_args(ctx, args)
 
 
 def doctor(
     what: Annotated[list[str] | None, typer.Argument(help="a run folder, or -- and the command of a script")] = None,
-    steps: Annotated[int, typer.Option(help="optimizer steps to watch, warm-up included")] = 20,
+    steps: Annotated[int, typer.Option(help="optimizer steps to watch, warm-up included", max=limits.STEPS)] = 20,
     seconds: Annotated[
-        float, typer.Option(help="stop watching this many seconds after the script starts, however far it got")
+        float,
+        typer.Option(
+            help="stop watching this many seconds after the script starts, however far it got", max=limits.SECONDS
+        ),
     ] = 600.0,
     window: Annotated[
-        float, typer.Option(help="time steps for at most this many seconds after warm-up; replays add up to a third")
+        float,
+        typer.Option(
+            help="time steps for at most this many seconds after warm-up; replays add up to a third", max=limits.SECONDS
+        ),
     ] = 60.0,
     then: Annotated[str, typer.Option(help="afterwards: stop the script, or let it continue")] = "stop",
-    run: Annotated[Path | None, typer.Option(help="run folder to write (default: runs/doctor-TIME)")] = None,
-    json_to: Annotated[str | None, typer.Option("--json", help="file for the diagnosis, or - for stdout")] = None,
-    proving: Annotated[bool, typer.Option("--prove", help="measure each fix that is a switch or a setting")] = False,
-    repeats: Annotated[int, typer.Option(help="with --prove: how many times each fix is measured", min=1)] = 3,
-    config: Annotated[
-        Path | None, typer.Option(help="with RUN --prove: the configuration to train again for a few steps")
+    run: Annotated[
+        Path | None,
+        typer.Option(help="run folder to write (default: runs/doctor-TIME)", parser=file_path, metavar="PATH"),
     ] = None,
-    log: Annotated[Path | None, typer.Option(help="diagnose the training log of another tool")] = None,
+    json_to: Annotated[
+        str | None,
+        typer.Option("--json", help="file for the diagnosis, or - for stdout", parser=path_text, metavar="TEXT"),
+    ] = None,
+    proving: Annotated[bool, typer.Option("--prove", help="measure each fix that is a switch or a setting")] = False,
+    repeats: Annotated[
+        int, typer.Option(help="with --prove: how many times each fix is measured", min=1, max=limits.REPEATS)
+    ] = 3,
+    config: Annotated[
+        Path | None,
+        typer.Option(
+            help="with RUN --prove: the configuration to train again for a few steps", parser=file_path, metavar="PATH"
+        ),
+    ] = None,
+    log: Annotated[
+        Path | None, typer.Option(help="diagnose the training log of another tool", parser=file_path, metavar="PATH")
+    ] = None,
     on: Annotated[str | None, typer.Option("--on", help="with --log: the machine it ran on, such as H100x8")] = None,
     params: Annotated[str | None, typer.Option(help="with --log: size of the model, such as 124M")] = None,
     target_loss: Annotated[

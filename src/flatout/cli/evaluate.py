@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from flatout import limits
 from flatout.cli.shared import (
     Adapter,
     AsJson,
@@ -23,6 +24,7 @@ from flatout.cli.shared import (
     err,
     escaped,
     out,
+    path_text,
     print_json,
     require_torch,
     warn,
@@ -47,15 +49,23 @@ def evaluate(
             "arc-challenge:FOLDER, choice:FILE, jsonl:FILE, guru:FILE, perplexity:FILE …; comma-separated"
         ),
     ],
-    limit: Annotated[int | None, typer.Option(help="measure at most this many questions of each task", min=1)] = None,
-    samples: Annotated[int, typer.Option(help="answers to each question", min=1)] = 1,
+    limit: Annotated[
+        int | None, typer.Option(help="measure at most this many questions of each task", min=1, max=limits.QUESTIONS)
+    ] = None,
+    samples: Annotated[int, typer.Option(help="answers to each question", min=1, max=limits.SAMPLES)] = 1,
     temperature: Annotated[
-        float | None, typer.Option(help="0 takes the most likely token (default: 0, or 0.7 with several samples)")
+        float | None,
+        typer.Option(help="0 takes the most likely token (default: 0, or 0.7 with several samples)"),
     ] = None,
     top_p: TopP = 1.0,
     max_tokens: MaxTokens = 256,
     seed: Seed = 0,
-    against: Annotated[str | None, typer.Option(help="another RUN|MODEL to compare with on the same questions")] = None,
+    against: Annotated[
+        str | None,
+        typer.Option(
+            help="another RUN|MODEL to compare with on the same questions", parser=path_text, metavar="RUN|MODEL"
+        ),
+    ] = None,
     dtype: Dtype = None,
     rows: Rows = None,
     backend: BackendName = "auto",

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from flatout.cli.shared import escaped, out, print_plain
+from flatout.cli.shared import escaped, file_path, out, print_plain
 from flatout.errors import UsageError
 from flatout.output import write_file
 
@@ -20,7 +20,7 @@ def _names(incomplete: str) -> list[str]:
 
 def examples(
     name: Annotated[str | None, typer.Argument(help="example to print or copy", autocompletion=_names)] = None,
-    to: Annotated[Path | None, typer.Option(help="file to write it to")] = None,
+    to: Annotated[Path | None, typer.Option(help="file to write it to", parser=file_path, metavar="PATH")] = None,
 ) -> None:
     """List the shipped configurations, print one, or copy it to a file."""
     from flatout import gallery

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from flatout import hub
-from flatout.cli.shared import Trust, out, print_plain, require_torch, warn
+from flatout import hub, limits
+from flatout.cli.shared import Trust, file_path, out, print_plain, require_torch, warn
 from flatout.errors import EnvironmentLacks, UsageError
 
 if TYPE_CHECKING:
@@ -24,13 +24,15 @@ BASE = "base"  # the folder of a base that is exported with its adapters
 
 
 def export(
-    run: Annotated[Path, typer.Argument(help="run folder")],
-    to: Annotated[Path | None, typer.Option(help="folder to write")] = None,
+    run: Annotated[Path, typer.Argument(help="run folder", parser=file_path)],
+    to: Annotated[Path | None, typer.Option(help="folder to write", parser=file_path, metavar="PATH")] = None,
     dtype: Annotated[str, typer.Option(help="bf16, fp16 or fp32")] = "bf16",
     merge: Annotated[bool, typer.Option("--merge", help="merge adapters into the base weights")] = False,
     force: Annotated[bool, typer.Option("--force", help="overwrite an earlier export in the folder")] = False,
     best: Annotated[bool, typer.Option("--best", help="the best checkpoint (save.best), not the newest")] = False,
-    step: Annotated[int | None, typer.Option(help="the checkpoint of this step, not the newest", min=0)] = None,
+    step: Annotated[
+        int | None, typer.Option(help="the checkpoint of this step, not the newest", min=0, max=limits.STEPS)
+    ] = None,
     push: Annotated[
         str | None, typer.Option(help="upload to this model on the hub, private", metavar="USER/NAME")
     ] = None,

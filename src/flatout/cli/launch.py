@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Literal, get_args
 
 import typer
 
-from flatout.cli.shared import RunFolder, new_folder, out, print_plain, require_torch
+from flatout import limits
+from flatout.cli.shared import RunFolder, file_path, new_folder, out, print_plain, require_torch
 from flatout.errors import UsageError
 from flatout.launch import Job
 from flatout.launch.several import Member, Place, places, ranks_each
@@ -29,23 +30,35 @@ def launch(
     on: Annotated[str, typer.Option("--on", help="local, torchrun, ray or slurm")] = "local",
     run: RunFolder = None,
     resume: Annotated[bool, typer.Option("--resume", help="continue the run in --run")] = False,
-    nodes: Annotated[int, typer.Option(help="machines", min=1)] = 1,
+    nodes: Annotated[int, typer.Option(help="machines", min=1, max=limits.RANKS)] = 1,
     ranks: Annotated[
         int | None,
-        typer.Option(help="ranks on each machine (default: one per GPU, shared among the configurations)", min=1),
+        typer.Option(
+            help="ranks on each machine (default: one per GPU, shared among the configurations)",
+            min=1,
+            max=limits.PROCESSES,
+        ),
     ] = None,
     at_once: Annotated[
         int | None,
         typer.Option(
-            "--jobs", help="configurations that run at a time (default: as many as there are GPUs for, or 1)", min=1
+            "--jobs",
+            help="configurations that run at a time (default: as many as there are GPUs for, or 1)",
+            min=1,
+            max=limits.PROCESSES,
         ),
     ] = None,
-    restarts: Annotated[int, typer.Option(help="restarts from the last checkpoint after a failure", min=0)] = 3,
+    restarts: Annotated[
+        int, typer.Option(help="restarts from the last checkpoint after a failure", min=0, max=limits.STEPS)
+    ] = 3,
     rendezvous: Annotated[str | None, typer.Option(help="torchrun on several machines: HOST:PORT of the first")] = None,
-    gpus: Annotated[int, typer.Option(help="slurm: GPUs of each machine", min=0)] = 0,
-    cpus: Annotated[int, typer.Option(help="slurm and ray: CPUs of each rank", min=1)] = 4,
+    gpus: Annotated[int, typer.Option(help="slurm: GPUs of each machine", min=0, max=limits.PROCESSES)] = 0,
+    cpus: Annotated[int, typer.Option(help="slurm and ray: CPUs of each rank", min=1, max=limits.THREADS)] = 4,
     wait_s: Annotated[
-        float, typer.Option("--wait", help="ray: seconds to wait until there is room for all ranks", min=1.0)
+        float,
+        typer.Option(
+            "--wait", help="ray: seconds to wait until there is room for all ranks", min=1.0, max=limits.SECONDS
+        ),
     ] = 60.0,
     memory: Annotated[str, typer.Option(help="slurm: memory of each machine; 0: all of it")] = "0",
     time: Annotated[str, typer.Option(help="slurm: time limit")] = "24:00:00",
@@ -59,7 +72,7 @@ def launch(
     from flatout.probe.launched import end_with_launcher
 
     end_with_launcher()
-    files = [Path(text) for text in configs if "=" not in text]
+    files = [file_path(text) for text in configs if "=" not in text]
     overrides = tuple(text for text in configs if "=" in text)
     _check(files, on=on, run=run, resume=resume, nodes=nodes)
     for file in files:
@@ -238,7 +251,7 @@ def _conclude(members: Sequence[Member], *, options: Sequence[str]) -> None:
 
     for member in members:
         stands = standing(member.job.folder)
-        print_plain(clean(": ".join(filter(None, [f"{member.name} {member.ending}", stands, member.reason]))))
+        print_plain(": ".join(filter(None, [f"{member.name} {member.ending}", stands, member.reason])))
         if member.code != 0:
             again = ["flatout", *_arguments(member.job, options), "--resume"]
             print_plain(f"  {'continue' if stands else 'start it'} with: {shlex.join(again)}")

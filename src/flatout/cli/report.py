@@ -7,14 +7,21 @@ from typing import Annotated
 
 import typer
 
-from flatout.cli.shared import AsJson, out, print_plain
+from flatout.cli.shared import AsJson, file_path, out, print_plain
 from flatout.errors import UsageError
 
 
 def report(
-    runs: Annotated[list[Path], typer.Argument(help="run folders", metavar="RUN...")],
+    runs: Annotated[list[Path], typer.Argument(help="run folders", metavar="RUN...", parser=file_path)],
     to: Annotated[
-        Path | None, typer.Option("--output", "-o", help="file to write, - for the terminal (default: RUN/report.html)")
+        Path | None,
+        typer.Option(
+            "--output",
+            "-o",
+            help="file to write, - for the terminal (default: RUN/report.html)",
+            parser=file_path,
+            metavar="PATH",
+        ),
     ] = None,
     format: Annotated[str | None, typer.Option(help="html, md or json (default: by the file's name, or html)")] = None,
     as_json: AsJson = False,

@@ -7,11 +7,11 @@ from typing import Annotated
 
 import typer
 
-from flatout.cli.shared import AsJson, escaped, out, print_json
+from flatout.cli.shared import AsJson, escaped, file_path, out, print_json
 
 
 def runs(
-    folder: Annotated[Path, typer.Argument(help="folder that holds run folders")] = Path("runs"),
+    folder: Annotated[Path, typer.Argument(help="folder that holds run folders", parser=file_path)] = Path("runs"),
     as_json: AsJson = False,
 ) -> None:
     """List runs: state, step, loss, speed; the newest first."""

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
-from flatout.errors import EnvironmentLacks
+from flatout import limits
+from flatout.errors import EnvironmentLacks, UsageError
 from flatout.output import err as err
 from flatout.output import out as out
 
@@ -28,12 +29,30 @@ def _keys(incomplete: str) -> list[str]:
     return [f"{key}=" for key in keys() if key.startswith(incomplete)]
 
 
-Config = Annotated[Path, typer.Argument(help="YAML file of the run")]
+def file_path(text: str | Path) -> Path:
+    """The type of arguments and options that name a file or a folder."""
+    return Path(path_text(str(text)))
+
+
+def path_text(text: str) -> str:
+    """The type of those that name a file, a folder or something else, such as a model on the hub."""
+    from flatout.files import path_problem, shown_path
+
+    if problem := path_problem(text):
+        raise UsageError(f"{shown_path(text)} {problem}: give another path")
+    return text
+
+
+Config = Annotated[Path, typer.Argument(help="YAML file of the run", parser=file_path)]
 Overrides = Annotated[
     list[str] | None, typer.Argument(help="dotted overrides, such as train.lr=3e-4", autocompletion=_keys)
 ]
-RunFolder = Annotated[Path | None, typer.Option("--run", help="run folder (default: runs/CONFIG-TIME)")]
-ModelName = Annotated[str, typer.Argument(help="run folder, model folder or hub name", metavar="RUN|MODEL")]
+RunFolder = Annotated[
+    Path | None, typer.Option("--run", help="run folder (default: runs/CONFIG-TIME)", parser=file_path, metavar="PATH")
+]
+ModelName = Annotated[
+    str, typer.Argument(help="run folder, model folder or hub name", metavar="RUN|MODEL", parser=path_text)
+]
 LossMargin = Annotated[
     float, typer.Option(help="losses are equal if they are shown to differ by less than this share", min=1e-6, max=0.5)
 ]
@@ -56,9 +75,11 @@ BackendName = Annotated[
 ]
 Dtype = Annotated[str | None, typer.Option(help="bf16, fp16 or fp32 (default: by the device)")]
 TopP = Annotated[float, typer.Option(help="sample from the most likely tokens up to this total probability")]
-MaxTokens = Annotated[int, typer.Option(help="longest answer, in tokens", min=1)]
-Seed = Annotated[int, typer.Option(help="random seed for sampling")]
-Rows = Annotated[int | None, typer.Option(help="concurrent sequences (default: by the device)", min=1)]
+MaxTokens = Annotated[int, typer.Option(help="longest answer, in tokens", min=1, max=limits.ANSWER_TOKENS)]
+Seed = Annotated[int, typer.Option(help="random seed for sampling", min=0, max=limits.SEED)]
+Rows = Annotated[
+    int | None, typer.Option(help="concurrent sequences (default: by the device)", min=1, max=limits.SEQUENCES)
+]
 
 
 def fail(message: str, *, exit_code: int) -> NoReturn:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from flatout import limits
 from flatout.cli.ablate import Budget, Limit, SearchFolder, say, searching, seconds_of
 from flatout.cli.shared import (
     AsJson,
@@ -38,7 +39,10 @@ def tune(
         typer.Option(help="plan: decisions that change the speed; lr: the learning rate and its warm-up"),
     ] = "plan",
     trials: Annotated[
-        int | None, typer.Option(help="trials of the search, at most (default: 20, or what the budget allows)", min=2)
+        int | None,
+        typer.Option(
+            help="trials of the search, at most (default: 20, or what the budget allows)", min=2, max=limits.REPEATS
+        ),
     ] = None,
     budget: Budget = None,
     apply: Annotated[bool, typer.Option("--apply", help="write the result into CONFIG; comments are kept")] = False,

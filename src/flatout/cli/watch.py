@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from flatout.cli.shared import AsJson, out, print_json, print_plain
+from flatout import limits
+from flatout.cli.shared import AsJson, file_path, out, print_json, print_plain
 from flatout.errors import INTERRUPTED_EXIT
 
 if TYPE_CHECKING:
@@ -15,11 +16,13 @@ if TYPE_CHECKING:
 
 
 def watch(
-    runs: Annotated[list[Path] | None, typer.Argument(help="run folders", metavar="[RUN...]")] = None,
+    runs: Annotated[list[Path] | None, typer.Argument(help="run folders", metavar="[RUN...]", parser=file_path)] = None,
     web: Annotated[bool, typer.Option("--web", help="a live page on 127.0.0.1 instead of the terminal")] = False,
     once: Annotated[bool, typer.Option("--once", help="print once, then exit")] = False,
-    interval: Annotated[float, typer.Option(help="seconds between updates", min=0.25)] = 2.0,
-    port: Annotated[int, typer.Option(help="port of the live page (default: any free one)", min=0, max=65535)] = 0,
+    interval: Annotated[float, typer.Option(help="seconds between updates", min=0.25, max=limits.SECONDS)] = 2.0,
+    port: Annotated[
+        int, typer.Option(help="port of the live page (default: any free one)", min=0, max=limits.PORT)
+    ] = 0,
     as_json: AsJson = False,
 ) -> None:
     """Watch running or finished runs; without a name, the active runs in ./runs, or else this machine.

@@ -31,12 +31,13 @@ from typing import (
 import yaml
 from yaml.representer import SafeRepresenter
 
+from flatout import limits as largest
 from flatout.config.nearest import nearest, suggest
 from flatout.config.presets import implied
 from flatout.config.rules import breaches
 from flatout.config.settings import Loaded, PlanSettings, Settings, Source, settable
 from flatout.errors import UsageError
-from flatout.files import BadFile, read_bytes
+from flatout.files import BadFile, path_problem, read_bytes, shown_path
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
@@ -157,6 +158,7 @@ class _Leaf:
     choices: tuple[str, ...]
     optional: bool
     help: str
+    path: bool = False
     words: tuple[str, ...] = ()  # that it takes instead of a value of its type
 
     @property
@@ -221,6 +223,7 @@ def _leaves_of(kind: type[Any], *, prefix: str) -> Iterator[tuple[str, _Leaf]]:
                 optional=optional,
                 help=field.metadata["help"],
                 words=words if kinds else (),
+                path=field.metadata["path"],
             ),
         )
 
@@ -232,6 +235,20 @@ def _sections() -> dict[str, str]:
     return {field.name: field.metadata["help"] for field in fields(Settings) if is_dataclass(hints[field.name])}
 
 
+def _bounded(rules: Mapping[str, Any]) -> dict[str, Any]:
+    """The rules of a number, within what can be recorded and drawn."""
+    low = {} if rules.keys() & {"ge", "gt"} else {"ge": -largest.REAL}
+    return {**rules, **low} if rules.keys() & {"le", "lt"} else {**rules, **low, "le": largest.REAL}
+
+
+def _each(hint: Any, rules: Mapping[str, Any]) -> Any:
+    """The types of the items of an optional tuple, all under the same rules."""
+    from pydantic import Field
+
+    (several,) = (option for option in get_args(hint) if option is not types.NoneType)
+    return tuple(Annotated[item, Field(**rules)] for item in get_args(several))
+
+
 @cache
 def _model(kind: type[Any]) -> type[BaseModel]:
     """The strict pydantic model of a dataclass of settings."""
@@ -241,6 +258,10 @@ def _model(kind: type[Any]) -> type[BaseModel]:
     definitions: dict[str, Any] = {}
     for field in settable(kind):
         hint, help, rules = hints[field.name], field.metadata["help"], field.metadata["rules"]
+        if float in (hint, *get_args(hint)):
+            rules = _bounded(rules)
+        if "each" in rules:
+            hint, rules = tuple[_each(hint, rules["each"])] | None, {}  # type: ignore[misc]
         if get_origin(hint) is tuple and is_dataclass(item := get_args(hint)[0]):
             hint = tuple[_model(item), ...]  # type: ignore[misc, arg-type]
         if field.default is MISSING:
@@ -578,7 +599,7 @@ def _syntax(error: Exception) -> str:
 def _decoded(value: yaml.Node | str, *, leaf: _Leaf, place: _Place) -> _Given:
     """The value of one key. Raises ValueError, worded for the user, if the text cannot be read at all."""
     if isinstance(value, yaml.Node):
-        return _Given(value=_from_node(value, leaf=leaf), text=_short(_text_of(value)), place=place)
+        return _Given(value=_usable(_from_node(value, leaf=leaf), leaf=leaf), text=_short(_text_of(value)), place=place)
     if not value.isascii() and value != value.encode(errors="ignore").decode():
         raise ValueError(f"{_short(value)!a} is not UTF-8 text")
     # Quotes mean the same as in YAML. A list needs YAML too, but `data.path=[ab]*.txt` is only text.
@@ -588,10 +609,17 @@ def _decoded(value: yaml.Node | str, *, leaf: _Leaf, place: _Place) -> _Given:
         except yaml.YAMLError:
             raise ValueError(f"{_short(value)} is not a complete value; check its quotes and brackets") from None
         assert node is not None
-        return _Given(value=_from_node(node, leaf=leaf), text=_short(value), place=place)
+        return _Given(value=_usable(_from_node(node, leaf=leaf), leaf=leaf), text=_short(value), place=place)
     if value == "null" or (not value and (leaf.optional or not leaf.takes_text)):
         return _Given(value=None, text="null", place=place)
-    return _Given(value=_from_text(value, leaf=leaf), text=_short(value), place=place)
+    return _Given(value=_usable(_from_text(value, leaf=leaf), leaf=leaf), text=_short(value), place=place)
+
+
+def _usable(value: Any, *, leaf: _Leaf) -> Any:
+    """The value, which must be a possible path if the key may name a file."""
+    if leaf.path and isinstance(value, str) and (problem := path_problem(value)):
+        raise ValueError(f"{shown_path(value)} {problem}")
+    return value
 
 
 def _unpinned(key: str, value: yaml.Node | str) -> yaml.Node | str:
@@ -629,7 +657,7 @@ def _section_item(node: yaml.Node, *, kind: type[Any], number: int) -> dict[str,
             raise ValueError(f"item {number} has an unknown key {_short(key)}; {hint}")
         if key in values:
             raise ValueError(f"item {number} has {key} twice; keep one")
-        values[key] = _from_node(value_node, leaf=leaves[key])
+        values[key] = _usable(_from_node(value_node, leaf=leaves[key]), leaf=leaves[key])
     return values
 
 
@@ -693,7 +721,7 @@ def _rule(leaf: _Leaf, *, kind: str, limits: Mapping[str, Any], text: str) -> st
         return f"must be {leaf.wanted}" + (f"; did you mean {_joined(near)}?" if near else f" ({leaf.help})")
     if kind in bounds:
         words, limit = bounds[kind]
-        return f"{words} {limits[limit]:g} ({leaf.help})"
+        return f"{words} {limits[limit]:.15g} ({leaf.help})"
     if kind == "finite_number":
         return f"must be a finite number ({leaf.help})"
     return f"must be {leaf.wanted} ({leaf.help})"

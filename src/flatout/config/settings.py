@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import Field, dataclass, field, fields
 from typing import Any, Literal
 
+from flatout import limits
 from flatout.config.recipes import RecipeName
 
 Precision = Literal["fp32", "bf16", "fp16"]
@@ -32,9 +33,12 @@ RowFormat = Literal[
 ]
 
 
-def setting(default: Any, help: str, **rules: Any) -> Any:
-    """A field with its help line and rules (`gt`, `ge`, `lt`, `le`, `min_length`, `max_length`)."""
-    return field(default=default, metadata={"help": help, "rules": rules})
+def setting(default: Any, help: str, *, path: bool = False, **rules: Any) -> Any:
+    """A field with its help line and rules: `gt`, `ge`, `lt`, `le`, or `each`, the rules of a list's items.
+
+    With `path` its text may name a file or a folder, and must be able to.
+    """
+    return field(default=default, metadata={"help": help, "rules": rules, "path": path})
 
 
 def section(kind: type[Any], help: str) -> Any:
@@ -49,24 +53,24 @@ def settable(kind: type[Any]) -> list[Field[Any]]:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSettings:
-    name: str | None = setting(None, "Hugging Face name or local folder; its config.json gives the shape")
+    name: str | None = setting(None, "Hugging Face name or local folder; its config.json gives the shape", path=True)
     weights: Literal["load", "random"] = setting("load", "with `name`: load its weights, or start from random ones")
     revision: str | None = setting(None, "with a hub `name`: branch, tag or commit (default: main)")
     # The pin of --trust-remote-code. It is given on the command line each time, and never read from or saved to a file.
     trust: str | None = None
-    layers: int | None = setting(None, "number of decoder blocks", gt=0)
-    hidden: int | None = setting(None, "width of the residual stream", gt=0)
-    heads: int | None = setting(None, "number of query heads", gt=0)
-    kv_heads: int | None = setting(None, "number of key/value heads (default: heads)", gt=0)
-    head_dim: int | None = setting(None, "width of one head (default: hidden / heads)", gt=0)
+    layers: int | None = setting(None, "number of decoder blocks", gt=0, le=limits.LAYERS)
+    hidden: int | None = setting(None, "width of the residual stream", gt=0, le=limits.HIDDEN)
+    heads: int | None = setting(None, "number of query heads", gt=0, le=limits.HEADS)
+    kv_heads: int | None = setting(None, "number of key/value heads (default: heads)", gt=0, le=limits.HEADS)
+    head_dim: int | None = setting(None, "width of one head (default: hidden / heads)", gt=0, le=limits.HEAD_DIM)
     intermediate: int | None = setting(
-        None, "width of the MLP (default: 8/3 hidden, rounded up to a multiple of 128)", gt=0
+        None, "width of the MLP (default: 8/3 hidden, rounded up to a multiple of 128)", gt=0, le=limits.INTERMEDIATE
     )
     vocab: int | None = setting(
-        None, "vocabulary size (default: the tokenizer's, rounded up to a multiple of 64)", gt=0
+        None, "vocabulary size (default: the tokenizer's, rounded up to a multiple of 64)", gt=0, le=limits.VOCAB
     )
     positions: int | None = setting(
-        None, "longest sequence the model can process (default: data.sequence_length)", gt=0
+        None, "longest sequence the model can process (default: data.sequence_length)", gt=0, le=limits.POSITIONS
     )
     tied: bool = setting(False, "share the embedding with the output head")
     qk_norm: bool = setting(False, "normalise queries and keys per head (as Qwen3)")
@@ -79,12 +83,14 @@ class ModelSettings:
 class SourceSettings:
     """One item of `data.sources`."""
 
-    path: str | None = setting(None, "file, folder or glob: jsonl, json, csv, tsv, parquet or arrow")
-    name: str | None = setting(None, "Hugging Face dataset; with `path`: what the source is called in the output")
+    path: str | None = setting(None, "file, folder or glob: jsonl, json, csv, tsv, parquet or arrow", path=True)
+    name: str | None = setting(
+        None, "Hugging Face dataset; with `path`: what the source is called in the output", path=True
+    )
     subset: str | None = setting(None, "configuration of the Hugging Face dataset")
     split: str = setting("train", "split, optionally with a slice in rows or per cent: train[:8000], test[10%:20%]")
     format: RowFormat | None = setting(None, "format of its rows (default: recognised by their keys)")
-    size: int | None = setting(None, "read at most this many rows of the split, from its start", gt=0)
+    size: int | None = setting(None, "read at most this many rows of the split, from its start", gt=0, le=limits.ROWS)
     weight: float | None = setting(None, "share of the examples, relative to the other weights", gt=0)
     task: str | None = setting(None, "label of its rows, for recipes that keep tasks apart and in the output")
 
@@ -108,25 +114,25 @@ class DataSettings:
         (),
         "sft, dpo: several sources instead of one, see docs/data.md; router: one for each adapter, see docs/router.md",
     )
-    path: str | None = setting(None, "file, folder or glob to read")
-    name: str | None = setting(None, "Hugging Face dataset")
+    path: str | None = setting(None, "file, folder or glob to read", path=True)
+    name: str | None = setting(None, "Hugging Face dataset", path=True)
     subset: str | None = setting(None, "configuration of the Hugging Face dataset")
     split: str = setting("train", "split of the dataset; rows can be sliced: train[:8000], train[10%:]")
     format: RowFormat | None = setting(None, "sft, dpo: format of the rows (default: recognised by their keys)")
     field: str = setting("text", "field that holds the text (jsonl, parquet, hf)")
     separator: str = setting("<|endoftext|>", "in text files: the separator between documents")
     tokenizer: str = setting(
-        "byte", "byte, bpe:SIZE (trained on this data), a folder, a tokenizer.json or a Hugging Face name"
+        "byte", "byte, bpe:SIZE (trained on this data), a folder, a tokenizer.json or a Hugging Face name", path=True
     )
-    sequence_length: int = setting(1024, "tokens in one training sequence", gt=1)
+    sequence_length: int = setting(1024, "tokens in one training sequence", gt=1, le=limits.POSITIONS)
     packing: Literal["concat", "documents"] = setting(
         "concat", "concat: plain concatenation; documents: no attention across document boundaries"
     )
     shuffle: bool = setting(True, "shuffle the sequences with the seed, in a new order each epoch")
     valid_path: str | None = setting(
-        None, "separate validation data of the same kind (default: a share of the training data)"
+        None, "separate validation data of the same kind (default: a share of the training data)", path=True
     )
-    valid_name: str | None = setting(None, "sft, dpo: Hugging Face dataset to validate with")
+    valid_name: str | None = setting(None, "sft, dpo: Hugging Face dataset to validate with", path=True)
     valid_split: str | None = setting(None, "sft, dpo: split to validate with, such as test or train[90%:]")
     valid_share: float = setting(0.01, "share of the documents held out for validation", gt=0, lt=0.5)
     prompt_field: str = setting("prompt", "sft: field that holds the prompt, as text or as messages")
@@ -146,18 +152,20 @@ class DataSettings:
     on_bad_row: Literal["skip", "stop"] = setting("skip", "a row that cannot be read: skip and count it, or stop")
     max_bad_share: float = setting(0.01, "stop when more than this share of rows is bad", ge=0, le=1)
     embedded_mb: float = setting(8.0, "megabytes of text to generate for `source: embedded`", gt=0, le=1024)
-    cache: str | None = setting(None, "folder for prepared shards (default: the user's cache folder)")
+    cache: str | None = setting(None, "folder for prepared shards (default: the user's cache folder)", path=True)
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainSettings:
-    batch_tokens: int = setting(65536, "tokens of one optimizer step, over all ranks and micro-batches", gt=0)
-    steps: int | None = setting(None, "length of the run in optimizer steps", gt=0)
-    epochs: float | None = setting(None, "length of the run in passes over the data", gt=0)
-    tokens: float | None = setting(None, "length of the run in tokens", gt=0)
+    batch_tokens: int = setting(
+        65536, "tokens of one optimizer step, over all ranks and micro-batches", gt=0, le=limits.BATCH_TOKENS
+    )
+    steps: int | None = setting(None, "length of the run in optimizer steps", gt=0, le=limits.STEPS)
+    epochs: float | None = setting(None, "length of the run in passes over the data", gt=0, le=limits.EPOCHS)
+    tokens: float | None = setting(None, "length of the run in tokens", gt=0, le=limits.TOKENS)
     lr: float = setting(6e-4, "peak learning rate", gt=0)
     min_lr_ratio: float = setting(0.1, "the final learning rate as a share of the peak", ge=0, le=1)
-    warmup_steps: int = setting(0, "steps of linear warm-up", ge=0)
+    warmup_steps: int = setting(0, "steps of linear warm-up", ge=0, le=limits.STEPS)
     schedule: Literal["cosine", "wsd", "constant"] = setting("cosine", "shape of the learning rate after warm-up")
     decay_share: float = setting(
         0.2, "wsd: share of the run over which the learning rate decays at the end", gt=0, le=1
@@ -171,20 +179,23 @@ class TrainSettings:
         None, "MODULE:FUNCTION of your own that gives the loss (default: cross-entropy of the next token)"
     )
     hang_s: float | None = setting(
-        1800.0, "seconds without progress after which the run ends and names the rank and its phase; null: never", gt=0
+        1800.0,
+        "seconds without progress after which the run ends and names the rank and its phase; null: never",
+        gt=0,
+        le=limits.SECONDS,
     )
     deterministic: bool = setting(False, "bit-identical results from run to run, at some cost in speed")
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoraSettings:
-    rank: int | None = setting(None, "rank of the adapters; null trains all weights", gt=0)
+    rank: int | None = setting(None, "rank of the adapters; null trains all weights", gt=0, le=limits.RANK)
     alpha: float | None = setting(None, "scaling of the adapters (default: twice the rank)", gt=0)
     targets: str = setting("all-linear", "all-linear, or a comma-separated list from q, k, v, o, gate, up, down")
     dropout: float = setting(0.0, "dropout rate on an adapter's inputs during training", ge=0, lt=1)
     rslora: bool = setting(False, "scale by alpha / sqrt(rank) instead of alpha / rank")
     base: Literal["16-bit", "4-bit"] = setting("16-bit", "storage of the frozen weights; 4-bit is QLoRA (NF4)")
-    adapter: str | None = setting(None, "folder with a PEFT adapter to start from")
+    adapter: str | None = setting(None, "folder with a PEFT adapter to start from", path=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -205,10 +216,12 @@ class SampleSettings:
     )
     temperature: float = setting(0.7, "sampling temperature; 0 always takes the most likely token", ge=0)
     top_p: float = setting(1.0, "sample from the most likely tokens up to this total probability", gt=0, le=1)
-    top_k: int = setting(0, "sample from this many of the most likely tokens; 0: all", ge=0)
-    min_tokens: int = setting(0, "shortest completion, in tokens", ge=0)
-    max_tokens: int = setting(120, "longest completion, in tokens", gt=0)
-    rows: int | None = setting(None, "concurrent sequences while sampling (default: planned to fit in memory)", gt=0)
+    top_k: int = setting(0, "sample from this many of the most likely tokens; 0: all", ge=0, le=limits.VOCAB)
+    min_tokens: int = setting(0, "shortest completion, in tokens", ge=0, le=limits.ANSWER_TOKENS)
+    max_tokens: int = setting(120, "longest completion, in tokens", gt=0, le=limits.ANSWER_TOKENS)
+    rows: int | None = setting(
+        None, "concurrent sequences while sampling (default: planned to fit in memory)", gt=0, le=limits.SEQUENCES
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -217,27 +230,43 @@ class RftSettings:
         None, "task whose questions are sampled, as in `flatout eval`: units:train, jsonl:FILE …"
     )
     valid: str | None = setting(None, "task scored before and after training (default: the held-out split of `task`)")
-    questions: int | None = setting(None, "use at most this many questions of the task (default: all)", gt=0)
-    valid_questions: int | None = setting(None, "score at most this many questions (default: all)", gt=0)
-    prompt: str | None = setting(None, "prompt for sampling: a YAML file, or bare (default: the task's own examples)")
-    student_prompt: str | None = setting(
-        None, "prompt for training and scoring: a YAML file, or bare (default: the sampling prompt)"
+    questions: int | None = setting(
+        None, "use at most this many questions of the task (default: all)", gt=0, le=limits.QUESTIONS
     )
-    generator: str | None = setting(None, "model to sample from in the first round (default: the student itself)")
-    oversample: int = setting(30, "samples per question, at most", gt=0)
+    valid_questions: int | None = setting(
+        None, "score at most this many questions (default: all)", gt=0, le=limits.QUESTIONS
+    )
+    prompt: str | None = setting(
+        None, "prompt for sampling: a YAML file, or bare (default: the task's own examples)", path=True
+    )
+    student_prompt: str | None = setting(
+        None, "prompt for training and scoring: a YAML file, or bare (default: the sampling prompt)", path=True
+    )
+    generator: str | None = setting(
+        None, "model to sample from in the first round (default: the student itself)", path=True
+    )
+    oversample: int = setting(30, "samples per question, at most", gt=0, le=limits.SAMPLES)
     adaptive: bool = setting(True, "stop early on solved questions; false: take all samples of every question")
     first: int = setting(
-        4, "adaptive: samples per question before the first check; each later check doubles them", gt=0
+        4,
+        "adaptive: samples per question before the first check; each later check doubles them",
+        gt=0,
+        le=limits.SAMPLES,
     )
-    keep: int = setting(1, "correct completions kept per question; more than 1 must differ", gt=0)
-    chunk: int = setting(512, "questions sampled together, and saved before the next chunk starts", gt=0)
+    keep: int = setting(1, "correct completions kept per question; more than 1 must differ", gt=0, le=limits.SAMPLES)
+    chunk: int = setting(
+        512, "questions sampled together, and saved before the next chunk starts", gt=0, le=limits.QUESTIONS
+    )
     rounds: int = setting(
-        1, "rounds of sampling and training; later rounds sample from the previous round's student", gt=0
+        1,
+        "rounds of sampling and training; later rounds sample from the previous round's student",
+        gt=0,
+        le=limits.ROUNDS,
     )
     teach: str | None = setting(
         None, "task whose worked solutions the model is first fine-tuned on: sums:shown, units:train, gsm8k:FILE"
     )
-    teach_steps: int = setting(300, "steps of this first fine-tuning", gt=0)
+    teach_steps: int = setting(300, "steps of this first fine-tuning", gt=0, le=limits.STEPS)
     teach_lr: float | None = setting(None, "peak learning rate of this first fine-tuning (default: train.lr)", gt=0)
 
 
@@ -251,10 +280,10 @@ class RlSettings:
     """Values that are None follow from `algorithm`, see `policy.ALGORITHMS`."""
 
     tasks: tuple[str, ...] = setting((), "tasks whose questions are the prompts, named as in `flatout eval`")
-    prompts: int = setting(32, "prompts of a rollout phase, over all tasks and ranks", gt=0)
-    samples: int = setting(8, "completions of each prompt", gt=0)
-    updates: int = setting(1, "optimizer steps (mini-batches) per epoch of a phase", gt=0)
-    epochs: int = setting(1, "passes over the completions of a phase", gt=0)
+    prompts: int = setting(32, "prompts of a rollout phase, over all tasks and ranks", gt=0, le=limits.SEQUENCES)
+    samples: int = setting(8, "completions of each prompt", gt=0, le=limits.SAMPLES)
+    updates: int = setting(1, "optimizer steps (mini-batches) per epoch of a phase", gt=0, le=limits.SEQUENCES)
+    epochs: int = setting(1, "passes over the completions of a phase", gt=0, le=limits.EPOCHS)
     algorithm: Algorithm = setting("grpo", "how completions are compared, and the loss")
     clip_low: float | None = setting(
         None, "how far the ratio of new to old probability may fall below 1 (default: by algorithm)", gt=0, lt=1
@@ -264,18 +293,27 @@ class RlSettings:
     aggregation: Aggregation | None = setting(None, "how token losses become one loss (default: by algorithm)")
     kl: float = setting(0.0, "weight of the KL divergence from the initial model", ge=0)
     kl_estimator: KlEstimator = setting("k3", "estimator of that divergence")
-    overlong_buffer: int = setting(0, "tokens before sample.max_tokens over which the reward falls by 1", ge=0)
+    overlong_buffer: int = setting(
+        0, "tokens before sample.max_tokens over which the reward falls by 1", ge=0, le=limits.ANSWER_TOKENS
+    )
     mask_truncated: bool = setting(False, "leave completions that reach sample.max_tokens out of the loss")
     dynamic_sampling: int = setting(
-        0, "rounds in which prompts whose completions all got the same reward are replaced by new ones", ge=0
+        0,
+        "rounds in which prompts whose completions all got the same reward are replaced by new ones",
+        ge=0,
+        le=limits.ROUNDS,
     )
     ahead: int = setting(
         0,
         "phases generated ahead of training, so that slow grading overlaps with it; off-policy by as many phases",
         ge=0,
+        le=limits.AHEAD,
     )
     graders: int | None = setting(
-        None, "processes that grade the completions of a task (default: one fewer than the cores, at most 8)", gt=0
+        None,
+        "processes that grade the completions of a task (default: one fewer than the cores, at most 8)",
+        gt=0,
+        le=limits.PROCESSES,
     )
     sampler: Literal["flatout", "vllm"] = setting(
         "flatout", "what generates completions: flatout's own sampler, or vLLM in the same process, if installed"
@@ -298,12 +336,13 @@ class RlSettings:
     )
     gamma: float = setting(1.0, "ppo: discount per token", gt=0, le=1)
     gae_lambda: float = setting(0.95, "ppo: decay of generalised advantage estimation", ge=0, le=1)
-    critic_warmup: int = setting(0, "ppo: number of first phases that train only the critic", ge=0)
+    critic_warmup: int = setting(0, "ppo: number of first phases that train only the critic", ge=0, le=limits.PHASES)
     teach: int = setting(
         0,
         "number of first phases that train on worked solutions, for weights that solve nothing yet; those of jsonl: "
         "files are in the field that the task names: jsonl:FILE?solution=FIELD",
         ge=0,
+        le=limits.PHASES,
     )
     teach_lr: float | None = setting(
         None, "peak learning rate of these first phases, with a cosine decay of its own (default: train.lr)", gt=0
@@ -337,18 +376,20 @@ class RouterSettings:
 
     phase: Phase = setting("all", "1: the adapters; 2: the router; 3: both together; all: one after the other")
     start: str | None = setting(
-        None, "phase 2 or 3 alone: the run of the previous phase, or a folder with a PEFT adapter for each source"
+        None,
+        "phase 2 or 3 alone: the run of the previous phase, or a folder with a PEFT adapter for each source",
+        path=True,
     )
     teach_steps: int | None = setting(
-        None, "first steps, which train all weights on all sources; for random weights", gt=0
+        None, "first steps, which train all weights on all sources; for random weights", gt=0, le=limits.STEPS
     )
     teach_lr: float | None = setting(None, "peak learning rate of these first steps (default: train.lr)", gt=0)
     teach_answers: Literal["own", "shuffled"] = setting(
         "own", "answers in these steps; shuffled: each question gets another's answer, which teaches only their form"
     )
-    router_steps: int | None = setting(None, "steps of phase 2 (default: same as phase 1)", gt=0)
+    router_steps: int | None = setting(None, "steps of phase 2 (default: same as phase 1)", gt=0, le=limits.STEPS)
     router_lr: float = setting(1e-3, "peak learning rate of phase 2", gt=0)
-    joint_steps: int | None = setting(None, "steps of phase 3 (default: same as phase 1)", gt=0)
+    joint_steps: int | None = setting(None, "steps of phase 3 (default: same as phase 1)", gt=0, le=limits.STEPS)
     joint_lr: float = setting(2e-4, "peak learning rate of phase 3", gt=0)
     hidden: int = setting(256, "width of the router's hidden layer", gt=0, le=65536)
     mode: Literal["soft", "hard"] = setting(
@@ -367,8 +408,10 @@ class RouterSettings:
     entropy: float = setting(0.01, "weight of the entropy bonus: the router does not decide too early", ge=0)
     single_first: float = setting(0.8, "phase 3: share of the steps with a single task, at the start", ge=0, le=1)
     single_last: float = setting(0.2, "phase 3: the same at the end; the other steps mix all tasks", ge=0, le=1)
-    questions: int = setting(100, "held-out questions of each task that are scored after a phase, at most", gt=0)
-    answer_tokens: int = setting(128, "longest answer to such a question, in tokens", gt=0)
+    questions: int = setting(
+        100, "held-out questions of each task that are scored after a phase, at most", gt=0, le=limits.QUESTIONS
+    )
+    answer_tokens: int = setting(128, "longest answer to such a question, in tokens", gt=0, le=limits.ANSWER_TOKENS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -376,8 +419,8 @@ class PlanSettings:
     """The plan decisions that a user can pin; None leaves the decision to the plan."""
 
     precision: Precision | None = setting(None, "compute type of the forward and backward pass")
-    micro_batch: int | None = setting(None, "sequences in one forward pass on one rank", gt=0)
-    accumulation: int | None = setting(None, "micro-batches in one optimizer step", gt=0)
+    micro_batch: int | None = setting(None, "sequences in one forward pass on one rank", gt=0, le=limits.SEQUENCES)
+    accumulation: int | None = setting(None, "micro-batches in one optimizer step", gt=0, le=limits.SEQUENCES)
     sharding: Sharding | None = setting(
         None, "several ranks: a copy of the weights on each (none), or rows of each matrix (full, FSDP2)"
     )
@@ -388,17 +431,17 @@ class PlanSettings:
     fused_mlp: bool | None = setting(None, "one kernel each for norm and SwiGLU around the MLP's matmuls")
     fused_loss: bool | None = setting(None, "one kernel for the cross-entropy of a chunk of logits")
     fp8: bool | None = setting(None, "8-bit matmuls in the fused segments")
-    loss_chunk: int | None = setting(None, "rows of logits held at a time by the loss", gt=0)
+    loss_chunk: int | None = setting(None, "rows of logits held at a time by the loss", gt=0, le=limits.BATCH_TOKENS)
     tf32: bool | None = setting(None, "TF32 for the matmuls that stay in fp32")
     graphs: bool | None = setting(None, "run the forward and backward pass as CUDA graphs")
     fused_optimizer: bool | None = setting(None, "fused AdamW")
-    workers: int | None = setting(None, "data loader workers", ge=0)
-    prefetch: int | None = setting(None, "steps of data loaded ahead of the device", gt=0)
+    workers: int | None = setting(None, "data loader workers", ge=0, le=limits.PROCESSES)
+    prefetch: int | None = setting(None, "steps of data loaded ahead of the device", gt=0, le=limits.AHEAD)
     pin_memory: bool | None = setting(None, "page-locked staging buffers for the copy to the device")
     expandable_segments: bool | None = setting(None, "allocator: expandable segments, against fragmentation")
     memory_fraction: float | None = setting(None, "allocator: share of the device's memory it may use", gt=0, le=1)
     manual_gc: bool | None = setting(None, "collect Python garbage at chosen steps only")
-    threads: int | None = setting(None, "CPU threads per rank", gt=0)
+    threads: int | None = setting(None, "CPU threads per rank", gt=0, le=limits.THREADS)
     preset: Preset = setting("balanced", "how aggressively to optimise for speed")
     # The decisions above that the preset has set, and not the user.
     implied: tuple[str, ...] = field(default=(), compare=False)
@@ -406,14 +449,18 @@ class PlanSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class EvalSettings:
-    every: int | None = setting(None, "steps between evaluations (default: only at the end)", gt=0)
-    tokens: int = setting(262144, "validation tokens of one evaluation, at most", gt=0)
-    patience: int | None = setting(None, "stop after this many evaluations without improvement", gt=0)
+    every: int | None = setting(None, "steps between evaluations (default: only at the end)", gt=0, le=limits.STEPS)
+    tokens: int = setting(262144, "validation tokens of one evaluation, at most", gt=0, le=limits.TOKENS)
+    patience: int | None = setting(None, "stop after this many evaluations without improvement", gt=0, le=limits.STEPS)
     min_delta: float = setting(0.0, "smallest change that counts as an improvement", ge=0)
     tasks: tuple[str, ...] = setting((), "tasks to evaluate during the run, named as in `flatout eval`")
-    tasks_every: int | None = setting(None, "steps between task evaluations (default: eval.every)", gt=0)
-    task_limit: int = setting(100, "questions of each task, at most; the same ones every time", gt=0)
-    task_tokens: int = setting(256, "longest answer to a task question, in tokens", gt=0)
+    tasks_every: int | None = setting(
+        None, "steps between task evaluations (default: eval.every)", gt=0, le=limits.STEPS
+    )
+    task_limit: int = setting(
+        100, "questions of each task, at most; the same ones every time", gt=0, le=limits.QUESTIONS
+    )
+    task_tokens: int = setting(256, "longest answer to a task question, in tokens", gt=0, le=limits.ANSWER_TOKENS)
     criterion: Literal["loss", "tasks"] = setting(
         "loss", "metric for patience and save.best: the validation loss, or the mean task score"
     )
@@ -425,8 +472,9 @@ class SaveSettings:
         None,
         "steps between checkpoints, or epoch: at the end of each pass over the data (default: only at the end)",
         gt=0,
+        le=limits.STEPS,
     )
-    keep: int = setting(2, "checkpoints kept; never fewer than two verified ones", ge=2)
+    keep: int = setting(2, "checkpoints kept; never fewer than two verified ones", ge=2, le=limits.STEPS)
     asynchronous: bool = setting(True, "write a copy of the state in the background; false: training waits")
     best: bool = setting(False, "also keep the best checkpoint, by eval.criterion")
     weights_only: bool = setting(False, "save without the optimizer state: smaller, but the run cannot be resumed")
@@ -434,7 +482,7 @@ class SaveSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class LogSettings:
-    every: int = setting(10, "steps between printed lines if the output is not a terminal", gt=0)
+    every: int = setting(10, "steps between printed lines if the output is not a terminal", gt=0, le=limits.STEPS)
     tensorboard: bool = setting(False, "also write TensorBoard event files into the run folder")
     wandb: Literal["off", "offline", "online"] = setting("off", "also write to Weights & Biases")
     trackio: bool = setting(False, "also write to Trackio, on this machine")
@@ -466,7 +514,7 @@ class CriteriaSettings:
     validation_improving: bool | None = setting(
         None, "the last validation loss is below the first; with eval.tasks alone: the last score is above the first"
     )
-    saves: int | None = setting(None, "at least this many checkpoints were saved", gt=0)
+    saves: int | None = setting(None, "at least this many checkpoints were saved", gt=0, le=limits.STEPS)
     actor_mfu: float | None = setting(
         None, "recipe rl: at least this MFU of the policy, in the time of its update", gt=0, le=1
     )
@@ -479,14 +527,16 @@ class CriteriaSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class ProfileSettings:
-    steps: tuple[int, int] | None = setting(None, "first and last step to trace into the run folder")
+    steps: tuple[int, int] | None = setting(
+        None, "first and last step to trace into the run folder", each={"ge": 0, "le": limits.STEPS}
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
     recipe: RecipeName = setting("pretrain", "kind of training")
-    run: str | None = setting(None, "run folder, same as --run (default: runs/CONFIG-TIME)")
-    seed: int = setting(0, "random seed for weights, data order and sampling", ge=0)
+    run: str | None = setting(None, "run folder, same as --run (default: runs/CONFIG-TIME)", path=True)
+    seed: int = setting(0, "random seed for weights, data order and sampling", ge=0, le=limits.SEED)
     model: ModelSettings = section(ModelSettings, "the model")
     data: DataSettings = section(DataSettings, "the training data")
     train: TrainSettings = section(TrainSettings, "batch, length, learning rate and optimizer")

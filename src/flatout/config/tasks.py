@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from flatout.config.nearest import nearest
+from flatout.files import path_problem, shown_path
 
 # What each task takes after the colon; error messages quote it.
 TAKES = {
@@ -38,10 +39,12 @@ SPLIT = (
 
 
 def unknown_task(spec: str) -> str | None:
-    """The error message for an unknown name in a spec, NAME[:PATH][?key=value&…]; None if it is known."""
-    name = spec.partition("?")[0].partition(":")[0]
+    """The error message for an unknown name or an impossible path in a spec, NAME[:PATH][?key=value&…]; or None."""
+    head = spec.partition("?")[0]
+    name = head.partition(":")[0]
     if name in TAKES:
-        return None
+        problem = path_problem(head)
+        return problem and f"task {shown_path(spec)} {problem}"
     near = nearest(name, TAKES)
     hint = f"did you mean {near[0]}?" if near else f"the known tasks are {', '.join(TAKES)}"
     return f"task {name!r:.200} is unknown: {hint}"

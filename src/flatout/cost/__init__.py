@@ -17,7 +17,6 @@ from typing import Any, Literal
 
 from flatout.cost.shape import (
     BYTES,
-    LARGEST_RANK,
     NF4_BLOCK,
     NF4_BYTES,
     TARGETS,
@@ -30,7 +29,6 @@ from flatout.cost.shape import (
 
 __all__ = [
     "BYTES",
-    "LARGEST_RANK",
     "NF4_BLOCK",
     "NF4_BYTES",
     "TARGETS",

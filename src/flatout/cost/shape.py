@@ -12,6 +12,7 @@ from pathlib import Path
 from reprlib import repr as shown
 from typing import Any, Literal
 
+from flatout import limits
 from flatout.errors import Unsupported, UsageError
 from flatout.files import typed
 
@@ -22,20 +23,19 @@ _LATER = ("out_bias", "rope_scaling", "window", "full_layers", "foreign")
 # What run folders call `foreign`.
 _FOREIGN = "adapter"
 # Positions of a model whose config.json names no limit.
-UNLIMITED = 2**30
+UNLIMITED = limits.POSITIONS
 # The largest accepted sizes of a decoder, from any source; the smallest is 1.
 LARGEST = {
-    "layers": 2**13,
-    "hidden": 2**18,
-    "heads": 2**14,
-    "kv_heads": 2**14,
-    "head_dim": 2**13,
-    "intermediate": 2**21,
-    "vocab": 2**24,
+    "layers": limits.LAYERS,
+    "hidden": limits.HIDDEN,
+    "heads": limits.HEADS,
+    "kv_heads": limits.HEADS,
+    "head_dim": limits.HEAD_DIM,
+    "intermediate": limits.INTERMEDIATE,
+    "vocab": limits.VOCAB,
     "positions": UNLIMITED,
     "window": UNLIMITED,
 }
-LARGEST_RANK = 2**14
 LARGEST_BANK = 64
 
 
@@ -368,7 +368,7 @@ class Adapters:
     def __post_init__(self) -> None:
         if len(self.names) > LARGEST_BANK or len(set(self.names)) < len(self.names):
             raise UsageError(f"the adapters' names are {shown(self.names)}: at most {LARGEST_BANK}, each once")
-        _whole(self.rank, "the adapters' rank", most=LARGEST_RANK)
+        _whole(self.rank, "the adapters' rank", most=limits.RANK)
         _real(self.alpha, "the adapters' alpha")
         _real(self.dropout, "the adapters' dropout", most=math.nextafter(1.0, 0.0), above=False)
         _flag(self.rslora, "the adapters' rslora")
