@@ -9,7 +9,7 @@ FRAMEWORKS ?= .venv-frameworks
 # The tests start hundreds of processes; each would compile the package again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-long test-doctor test-speed test-frameworks test-faults test-busy record-doctor test-compat bench-gpu check format clean
+.PHONY: demo test test-long test-doctor test-speed test-frameworks test-faults test-attacks test-busy record-doctor test-compat bench-gpu check format clean
 
 demo: $(VENV)/.train
 	$(BIN)/flatout demo
@@ -43,6 +43,10 @@ $(FRAMEWORKS)/.made: $(VENV)/.dev
 # Every kill, every kind of damage, and the faults of several ranks; about two hours on two cores.
 test-faults: $(VENV)/.dev
 	$(BIN)/python -m pytest -n 2 -m faults tests/faults tests/recipes $(PYTEST_ARGS)
+
+# Hostile files, options and requests, 2,000 of them; ATTACK_ARGS can say --seed N, --trials N or --one KIND/NUMBER.
+test-attacks: $(VENV)/.dev
+	$(BIN)/python -m tests.attack --folder $(or $(TMPDIR),/tmp)/flatout-attacks $(ATTACK_ARGS)
 
 # `make test` three times while every core is busy with something else.
 test-busy: $(VENV)/.dev

@@ -8,6 +8,7 @@ import atexit
 import gc
 import multiprocessing
 import os
+import resource
 import runpy
 import signal
 import socket
@@ -19,8 +20,8 @@ from pathlib import Path
 
 from tests.waiting import HANG_S
 
-_CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(
+CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload(
     [
         *("torch", "torch._dynamo", "torch.distributed", "transformers.models.auto.modeling_auto"),
         *("transformers.models.llama.modeling_llama", "transformers.models.gpt2.modeling_gpt2"),
@@ -46,7 +47,7 @@ class Started:
         if script is not None:
             code.write_text(script)
         argv = ["flatout" if script is None else str(code), *map(str, arguments)]
-        self._process = _CONTEXT.Process(
+        self._process = CONTEXT.Process(
             target=_command,
             args=(argv, str(cwd), {**os.environ, **environment}, [stdout or str(self._out), str(self._err)]),
         )
@@ -74,6 +75,10 @@ class Started:
     def communicate(self, timeout: float = HANG_S) -> tuple[str, str]:
         self.wait(timeout)
         return self.so_far(), self._err.read_text()
+
+    def said(self) -> str:
+        """What it has printed as errors and notes."""
+        return self._err.read_text(errors="replace") if self._err.exists() else ""
 
     def so_far(self) -> str:
         """What it has printed."""
@@ -104,6 +109,17 @@ def _unread_pipe() -> int:
     read, write = os.pipe()
     os.close(read)
     return write
+
+
+def attacked(argv: list[str], cwd: str, environment: dict[str, str], files: list[str], most_bytes: int) -> None:
+    """The command in a session of its own, which can be ended as a whole, with an end to its memory; `files` are its
+    input and its output."""
+    os.setsid()
+    resource.setrlimit(resource.RLIMIT_AS, (most_bytes, most_bytes))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    os.dup2(os.open(files[0], os.O_RDONLY), 0)
+    sys.stdin = open(0, closefd=False)  # noqa: SIM115 it stays open
+    _command(argv, cwd, environment, files[1:])
 
 
 def _command(argv: list[str], cwd: str, environment: dict[str, str], files: list[str]) -> None:

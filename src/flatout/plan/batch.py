@@ -111,9 +111,10 @@ def _sizes(job: Job) -> Sequence[int]:
     if pins.micro_batch and pins.accumulation and pins.micro_batch * pins.accumulation != sequences:
         raise UsageError(
             f"plan.micro_batch {pins.micro_batch} x plan.accumulation {pins.accumulation} is not the "
-            f"{sequences} sequences of a step on one rank"
+            f"{sequences} sequences of a step on one rank: leave one of them out, and it follows from the other"
         )
-    sizes = [n for n in range(sequences, 0, -1) if sequences % n == 0]
+    small = [n for n in range(1, math.isqrt(sequences) + 1) if sequences % n == 0]
+    sizes = sorted({*small, *(sequences // n for n in small)}, reverse=True)
     pinned = pins.micro_batch or pins.accumulation
     if pinned is None:
         return [n for n in sizes if n * job.sequence_length <= full_tokens(job)] or [1]

@@ -70,9 +70,11 @@ def _check_models(settings: Settings) -> None:
     for name in (settings.model.name, settings.rft.generator):
         if name is not None:
             hub.check_name(name)
-    for key, name in (("lora.adapter", settings.lora.adapter), ("router.start", settings.router.start)):
-        if name is not None and not os.path.isdir(name):
-            raise UsageError(f"{key}: there is no folder {name}; correct the path")
+    adapter, start = settings.lora.adapter, settings.router.start
+    if adapter is not None and not os.path.isdir(adapter):
+        raise UsageError(f"lora.adapter: there is no folder {adapter}; correct the path")
+    if start is not None and not os.path.isdir(start):
+        raise UsageError(f"router.start: there is no run and no folder {start}; correct the path")
     tokenizer = settings.data.tokenizer
     if _is_local(tokenizer):
         tokenizer_size(tokenizer)
