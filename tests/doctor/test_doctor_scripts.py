@@ -33,12 +33,16 @@ PLANTED = {
     "plain_logs_everything.py": "logging",
     "plain_many_tensors.py": "slow-optimizer",
     "plain_one_row_at_a_time.py": "small-batch",
+    "plain_new_optimizer.py": "recreated-optimizer",
+    "plain_new_model.py": "recreated-model",
+    "plain_new_loader.py": "recreated-loader",
     "nanogpt_tokenizes_in_the_loop.py": "data-starvation",
     "nanogpt_micro_batch_of_one.py": "small-batch",
     "nanogpt_evaluates_often.py": "evaluation",
     "nanogpt_recomputes.py": "needless-recompute",
     "trainer_pads_to_the_maximum.py": "padding",
     "trainer_saves_every_step.py": "checkpointing",
+    "trainer_recomputes.py": "needless-recompute",
     "accelerate_slow_collate.py": "data-starvation",
     "accelerate_float64.py": "wrong-dtype",
     "accelerate_evaluates_often.py": "evaluation",
@@ -69,6 +73,7 @@ HEALTHY = (
     "healthy_trainer.py",
     "healthy_lightning.py",
     "healthy_actor_critic.py",
+    "healthy_own_updates.py",
 )
 # These run each time, with `healthy_plain.py`, the demo's slow script (padding, anomaly mode), a script that collects
 # garbage (test_doctor_prove.py) and those of test_doctor_behaviour.py. None of them sleeps: where other processes take

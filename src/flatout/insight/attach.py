@@ -51,6 +51,7 @@ _PHASES = {
     "reward": "in the reward function",
     "reference": "in a forward pass without gradients",
     "eval": "in evaluation",
+    "make": "making an optimizer",
     "save": "saving",
 }
 _TAIL_LINES, _TAIL_BYTES = 40, 1 << 14
@@ -107,11 +108,19 @@ class Watched:
     was_at: str | None = None  # the line of its main thread then
     signalled: bool = False  # a signal told the doctor to stop
     left: Sequence[int] = ()  # processes that could not be stopped
+    progress: Mapping[str, Any] | None = None  # of the agent, where it saw no step: torch's version, backward passes
+    startup_s: float | None = None  # from the script's start to the end of its first step
 
     @property
     def timed(self) -> list[Mapping[str, Any]]:
         """The steps that count, of rank 0."""
         return Rank(facts={}, steps=self.steps).timed
+
+    def run_s(self, asked: Asked, *, step_s: float) -> float | None:
+        """About how long another run of the script takes that only times its steps; None if no step was observed."""
+        if self.startup_s is None:
+            return None
+        return self.startup_s + min(asked.steps * step_s, asked.seconds)
 
     @property
     def interrupted(self) -> bool:
@@ -142,6 +151,7 @@ def watch(command: Sequence[str], *, asked: Asked, run: Run | None = None) -> Wa
     """Runs the command until it ends, the window ends, or the time limit is reached."""
     samples: list[Mapping[str, Any]] = []
     folder = Path(tempfile.mkdtemp(prefix="flatout-doctor-"))
+    began = time.time()
     try:
         with (
             _signals_blocked() as mask,
@@ -165,6 +175,8 @@ def watch(command: Sequence[str], *, asked: Asked, run: Run | None = None) -> Wa
             samples=samples,
             crash=None if script.timed_out else _crash(folder, script.returncode, bytes(script.tail)),
             ranks=books.ranks(),
+            progress=books.progress(),
+            startup_s=None if not books.steps else max(0.0, books.steps[0]["time"] - began),
             timed_out_s=asked.limit_s if script.timed_out else None,
             was_at=script.was_at,
             signalled=script.signalled,
@@ -378,13 +390,15 @@ class _AgentFiles:
                 found[facts["rank"]] = Rank(facts=facts, steps=[parse_json(line, source=steps) for line in lines])
         return found
 
+    def progress(self) -> dict[str, Any] | None:
+        """What the first rank's agent last wrote about where it is; None if torch was not imported."""
+        path = self._first_rank("phase-*.json")
+        return None if path is None else read_json(path)
+
     def phase(self) -> tuple[str, int] | None:
         """The phase that the first rank is in, and the number of its steps so far."""
-        path = self._first_rank("phase-*.json")
-        if path is None:
-            return None
-        told = read_json(path)
-        return str(told["phase"]), int(told["steps"])
+        told = self.progress()
+        return None if told is None else (str(told["phase"]), int(told["steps"]))
 
     def is_over(self) -> bool:
         seen = self.facts()

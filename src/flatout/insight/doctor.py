@@ -144,7 +144,13 @@ def script(
     proofs: list[Proof] = []
     if proving and seen is not None and not watched.crash and not watched.interrupted:
         proofs = prove(
-            command, looked.diagnosis, seen=seen, asked=asked, repeats=repeats, say=lambda text: note(console, text)
+            command,
+            looked.diagnosis,
+            seen=seen,
+            asked=asked,
+            repeats=repeats,
+            run_s=watched.run_s(asked, step_s=seen.step_s),
+            say=lambda text: note(console, text),
         )
     diagnosis = measured(looked.diagnosis, proofs)
     looked.run.write_diagnosis(diagnosis)
@@ -233,11 +239,20 @@ def _nothing(watched: Watched) -> Diagnosis:
         why = f"only {timed} steps after warm-up were observed{within}, {FEWEST_STEPS} are needed: "
         why += "let the script run more steps" if limit_s is None else "give it more time with --seconds"
     else:
-        cause = "the command did not run Python with torch 2.4 or later, or did not reach training"
+        cause = _no_step(watched.progress)
         if watched.was_at is not None:
-            cause = f"the script was at {watched.was_at}; give it more time with --seconds"
+            cause += f"; the script was at {watched.was_at}: give it more time with --seconds"
         why = f"no optimizer step was observed{within}: {cause}"
     return Diagnosis(verdict=why, limit={}, findings=())
+
+
+def _no_step(progress: Mapping[str, Any] | None) -> str:
+    if progress is None:
+        return "the command did not run Python with torch 2.4 or later, or ended before it imported torch"
+    if not progress["backwards"]:
+        return f"torch {progress['torch']} was imported, but no backward pass was run"
+    passes = f"{progress['backwards']} backward pass{'es' * (progress['backwards'] > 1)}"
+    return f"torch {progress['torch']} ran {passes}, and no parameter that they reach was changed"
 
 
 def _how(returncode: int) -> str:
@@ -275,13 +290,18 @@ def _print(diagnosis: Diagnosis, *, console: Console, proofs: Sequence[Proof]) -
     console.print(f"\n[bold]Doctor[/]  {escape(redact(diagnosis.verdict))}", highlight=False, soft_wrap=True)
     if line := limit_line(diagnosis.limit):
         console.print(f"[dim]{escape(line)}[/]", highlight=False, soft_wrap=True)
+    if loop := diagnosis.limit.get("loop"):
+        console.print(escape(redact(str(loop))), highlight=False, soft_wrap=True)
     if target := diagnosis.limit.get("target"):
         console.print(escape(str(target)), highlight=False, soft_wrap=True)
     for place, finding in enumerate(diagnosis.findings, start=1):
         facts = [f"costs {percent(finding.share)}"] if finding.share else []
         if finding.gain is not None:
             saves = "the fix does not help:" if finding.gain <= 0 and finding.status == "measured" else "a fix saves"
-            facts.append(f"{saves} {percent(finding.gain)} ({finding.status})")
+            if finding.status == "refuted":
+                facts.append("refuted: the change was measured, and it is slower")
+            else:
+                facts.append(f"{saves} {percent(finding.gain)} ({finding.status})")
         console.print(f"\n[bold]{place}. {finding.cause}[/]  {', '.join(facts)}".rstrip(), highlight=False)
         console.print(f"   {escape(redact(finding.sentence))}", highlight=False, soft_wrap=True)
         for line in finding.evidence:
@@ -305,7 +325,7 @@ def print_proofs(proofs: Sequence[Proof], *, console: Console, fixes: Mapping[st
     for proof in proofs:
         interval = " to ".join(map(percent, proof.interval)) if proof.interval else "none"
         few = "too few repeats" if proof.gains else "n/a"
-        verdict = (proof.verdict if proof.interval else None) or few
+        verdict = (proof.verdict if proof.interval or proof.stopped else None) or few
         cells = [proof.cause, percent(proof.gain), interval, verdict, number(proof.loss_difference)]
         rows.add_row(*(escape(redact(cell)) for cell in cells))
     console.print("", rows)

@@ -14,13 +14,18 @@ from statistics import fmean, median
 from typing import Any
 
 from flatout.insight.attach import Asked, Watched, watch
-from flatout.insight.diagnose import ranked, verdict_of
-from flatout.insight.diagnose.host import WORTH
+from flatout.insight.diagnose import fixes, ranked, verdict_of
+from flatout.insight.diagnose.host import WORTH, cores_of, suited_workers
 from flatout.insight.diagnose.observed import Observed, seconds_of
 from flatout.parity import Difference, paired, typical
 from flatout.record import Diagnosis, Finding, redact
+from flatout.words import duration, percent
 
 ALL_TOGETHER = "all together"
+# A run of a proof times steps for no longer than this.
+LONGEST_TIMED_S = 15.0
+# Numbers of loader workers tried before one is measured in every round.
+MOST_TRIED = 3
 # These cost time in some steps only, which the median of the steps would not show: the whole run counts.
 _IN_SOME_STEPS = ("evaluation", "checkpointing", "logging", "recompiles", "data-starvation", ALL_TOGETHER)
 
@@ -31,6 +36,8 @@ class Change:
 
     switch: Mapping[str, Any] = field(default_factory=dict)
     variables: Mapping[str, str | None] = field(default_factory=dict)
+    label: str = ""  # where there are several for one cause
+    fix: str = ""  # the change to make, where it depends on the switch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,13 +49,16 @@ class Proof:
     loss_difference: float | None  # largest between steps of the same number
     problem: str | None = None  # how the script failed with the fix
     noise: float | None = None  # by how much the unchanged script typically differed from itself
+    fix: str = ""  # the change that was measured, where several were tried
+    stopped: str | None = None  # why it was not measured in further rounds
     verdict: str | None = field(init=False)
     interval: tuple[float, float] | None = field(init=False)  # of the gain, at 95 %
 
     def __post_init__(self) -> None:
         found = self.difference
         bounded = found is not None and found.verdict != "too few pairs"
-        object.__setattr__(self, "verdict", None if found is None else found.verdict)
+        verdict = None if found is None else "too noisy to tell" if self.stopped else found.verdict
+        object.__setattr__(self, "verdict", verdict)
         object.__setattr__(self, "interval", (1 - found.high, 1 - found.low) if found and bounded else None)
 
     @property
@@ -68,6 +78,8 @@ class Proof:
         """How sure the gain is, in words."""
         if self.difference is None:
             return "n/a"
+        if self.stopped is not None:
+            return f"too noisy to tell: {self.stopped}"
         if self.interval is None:
             times = "1 repeat gives" if len(self.gains) == 1 else f"{len(self.gains)} repeats give"
             same = "" if self.noise is None else f"; the unchanged script differed from itself by {self.noise:.1%}"
@@ -76,10 +88,20 @@ class Proof:
         return f"{self.verdict}: {low:.1%} to {high:.1%}"
 
 
-def change_for(finding: Finding, seen: Observed) -> Change | None:
-    """The switch that fixes this finding; None if the fix is a code change."""
+def changes_for(finding: Finding, seen: Observed) -> list[Change]:
+    """The switches that may fix this finding, the likeliest first; none if the fix is a code change."""
+    if finding.status == "refuted":
+        return []
+    if finding.cause == "data-starvation":
+        return _loaders(seen)
     make = _CHANGES.get(finding.cause)
-    return None if make is None else make(seen)
+    change = None if make is None else make(seen)
+    return [] if change is None else [change]
+
+
+def change_for(finding: Finding, seen: Observed) -> Change | None:
+    """The likeliest switch that fixes this finding; None if the fix is a code change."""
+    return next(iter(changes_for(finding, seen)), None)
 
 
 def prove(
@@ -89,28 +111,94 @@ def prove(
     seen: Observed,
     asked: Asked,
     repeats: int = 3,
+    run_s: float | None = None,
     say: Callable[[str], None] = lambda _: None,
 ) -> list[Proof]:
-    """Measures every fix that is a switch, and all of them together."""
-    changes = {f.cause: change for f in diagnosis.findings if (change := change_for(f, seen)) is not None}
-    if not changes:
+    """Measures every fix that is a switch, and all of them together; `run_s` is the time of one run of the script."""
+    able = {f.cause: several for f in diagnosis.findings if (several := changes_for(f, seen))}
+    if not able:
         return []
+    expected = {finding.cause: finding.gain for finding in diagnosis.findings}
+    timed = replace(asked, then="stop", look=False, stdout_to_stderr=True, seconds=min(asked.seconds, LONGEST_TIMED_S))
+
+    def run(change: Change) -> Watched:
+        with_it = replace(timed, switch=change.switch, variables={**timed.variables, **change.variables})
+        return _timed(command, with_it)
+
+    num_tried = sum(len(several) for several in able.values() if len(several) > 1)
+    num_fixes = len(able) + (len(able) > 1)
+    say(announced(num_runs=num_tried + repeats * (num_fixes + 2), repeats=repeats, run_s=run_s))
+    changes = {cause: _best(cause, several, run=run, say=say) for cause, several in able.items()}
     if len(changes) > 1:
         changes[ALL_TOGETHER] = _merged(list(changes.values()))
     rounds: list[tuple[list[Watched], dict[str, Watched]]] = []
-    timed = replace(asked, then="stop", look=False, stdout_to_stderr=True)
+    going = list(changes)
+    stopped: dict[str, str] = {}
     for repeat in range(repeats):
         said = f"proof {repeat + 1} of {repeats}"
         say(f"{said}: unchanged")
-        plain, changed = [_timed(command, timed)], {}
-        for cause in list(changes) if repeat % 2 == 0 else reversed(changes):
-            say(f"{said}: {cause}")
-            change = changes[cause]
-            with_it = replace(timed, switch=change.switch, variables={**timed.variables, **change.variables})
-            changed[cause] = _timed(command, with_it)
+        plain, changed = [run(Change())], {}
+        for cause in going if repeat % 2 == 0 else reversed(going):
+            say(f"{said}: {cause}{f', {changes[cause].label}' if changes[cause].label else ''}")
+            changed[cause] = run(changes[cause])
         say(f"{said}: unchanged again")
-        rounds.append(([*plain, _timed(command, timed)], changed))
-    return [_proof(cause, [(plain, changed[cause]) for plain, changed in rounds]) for cause in changes]
+        rounds.append(([*plain, run(Change())], changed))
+        if repeat + 1 < repeats:
+            proofs = [_proof(cause, rounds, change=changes[cause]) for cause in going]
+            given_up = hopeless(proofs, expected=expected, rounds=repeat + 1)
+            stopped |= given_up
+            for cause, why in given_up.items():
+                say(f"{cause} is not measured any longer: {why}")
+            going = [cause for cause in going if cause not in stopped]
+            if going in ([], [ALL_TOGETHER]):
+                break
+    return [_proof(cause, rounds, change=changes[cause], stopped=stopped.get(cause)) for cause in changes]
+
+
+def announced(*, num_runs: int, repeats: int, run_s: float | None) -> str:
+    """What a proof will take, before it starts."""
+    if run_s is None:
+        return f"the proof is {num_runs} short runs in {repeats} rounds; Ctrl-C ends it"
+    told = f"the proof takes about {duration(num_runs * run_s)}: {num_runs} runs of {run_s:.0f} s in {repeats} rounds"
+    return f"{told}; it stops early where the machine is too noisy, and Ctrl-C ends it"
+
+
+def hopeless(proofs: Sequence[Proof], *, expected: Mapping[str, float | None], rounds: int) -> dict[str, str]:
+    """The fixes whose effect further rounds cannot show, with the reason.
+
+    The unchanged script differs from itself by more than the fix is expected to save, and by more than it has saved.
+    After a single round, by twice as much, because one pair of runs may differ by chance.
+    """
+    single = max((gain for gain in expected.values() if gain is not None), default=None)
+    found = {}
+    for proof in proofs:
+        hope = single if proof.cause == ALL_TOGETHER else expected.get(proof.cause)
+        saving = max((value for value in (proof.gain, hope) if value is not None), default=None)
+        effect = abs(proof.gain) if proof.gain is not None and saving == proof.gain else saving
+        if proof.problem is not None and not proof.gains:
+            found[proof.cause] = "it failed"
+        elif proof.noise is None or effect is None:
+            continue
+        elif proof.noise > effect * (2 if rounds == 1 else 1):
+            found[proof.cause] = (
+                f"the unchanged script differs from itself by {proof.noise:.1%}, and the fix is expected to save "
+                f"{percent(hope)} and saved {percent(proof.gain)}"
+            )
+    return found
+
+
+def _best(
+    cause: str, changes: Sequence[Change], *, run: Callable[[Change], Watched], say: Callable[[str], None]
+) -> Change:
+    """Of several ways to fix one cause the fastest in a single run each, or the likeliest if none ran."""
+    if len(changes) == 1:
+        return changes[0]
+    times: dict[int, float] = {}
+    for number, change in enumerate(changes):
+        say(f"which is best for {cause}: {change.label}")
+        if (log := log_time(run(change), cause=cause)) is not None:
+            times[number] = log
+    return changes[min(times, key=lambda number: times[number], default=0)]
 
 
 def _timed(command: Sequence[str], asked: Asked) -> Watched:
@@ -132,14 +220,10 @@ def measured(diagnosis: Diagnosis, proofs: Sequence[Proof]) -> Diagnosis:
         proof = by_cause.get(finding.cause)
         if proof is None or proof.gain is None:
             told_of.append(finding)
-            continue
-        if proof.interval is not None and proof.interval[1] < WORTH and finding.share is not None:
-            continue
-        was = "unknown" if finding.gain is None else f"{finding.gain:.0%}"
-        told = f"measured: {proof.gain:.1%} of the time per token ({proof.told}); estimated before: {was}"
-        noted = replace(finding, evidence=(*finding.evidence, told))
-        unclear = proof.verdict in ("too few pairs", "too noisy to tell", "no effect shown")
-        told_of.append(noted if unclear else replace(noted, gain=proof.gain, status="measured"))
+        elif proof.verdict == "slower":
+            told_of.append(replace(_noted(finding, proof), gain=0.0, status="refuted"))
+        elif proof.interval is None or proof.interval[1] >= WORTH or finding.share is None:
+            told_of.append(_noted(finding, proof))
     findings = ranked(told_of)
     verdict = verdict_of(findings, diagnosis.limit) if by_cause else diagnosis.verdict
     together = by_cause.get(ALL_TOGETHER)
@@ -148,7 +232,27 @@ def measured(diagnosis: Diagnosis, proofs: Sequence[Proof]) -> Diagnosis:
     return replace(diagnosis, verdict=verdict, findings=findings)
 
 
-def _proof(cause: str, rounds: Sequence[tuple[Sequence[Watched], Watched]]) -> Proof:
+def _noted(finding: Finding, proof: Proof) -> Finding:
+    """The finding with what its proof measured. An unclear one leaves of the estimate what it does not contradict."""
+    was = "unknown" if finding.gain is None else f"{finding.gain:.0%}"
+    told = f"measured: {percent(proof.gain)} of the time per token ({proof.told}); estimated before: {was}"
+    noted = replace(finding, evidence=(*finding.evidence, told), fix=proof.fix or finding.fix)
+    if proof.verdict in ("faster", "slower"):
+        return replace(noted, gain=proof.gain, status="measured")
+    if finding.gain is None:
+        return noted
+    low, high = proof.interval or (-math.inf, max(0.0, *proof.gains) if len(proof.gains) > 1 else math.inf)
+    return replace(noted, gain=max(0.0, min(max(finding.gain, low), high)))
+
+
+def _proof(
+    cause: str,
+    every: Sequence[tuple[Sequence[Watched], Mapping[str, Watched]]],
+    *,
+    change: Change,
+    stopped: str | None = None,
+) -> Proof:
+    rounds = [(plain, changed[cause]) for plain, changed in every if cause in changed]
     pairs, differences = [], []
     for plain, changed in rounds:
         known = [log for run in plain if (log := log_time(run, cause=cause)) is not None]
@@ -157,7 +261,8 @@ def _proof(cause: str, rounds: Sequence[tuple[Sequence[Watched], Watched]]) -> P
         if known and now is not None:
             differences.extend(_loss_differences(plain[0], changed))
     problem = next((run.crash for _, run in rounds if run.crash), None)
-    return proof_of(cause, pairs, differences=differences, problem=problem.splitlines()[-1] if problem else None)
+    found = proof_of(cause, pairs, differences=differences, problem=problem.splitlines()[-1] if problem else None)
+    return replace(found, fix=change.fix, stopped=stopped)
 
 
 def proof_of(
@@ -228,13 +333,25 @@ def _merged(changes: Sequence[Change]) -> Change:
 # -- the switch for each cause
 
 
-def _loader(seen: Observed) -> Change | None:
-    loader = next((found for found in seen.facts["loaders"] if not found["evaluating"]), None)
+def _loaders(seen: Observed) -> list[Change]:
+    """The number of workers that is advised, and the others that are likely: fewer, and none."""
+    loader = seen.loader
     if loader is None:
-        return None
-    workers = 2 * loader["num_workers"] or min(8, max(2, seen.cores // max(1, seen.world)))
+        return []
+    now = loader["num_workers"]
+    advised = suited_workers(seen, share=seen.activities.get("data", 0.0))
+    likely = (advised, 1, min(advised, cores_of(seen)), *((0, now // 2) if now else ()))
+    return [_with_workers(seen, workers) for workers in dict.fromkeys(likely) if workers != now][:MOST_TRIED]
+
+
+def _with_workers(seen: Observed, workers: int) -> Change:
     pinned = {"pin_memory": True} if seen.on_gpu else {}
-    return Change(switch={"loader": {"num_workers": workers, "persistent_workers": True, **pinned}})
+    alone = {} if workers else {"prefetch_factor": None, "timeout": 0}
+    return Change(
+        switch={"loader": {"num_workers": workers, "persistent_workers": workers > 0, **alone, **pinned}},
+        label=f"{workers} workers",
+        fix=fixes.loader(seen, workers=workers),
+    )
 
 
 def _attention(seen: Observed) -> Change | None:
@@ -284,7 +401,6 @@ _CHANGES: Mapping[str, Callable[[Observed], Change | None]] = {
     "precision-inactive": lambda _: Change(switch={"autocast": True}),
     "wrong-dtype": lambda _: Change(switch={"no-double": True}),
     "math-attention": _attention,
-    "data-starvation": _loader,
     "small-batch": _larger_batch,
     "short-sequences": _larger_batch,
     "slow-optimizer": _fused,

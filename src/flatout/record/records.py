@@ -114,7 +114,7 @@ class Finding:
     sentence: str  # the cause in plain words
     share: Finite | None  # of step time that is lost to it; None if it does not cost time
     gain: Finite | None  # share of step time that the fix saves
-    status: Literal["estimated", "measured"]
+    status: Literal["estimated", "measured", "refuted"]  # refuted: its own measurement shows that the fix is slower
     evidence: tuple[str, ...]
     fix: str
 

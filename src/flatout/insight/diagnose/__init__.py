@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from flatout.insight.diagnose import device, health, host
+from flatout.insight.diagnose import device, health, host, loops
 from flatout.insight.diagnose.limit import limit_of
 from flatout.insight.diagnose.observed import Observed
 from flatout.insight.diagnose.unexplained import far_below
@@ -31,6 +31,9 @@ CAUSES = (
     "recompiles",
     "needless-recompute",
     "slow-optimizer",
+    "recreated-optimizer",
+    "recreated-model",
+    "recreated-loader",
     "missing-no-sync",
     "logging",
     "busy-thread",
@@ -54,13 +57,15 @@ CAUSES = (
     "low-mfu",
 )
 # A run with one of these is lost, however fast it is.
-FAILURES = ("unstable-loss",)
-_RULES = (*host.ALL, *device.ALL, *health.ALL)
+FAILURES = ("unstable-loss", "recreated-model")
+_RULES = (*host.ALL, *device.ALL, *loops.ALL, *health.ALL)
 
 
 def diagnose(seen: Observed) -> Diagnosis:
     found = [finding for rule in _RULES if (finding := rule(seen)) is not None]
     limit = limit_of(seen)
+    if (loop := loops.in_words(seen)) is not None:
+        limit["loop"] = loop
     if (unexplained := far_below(limit["share"], found, seen)) is not None:
         found.append(unexplained)
     if seen.straggler is not None:
@@ -70,17 +75,24 @@ def diagnose(seen: Observed) -> Diagnosis:
 
 
 def ranked(findings: Iterable[Finding]) -> tuple[Finding, ...]:
-    """Failures first, then the findings with the largest gain; those without a number come last."""
-    return tuple(
-        sorted(findings, key=lambda f: (f.cause not in FAILURES, f.gain is None, -(f.gain or 0.0), -(f.share or 0.0)))
-    )
+    """Failures first, then by gain, then those without a number; what its own measurement has refuted comes last."""
+
+    def place(finding: Finding) -> tuple[bool, bool, bool, float, float]:
+        known = finding.gain is not None
+        failed = finding.cause in FAILURES
+        return finding.status == "refuted", not failed, not known, -(finding.gain or 0.0), -(finding.share or 0.0)
+
+    return tuple(sorted(findings, key=place))
 
 
 def verdict_of(findings: tuple[Finding, ...], limit: Mapping[str, Any]) -> str:
     share = limit.get("share")
     near = "the limit is unknown" if share is None else f"{share:.1%} of the limit"
+    refuted = [finding for finding in findings if finding.status == "refuted"]
+    findings = tuple(finding for finding in findings if finding.status != "refuted")
     if not findings:
-        return f"no problem found, {near}"
+        tried = f" ({', '.join(finding.cause for finding in refuted)} refuted by measurement)" if refuted else ""
+        return f"no problem found, {near}{tried}"
     proven = [finding for finding in findings if finding.status == "measured" and (finding.gain or 0.0) > 0]
     first = proven[0] if proven and findings[0].cause not in FAILURES else findings[0]
     if first.cause == "low-mfu" and len(findings) == 1:

@@ -206,13 +206,12 @@ def slow_optimizer(seen: Observed) -> Finding | None:
     found = seen.replay("fused")
     gain = None if found is None else (1 - found[1] / found[0]) * share * seen.is_shown("fused")
     taken = []
-    if seen.is_disturbed and seen.optimizer.get("tensors", 0) > 100 and (gain or 0.0) < 0.6 * share:
-        gain = 0.6 * share
-        taken = [f"{_taken(seen)}: estimated as three fifths of the optimizer's time, as measured elsewhere"]
-    if share < 0.08 or (gain is not None and gain < 0.04) or (gain is None and share < 0.3):
-        return None
+    if seen.is_open("fused") and seen.is_disturbed:
+        gain, taken = None, [_taken(seen)]
     facts = seen.optimizer
-    if facts.get("fused"):
+    if not facts:
+        return _own_updates(seen)
+    if share < 0.08 or (gain is not None and gain < 0.04) or (gain is None and share < 0.3) or facts.get("fused"):
         return None
     return finding_of(
         "slow-optimizer",
@@ -228,18 +227,49 @@ def slow_optimizer(seen: Observed) -> Finding | None:
     )
 
 
+def _own_updates(seen: Observed) -> Finding | None:
+    """Updates that the script writes out take long."""
+    share = seen.share("optimizer") + seen.activities.get("update", 0.0)
+    if share < 0.15:
+        return None
+    sites = seen.sites("update", "optimizer", most=1)
+    return finding_of(
+        "slow-optimizer",
+        f"The script updates its parameters itself{f' at {sites[0]}' if sites else ''}, tensor by tensor.",
+        share,
+        None,
+        [f"{share:.0%} of step time in the update"],
+        "an optimizer of torch.optim with fused=True; or torch._foreach_* functions over the list of all parameters",
+    )
+
+
 def needless_recompute(seen: Observed) -> Finding | None:
-    gain = seen.replay_gain("recompute")
+    gain, timed = seen.replay_gain("recompute"), []
+    missing = (seen.facts.get("replays") or {}).get("recompute") is None and not seen.on_gpu
+    if missing or (seen.is_open("recompute") and not gain):
+        # The forward passes that are run again were timed in every step.
+        again = sum(float(step["counts"].get("recompute_s", 0.0)) for step in seen.steps)
+        forward = sum(step["host"].get("forward", 0.0) for step in seen.steps)
+        gain = min(1.0, again / forward) * seen.share("forward") if forward else None
+        why = "not replayed" if missing else "the replay was too noisy to tell"
+        timed = [f"{why}: estimated as the time of the forward passes that are run again in the backward pass"]
     if gain is None or gain < WORTH:
         return None
     gpu = seen.facts.get("gpu")
-    memory = f"{gpu['peak_gib']:.1f} of {gpu['memory_gib']:.0f} GiB used at the peak" if gpu else "memory is sufficient"
+    memory = f"{gpu['peak_gib']:.1f} of {gpu['memory_gib']:.0f} GiB used at the peak" if gpu else "in CPU memory"
+    fits = (
+        "and whether the activations fit was not tried" if missing else "although the activations would fit in memory"
+    )
     return finding_of(
         "needless-recompute",
-        "Activation checkpointing runs the forward pass twice, although the activations would fit in memory.",
+        f"Activation checkpointing runs the forward pass twice, {fits}.",
         gain,
         gain,
-        [f"{memory}; {seen.counts('recompute')} checkpointed calls", *_replayed(seen, "recompute", "without it")],
+        [
+            f"{memory}; {seen.counts('recompute')} checkpointed calls",
+            *_replayed(seen, "recompute", "without it"),
+            *timed,
+        ],
         fixes.no_recompute(seen),
     )
 
@@ -264,6 +294,7 @@ def anomaly_mode(seen: Observed) -> Finding | None:
     if not seen.counts("anomaly"):
         return None
     gain, typical = seen.replay_gain("anomaly"), []
+    refuted = seen.is_refuted("anomaly")
     if gain is None:
         gain = _ANOMALY_COSTS * seen.compute_share
         typical = [f"not measured here; assumed to be {_ANOMALY_COSTS:.0%} of the forward and backward passes"]
@@ -274,23 +305,23 @@ def anomaly_mode(seen: Observed) -> Finding | None:
         gain,
         [f"on in {seen.counts('anomaly')} forward passes", *typical, *_replayed(seen, "anomaly", "without it")],
         fixes.anomaly(seen),
+        refuted=refuted,
     )
 
 
 def few_threads(seen: Observed) -> Finding | None:
     gain = seen.replay_gain("threads")
     threads, could = seen.facts["threads"], seen.facts["default_threads"]
-    taken = []
-    if gain is not None and gain < WORTH and seen.is_disturbed:
-        gain = 0.7 * (1 - threads / could) * seen.compute_share
-        taken = [f"{_taken(seen)}: estimated from the number of threads"]
-    if gain is None or gain < WORTH:
+    taken, refuted = [], seen.is_refuted("threads")
+    if seen.is_open("threads") and seen.is_disturbed:
+        gain, taken = None, [_taken(seen)]
+    elif gain is None or (gain < WORTH and not refuted):
         return None
     set_by = seen.facts["variables"].get("OMP_NUM_THREADS")
     return finding_of(
         "few-threads",
         f"torch computes with {threads} of {could} threads.",
-        gain,
+        seen.compute_share if gain is None or refuted else gain,
         gain,
         [
             f"OMP_NUM_THREADS={set_by}" if set_by else "torch.set_num_threads()",
@@ -298,6 +329,7 @@ def few_threads(seen: Observed) -> Finding | None:
             *taken,
         ],
         f"torch.set_num_threads({could}), or OMP_NUM_THREADS={could}",
+        refuted=refuted,
     )
 
 
@@ -395,7 +427,7 @@ def idle_gpu(seen: Observed) -> Finding | None:
 
 
 def _taken(seen: Observed) -> str:
-    return f"other processes used {seen.others_cores or 0:.1f} cores, so a replay with more threads is not reliable"
+    return f"other processes used {seen.others_cores or 0:.1f} cores, and the replay was too noisy to tell"
 
 
 def _replayed(seen: Observed, name: str, how: str) -> list[str]:

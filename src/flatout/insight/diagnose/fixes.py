@@ -67,12 +67,13 @@ def tf32(seen: Observed) -> str:
 
 def loader(seen: Observed, *, workers: int) -> str:
     pinned = ", pin_memory=True" if seen.on_gpu else ""
+    kept = ", persistent_workers=True" if workers else ""
     return by_framework(
         seen,
-        torch=f"DataLoader(..., num_workers={workers}, persistent_workers=True{pinned})",
+        torch=f"DataLoader(..., num_workers={workers}{kept}{pinned})",
         arguments=(
             f"dataloader_num_workers={workers}",
-            "dataloader_persistent_workers=True",
+            f"dataloader_persistent_workers={workers > 0}",
             *(("dataloader_pin_memory=True",) if seen.on_gpu else ()),
         ),
     )

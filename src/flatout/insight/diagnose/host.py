@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from typing import Any
 
@@ -14,22 +15,24 @@ from flatout.record import Finding
 WORTH = 0.05
 # By which factor something that is done too often should be done less often.
 RARER = 5
+# More workers than these are never advised.
+MOST_WORKERS = 8
 
 
 def data_starvation(seen: Observed) -> Finding | None:
     """Training waits for its next batch, or for the rank with the larger batch."""
     # On a GPU, apparent work between the steps may be the wait for a value that the host reads.
     between = max(0.0, seen.activities.get("", 0.0) - (waits(seen, "sync") if seen.on_gpu else 0.0))
-    share = seen.activities.get("data", 0.0) + between
+    if not seen.micro or seen.is_in_most_steps("new-model") or seen.is_in_most_steps("new-optimizer"):
+        between = 0.0  # without a module the computation itself happens there; what is made anew has a cause of its own
+    share = -seen.loader_start_share + seen.activities.get("data", 0.0) + between
     if seen.idle_share is not None:  # a loss computed outside the model is also work between the steps
         share = min(share, seen.idle_share)
     if share < 0.08:
         return _uneven_data(seen)
-    cores = max(1, seen.cores // max(1, seen.world))
-    workers = min(8, max(2, cores))
-    # With workers the batch is made while the step runs, so only the longer of the two times counts.
-    gain = 1 - max(1 - share, share / workers)
-    loader = next((found for found in seen.facts["loaders"] if not found["evaluating"]), None)
+    loader = seen.loader
+    workers = suited_workers(seen, share=share)
+    gain = _gain_of_workers(seen, share=share, workers=workers)
     where = seen.sites("data", "data", most=1) or seen.sites("", most=1)
     at = f" at {where[0]}" if where else ""
     evidence = [f"{share:.0%} of step time waiting for data (phases of {len(seen.steps)} steps, stack samples{at})"]
@@ -41,14 +44,80 @@ def data_starvation(seen: Observed) -> Finding | None:
         sentence = f"Batches are built in the training process{at}: there are no loader workers, so every step waits."
         fix = fixes.loader(seen, workers=workers)
         evidence.append(f"DataLoader(num_workers=0, batch_size={loader['batch_size']}) over {loader['dataset']}")
+        if workers == 1 and cores_of(seen) < 2:
+            fix += "; with one core, do the slow part once, before training"
+    elif workers < loader["num_workers"]:
+        sentence = f"{loader['num_workers']} loader workers cost more than they help{at}: {_few_cores(seen)}."
+        fix = f"{fixes.loader(seen, workers=workers)}, or do the slow part once, before training"
+        evidence.append(f"DataLoader(num_workers={loader['num_workers']}) over {loader['dataset']}")
     else:
         sentence = f"{loader['num_workers']} loader workers are slower than training{at}."
-        fix = f"{fixes.loader(seen, workers=2 * loader['num_workers'])}, or do the slow part once, before training"
+        fix = "do the slow part once, before training"
+        if workers > loader["num_workers"]:
+            fix = f"{fixes.loader(seen, workers=workers)}, or {fix}"
         evidence.append(f"DataLoader(num_workers={loader['num_workers']}) over {loader['dataset']}")
+    evidence += _replayed_batches(seen)
     if seen.on_gpu and loader is not None and not loader["pin_memory"]:
         pageable = float(seen.profile.get("copies_pageable_s") or 0.0) / seen.step_s
         evidence.append(f"memory is not pinned: {pageable:.1%} of step time in copies from pageable memory (profiler)")
     return finding_of("data-starvation", sentence, share, gain, evidence, fix)
+
+
+def cores_of(seen: Observed) -> int:
+    """The cores of one rank."""
+    return max(1, seen.cores // max(1, seen.world))
+
+
+def suited_workers(seen: Observed, *, share: float) -> int:
+    """How many loader workers fit the machine and the batches.
+
+    None where handing a batch over takes longer than making it.
+
+    On a CPU training computes on the same cores, so no more workers than cores help.
+    """
+    now = (seen.loader or {}).get("num_workers") or 0
+    most = min(MOST_WORKERS, cores_of(seen))
+    batch = seen.replay("batch-alone")
+    if now and batch is not None:  # waited for by training, and made in the training process
+        rest_s = seen.step_s * (1 - share) / seen.accumulation
+        if batch[1] < batch[0]:
+            return 0
+        return min(most, max(1, math.ceil(batch[1] / max(rest_s, 1e-9))))
+    return min(most, 2 * now if now else max(2, most) if most > 1 else 1)
+
+
+def _gain_of_workers(seen: Observed, *, share: float, workers: int) -> float | None:
+    """With workers the batch is made while the step runs, so only the longer of the two times counts.
+
+    The CPU time of the job remains, and no number of workers spreads it over more cores than there are.
+    """
+    batch = seen.replay("batch-alone")
+    if not workers and batch is not None:
+        return share * max(0.0, 1 - batch[1] / batch[0])
+    now = (seen.loader or {}).get("num_workers") or 0
+    if now > workers:
+        return None
+    if now == workers:  # the slow part done once, before training
+        return share
+    gain = 1 - max(1 - share, share * max(1, now) / workers)
+    used = sum(step.get("cpu_s") or 0.0 for step in seen.steps) / seen.seconds
+    return max(0.0, min(gain, 1 - min(1.0, used / cores_of(seen))))
+
+
+def _few_cores(seen: Observed) -> str:
+    cores = cores_of(seen)
+    if (batch := seen.replay("batch-alone")) is not None and batch[1] < batch[0]:
+        return "a batch is made faster in the training process itself"
+    return f"there {'is 1 core' if cores == 1 else f'are {cores} cores'}"
+
+
+def _replayed_batches(seen: Observed) -> list[str]:
+    batch = seen.replay("batch-alone")
+    if batch is None:
+        return []
+    return [
+        f"a batch: {batch[0] * 1e3:.2f} ms of waiting, {batch[1] * 1e3:.2f} ms to make it without workers (replayed)"
+    ]
 
 
 def _uneven_data(seen: Observed) -> Finding | None:
@@ -268,15 +337,23 @@ def _at(sites: list[str]) -> str:
 
 
 def finding_of(
-    cause: str, sentence: str, share: float | None, gain: float | None, evidence: list[str], fix: str
+    cause: str,
+    sentence: str,
+    share: float | None,
+    gain: float | None,
+    evidence: list[str],
+    fix: str,
+    *,
+    refuted: bool = False,
 ) -> Finding:
-    bounded = None if gain is None else max(0.0, min(gain, 1.0))
+    """A finding; `refuted` where its own replay shows that the fix costs time."""
+    bounded = 0.0 if refuted else None if gain is None else max(0.0, min(gain, 1.0))
     return Finding(
         cause=cause,
         sentence=sentence,
         share=share if share is not None and share > 0 else None,
         gain=bounded,
-        status="estimated",
+        status="refuted" if refuted else "estimated",
         evidence=tuple(evidence),
         fix=fix,
     )

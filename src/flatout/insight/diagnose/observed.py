@@ -99,7 +99,7 @@ class Observed:
                 # An evaluation's own data and its metrics are part of it, as is what a second model computes.
                 known = kind if phase not in _OWN_WORK or kind in ("reward", "generate", "save", "log") else phase
                 shares[known] += self.share(phase) * count / total
-        for phase, kind in (("data", "data"), ("save", "save"), ("generate", "generate")):
+        for phase, kind in (("data", "data"), ("save", "save"), ("generate", "generate"), ("make", "make")):
             shares[kind] += self.share(phase)
         return dict(shares)
 
@@ -187,6 +187,11 @@ class Observed:
         return next(iter(self.facts["optimizers"].values()), {})
 
     @property
+    def loader(self) -> Mapping[str, Any] | None:
+        """The loader of the training batches, if there is one."""
+        return next((found for found in self.facts["loaders"] if not found["evaluating"]), None)
+
+    @property
     def profile(self) -> Mapping[str, Any]:
         return self.facts.get("profile") or {}
 
@@ -231,15 +236,48 @@ class Observed:
         """Whether the turns of a replay agree that the change saves time; true if they were not recorded."""
         found = (self.facts.get("replays") or {}).get(name)
         logs = found[2] if isinstance(found, list) and len(found) == 3 else None
-        if not isinstance(logs, list) or len(logs) < FEWEST_PAIRS:  # too few for an interval: all must agree
-            return all(log < 0 for log in logs or ())
-        return paired([0.0] * len(logs), logs, looks=(len(logs),)).verdict == "faster"
+        if not isinstance(logs, list):
+            return True
+        return self._verdict(logs) == "faster"
+
+    def is_refuted(self, name: str) -> bool:
+        """Whether the turns of a replay agree that the change costs time; false if they were not recorded."""
+        found = (self.facts.get("replays") or {}).get(name)
+        logs = found[2] if isinstance(found, list) and len(found) == 3 else None
+        return isinstance(logs, list) and self._verdict(logs) == "slower"
+
+    def is_open(self, name: str) -> bool:
+        """Whether a replay was measured, and its turns disagree."""
+        found = (self.facts.get("replays") or {}).get(name)
+        logs = found[2] if isinstance(found, list) and len(found) == 3 else None
+        return isinstance(logs, list) and self._verdict(logs) == "too noisy to tell"
+
+    @staticmethod
+    def _verdict(logs: Sequence[float]) -> str:
+        if len(logs) >= FEWEST_PAIRS:
+            return paired([0.0] * len(logs), logs, looks=(len(logs),)).verdict
+        # Too few for an interval: all must agree.
+        return "faster" if all(x < 0 for x in logs) else "slower" if all(x > 0 for x in logs) else "too noisy to tell"
 
     def replayed_share(self, seconds: float) -> float:
         """Share of step time that replays cover; with several ranks, without the gradient all-reduce."""
         if self.world == 1:
             return self.compute_share
         return min(self.compute_share, seconds * self.accumulation / self.step_s)
+
+    def is_in_most_steps(self, name: str) -> bool:
+        """Whether at least every second step counted this."""
+        return 2 * self.steps_counting(name) >= len(self.steps)
+
+    def steps_counting(self, name: str) -> int:
+        return sum(step["counts"].get(name, 0) > 0 for step in self.steps)
+
+    @property
+    def loader_start_share(self) -> float:
+        """Share of step time in which iterators over loaders start, where one starts in most steps."""
+        if not self.is_in_most_steps("loader-starts"):
+            return 0.0
+        return sum(float(step["counts"].get("loader_start_s", 0.0)) for step in self.steps) / self.seconds
 
     def counts(self, name: str) -> int:
         return int(self.facts.get("totals", {}).get(name, 0))

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
-from flatout.insight.diagnose.host import finding_of, waits
+from flatout.insight.diagnose.host import WORTH, finding_of, waits
 from flatout.insight.diagnose.limit import FAR_BELOW, NOT_OF_SPEED
 from flatout.insight.diagnose.observed import Observed
 from flatout.record import Finding
@@ -16,10 +17,12 @@ def far_below(share: float | None, found: Sequence[Finding], seen: Observed) -> 
     if share is None or share >= FAR_BELOW or any(f.cause not in NOT_OF_SPEED for f in found):
         return None
     spent = {phase: seconds / seen.seconds for phase, seconds in seen.phases.items()}
-    return low_mfu(share, spent, ruled_out=_ruled_out(seen), next_step=_next_step(seen))
+    return low_mfu(share, spent, ruled_out=_ruled_out(seen), next_step=_next_step(seen), gains=_gains(seen))
 
 
-def low_mfu(share: float, spent: Mapping[str, float], *, ruled_out: Sequence[str], next_step: str) -> Finding:
+def low_mfu(
+    share: float, spent: Mapping[str, float], *, ruled_out: Sequence[str], next_step: str, gains: Sequence[str] = ()
+) -> Finding:
     phases = sorted(spent.items(), key=lambda item: -item[1])
     told = ", ".join(f"{phase} {percent(part)}" for phase, part in phases if part >= 0.005)
     return finding_of(
@@ -27,7 +30,11 @@ def low_mfu(share: float, spent: Mapping[str, float], *, ruled_out: Sequence[str
         f"Training reaches {percent(share)} of the limit, and none of the known causes explains it.",
         None,
         None,
-        [f"where a step's time goes: {told or 'unknown'}", f"ruled out: {'; '.join(ruled_out) or 'nothing'}"],
+        [
+            f"where a step's time goes: {told or 'unknown'}",
+            *(f"would gain: {gain}" for gain in gains),
+            f"ruled out: {'; '.join(ruled_out) or 'nothing'}",
+        ],
         next_step,
     )
 
@@ -39,16 +46,39 @@ def _ruled_out(seen: Observed) -> list[str]:
         told.append(f"launches and synchronisation ({idle})")
     if (dtype := seen.facts.get("compute_dtype")) is not None:
         told.append(f"precision (matmuls in {dtype})")
-    for name, words in (("batch-4", "a 4 times larger batch"), ("batch-2", "a larger batch")):
-        if (found := seen.replay(name)) is not None:
-            told.append(f"{words} ({percent(1 - found[1] / found[0])} less time per token)")
-            break
+    if (larger := _larger_batch(seen)) is not None and larger.saves < WORTH:
+        told.append(f"{larger.words} ({percent(max(0.0, larger.saves))} less time per token)")
     if seen.tokens and seen.real_tokens is not None:
         told.append(f"padding ({percent(1 - seen.real_tokens / seen.tokens)})")
     if not seen.counts("recompute"):
         told.append("recomputation (none)")
+    elif (gain := seen.replay_gain("recompute")) is not None and not seen.is_open("recompute"):
+        told.append(f"recomputation ({percent(gain)} less time without it)")
     told.append(f"the optimizer ({percent(seen.share('optimizer'))})")
     return told
+
+
+@dataclass(frozen=True, kw_only=True)
+class Larger:
+    """The replayed batch in which a token took the least time, and how much less than now."""
+
+    words: str
+    saves: float
+
+
+def _larger_batch(seen: Observed) -> Larger | None:
+    names = {"batch-4": "a 4 times larger batch", "batch-2": "a larger batch"}
+    found = {words: seen.replay(name) for name, words in names.items()}
+    larger = [Larger(words=words, saves=1 - taken[1] / taken[0]) for words, taken in found.items() if taken]
+    return max(larger, key=lambda batch: batch.saves, default=None)
+
+
+def _gains(seen: Observed) -> list[str]:
+    """What was measured to save time, and is no cause: a larger batch also changes the training."""
+    larger = _larger_batch(seen)
+    if larger is None or larger.saves < WORTH:
+        return []
+    return [f"{larger.words}, {percent(larger.saves)} less time per token (replayed); it changes the training"]
 
 
 def _next_step(seen: Observed) -> str:

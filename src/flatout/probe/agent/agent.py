@@ -10,8 +10,8 @@ import sys
 import threading
 import time
 import traceback
-from collections import Counter
-from collections.abc import Iterator
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from .facts import compile_seconds, gpu_facts, optimizer_facts, own_cores, plain_lr, process_cpu_s
@@ -25,11 +25,13 @@ from .stacks import Sampler, framework_of_stack, user_site
 from .switches import Switches
 from .timeline import WHOLE, Timeline
 from .torch_hooks import TorchHooks
+from .updates import OwnUpdates, Updater, Updaters, parameters_of
 from .writing import Writer
 
 PROFILED_STEPS = 2
 PROFILING_COSTS = 3.0  # times the time of a step, reading included
 LONGEST_ROUND = 8  # steps of one optimizer for each of another; a rarer one is not waited for
+MOST_RESTARTS = 16  # of the warm-up; then every update is a step
 FEWEST_TIMED = 3  # however long they take
 
 
@@ -42,15 +44,19 @@ class Agent:
         self.torch: Any = None
         self.on_step: Any = None
         self.stage = "waiting"  # warm, timed, profiled, done
-        self.primary: int | None = None  # the optimizer whose steps are counted
+        self.primary: int | None = None  # the number of the updater whose steps are counted
         self.num_steps, self.began, self.step_began, self.cpu_began = 0, 0.0, 0.0, 0.0
         self.shortest_s = 0.0  # of the steps so far: the first ones may compile
         self.facts: dict[str, Any] = {"framework": "torch", "loaders": [], "optimizers": {}}
-        self.counts: Counter[str] = Counter()  # of this step
-        self.stepped: Counter[int] = Counter()  # the steps of each optimizer
+        self.counts: defaultdict[str, float] = defaultdict(int)  # of this step; seconds where the name ends in _s
+        self.stepped: Counter[int] = Counter()  # the steps of each updater
+        self.stepped_since: Counter[int] = Counter()  # since the primary one stepped
         self.warm_until, self.extra_steps = settings.warm, 0
+        self.backwards = 0  # backward passes in all
+        self.updated_at = ""  # where the script updates its parameters itself
+        self.restarts = 0  # of the warm-up, because a step ends with another updater than was thought
         self.rest_of_round = False  # a step has ended with one of several optimizers, and the others follow
-        self.totals: Counter[str] = Counter()
+        self.totals: defaultdict[str, float] = defaultdict(int)
         self.profile_until, self.num_profiled = 0, PROFILED_STEPS
         self.compile_seen = 0.0
         self.activity = ""  # of the agent itself, where it takes long
@@ -59,6 +65,7 @@ class Agent:
         self.timeline, self.patches = Timeline(), Patches()
         self.hooks, self.switches = TorchHooks(self), Switches(self)
         self.forwards, self.losses = Forwards(self), Losses(self)
+        self.updaters, self.own_updates = Updaters(), OwnUpdates(self)
         self.sampler, self.profiler, self.writer = Sampler(self), Profiler(self), Writer(self)
 
     # -- installation
@@ -87,6 +94,8 @@ class Agent:
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Times a block, unless it is inside a phase that includes it: an evaluation reads data too."""
+        if name != "backward":
+            self.own_updates.check()
         if not self.is_training_thread() or self.timeline.phase in WHOLE:
             yield
             return
@@ -104,7 +113,9 @@ class Agent:
     # -- steps
 
     def before_optimizer(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        if self.is_training_thread_or_first() and not self.ended:
+        if self.own_updates.depth:
+            self.own_updates.inside = True
+        elif self.is_training_thread_or_first() and not self.ended:
             quietly(self._before_optimizer)(optimizer)
 
     def is_training_thread_or_first(self) -> bool:
@@ -113,42 +124,101 @@ class Agent:
         return self.is_training_thread()
 
     def _before_optimizer(self, optimizer: Any) -> None:
-        self.stepped[id(optimizer)] += 1
-        if self.primary is None:
-            self.primary = id(optimizer)
-            self.facts["framework"] = framework_of_stack()
-            self.facts["step_site"] = user_site()
-            self._note_device(optimizer)
-            self.stage = "warm"
-        if str(id(optimizer)) not in self.facts["optimizers"]:
-            self.facts["optimizers"][str(id(optimizer))] = optimizer_facts(optimizer)
-            self.forwards.discover(optimizer)
-            if self.stepped[self.primary] <= LONGEST_ROUND:
-                self._count_by(id(optimizer))
+        if not self.own_updates.over:
+            if self.own_updates.active:  # what changed the parameters so far was no step of this loop
+                self.forget_updaters()
+            self.own_updates.stop()
+        updater, new = self.updaters.by_optimizer(optimizer, backwards=self.backwards)
+        self._takes_turn(updater, lambda: parameters_of(optimizer))
+        if new == "first":
+            self.facts["optimizers"][str(updater.number)] = optimizer_facts(optimizer)
+            self.forwards.discover(parameters_of(optimizer))
+            self._count_by_newest(updater)
+        elif new:
+            self.counts[f"new-{new}"] += 1
+            if new == "model":
+                self.forwards.follow_any()
         self.end_evaluation()
         self.timeline.enter("optimizer")
 
-    def _count_by(self, optimizer: int) -> None:
-        """Let a step end with this optimizer: where several alternate, a step is one round of all of them."""
-        if optimizer != self.primary and self.stage in ("warm", "timed"):
-            self.primary, self.stage = optimizer, "warm"
+    def _takes_turn(self, updater: Updater, parameters: Callable[[], list[Any]]) -> None:
+        updater.steps += 1
+        self.stepped[updater.number] += 1
+        if self.primary is None:
+            self.primary = updater.number
+            self.facts["framework"] = framework_of_stack()
+            self.facts["step_site"] = user_site()
+            self._note_device(parameters())
+            self.stage = "warm" if self.stage == "waiting" else self.stage
+
+    def forget_updaters(self) -> None:
+        """Count anew: what was counted until now were no steps."""
+        self.updaters, self.stepped, self.primary = Updaters(), Counter(), None
+        self._warm_again()
+
+    def _warm_again(self) -> None:
+        if self.stage in ("warm", "timed"):
+            self.stage = "warm"
             self.sampler.stop()
-            self.warm_until = self.num_steps + self.settings.warm
-            self.extra_steps, self.rest_of_round = self.num_steps, True
+            self.warm_until, self.extra_steps = self.num_steps + self.settings.warm, self.num_steps
+
+    def _count_by_newest(self, updater: Updater) -> None:
+        started = self.primary is not None and self.stepped[self.primary] <= LONGEST_ROUND
+        if started and self.restarts < MOST_RESTARTS:
+            self._count_by(updater.number)
+
+    def _count_by(self, number: int) -> None:
+        """Let a step end with this updater: where several alternate, a step is one round of all of them."""
+        if number != self.primary and self.stage in ("warm", "timed"):
+            self.restarts += 1
+            self.primary, self.rest_of_round = number, True
+            self._warm_again()
 
     def after_optimizer(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        if not self.is_training_thread() or self.ended:
+        if not self.is_training_thread() or self.ended or self.own_updates.depth:
             return
         quietly(self.timeline.enter)("other")
-        if id(optimizer) == self.primary:
-            quietly(self.end_step)(optimizer)
-            if self.stage == "done" and not self.ended:
-                self.ended = True
-                self.finish(optimizer)
+        if quietly(self._ends_step)(self.updaters.by_optimizer(optimizer, backwards=self.backwards)[0]):
+            self._end_step(optimizer)
 
-    def _note_device(self, optimizer: Any) -> None:
+    def after_own_update(self, changed: tuple[Any, ...]) -> None:
+        """The script has updated parameters itself, since the last backward pass."""
+        if self.primary is None:
+            self.thread = threading.get_ident()
+        updater, new = self.updaters.by_code(changed)
+        parameters = [tensor for leaf in self.own_updates.leaves if (tensor := leaf.tensor()) is not None]
+        quietly(self._takes_turn)(updater, lambda: parameters)
+        if new:
+            quietly(self._count_by_newest)(updater)
+        ends = self._ends_step(updater)
+        if new:
+            self.updated_at = user_site()
+        if ends:
+            self._end_step(None)
+        if new and not self.ended:
+            quietly(self.forwards.discover)(parameters)
+
+    def _ends_step(self, updater: Updater) -> bool:
+        """Whether a step ends with this update. An updater that has taken no turn for long is not waited for."""
+        if updater.number == self.primary or self.restarts >= MOST_RESTARTS:
+            self.stepped_since.clear()
+            return True
+        self.stepped_since[updater.number] += 1
+        if self.stepped_since[updater.number] <= LONGEST_ROUND:
+            return False
+        self.stepped_since.clear()
+        self._count_by(updater.number)
+        return True
+
+    def _end_step(self, optimizer: Any) -> None:
+        quietly(self.end_step)(optimizer)
+        if self.stage == "done" and not self.ended:
+            self.ended = True
+            self.finish(optimizer)
+
+    def _note_device(self, parameters: list[Any]) -> None:
         torch = self.torch
-        devices = Counter(p.device.type for group in optimizer.param_groups for p in group["params"])
+        devices = Counter(parameter.device.type for parameter in parameters)
         self.facts["device"] = devices.most_common(1)[0][0] if devices else None
         used_cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
         self.facts["cuda_used"] = used_cuda
@@ -164,7 +234,7 @@ class Agent:
             self.timeline.make_event = record_event
 
     def end_step(self, optimizer: Any) -> None:
-        """The optimizer has stepped: write down this step and decide what the next one is for."""
+        """The parameters were updated: write down this step and decide what the next one is for."""
         now = time.perf_counter()
         host, spans = self.timeline.take()
         compiled = compile_seconds()
@@ -185,15 +255,16 @@ class Agent:
             "memory": self.memory(),
             "compile_s": compiled - self.compile_seen,
             "counts": dict(self.counts),
-            "lr": plain_lr(optimizer),
+            "lr": None if optimizer is None else plain_lr(optimizer),
             "cpu_s": process_cpu_s() - self.cpu_began,
         }
         if self.step_began:
             self.shortest_s = min(self.shortest_s or now - self.step_began, now - self.step_began)
         self.compile_seen = compiled
-        self.totals.update(self.counts)
+        for name, count in self.counts.items():
+            self.totals[name] += count
         self.facts["accumulation"] = max(1, len(micro))
-        self.counts = Counter()
+        self.counts = defaultdict(int)
         self.writer.waiting.append(line)
         self.writer.write_ready()
         self.num_steps += 1
@@ -209,7 +280,8 @@ class Agent:
         profiled = self.num_profiled if asked.look else 0
         if self.stage == "warm" and self.num_steps >= self.warm_until:
             rarest = min(self.stepped.values())
-            if self.stepped[self.primary or 0] > rarest and self.stepped[self.primary or 0] <= LONGEST_ROUND:
+            often = self.stepped[self.primary or 0]
+            if rarest < often <= LONGEST_ROUND and self.restarts < MOST_RESTARTS:
                 self._count_by(next(one for one in reversed(self.stepped) if self.stepped[one] == rarest))
                 return
             self.stage, self.began = "timed", now
@@ -255,6 +327,22 @@ class Agent:
             return int(distributed.get_rank())
         return int(os.environ.get("RANK", "0"))
 
+    def loop(self) -> dict[str, Any] | None:
+        """What is unusual in how the script updates its parameters; None if one optimizer does."""
+        updaters, own = self.updaters.all, self.own_updates
+        remade = {name: self.totals[f"new-{name}"] for name in ("optimizer", "model") if self.totals[f"new-{name}"]}
+        if not own.active and len(updaters) == 1 and not remade:
+            return None
+        return {
+            "own_code": own.active and not own.inside,
+            "in_backward": own.active and own.inside,
+            "replaces": own.replaces,
+            "updated_at": self.updated_at,
+            "updaters": [str(updater.kind[0]) for updater in updaters[:8]] if not own.active else [],
+            "num_updaters": len(updaters),
+            "remade": remade,
+        }
+
     def memory(self) -> dict[str, float]:
         # Asking takes a tenth of a millisecond, which is not nothing in a short step.
         if not self.facts.get("cuda_used") or self.num_steps % 10:
@@ -288,11 +376,15 @@ class Agent:
             finish_process()
         # A loop that swallows SystemExit is ended at its next step.
         self.on_step(lambda *_: finish_process())
+        self.patches.replace(self.torch.autograd, "backward", lambda _: lambda *_, **__: finish_process())
         raise SystemExit(0)
 
     def at_exit(self) -> None:
         """The script ended before the window did."""
-        if os.getpid() != self.pid or self.ended or self.torch is None or self.primary is None:
+        if os.getpid() != self.pid or self.ended or self.torch is None:
+            return
+        if self.primary is None:
+            quietly(self.writer.write_phase)()
             return
         self.ended = True
         self.sampler.stop()

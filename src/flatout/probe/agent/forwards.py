@@ -1,7 +1,8 @@
-"""The trained model and its forward passes: found by the parameters that the optimizer steps."""
+"""The trained model and its forward passes: found by the parameters that are updated."""
 
 from __future__ import annotations
 
+import functools
 import gc
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -27,10 +28,10 @@ MOST_MODELS, MOST_PARTS = 8, 64
 class Model:
     """One module that is called: the one that is trained, a part of it, or another that only runs."""
 
-    def __init__(self, module: Any, ids: set[int]) -> None:
+    def __init__(self, module: Any, *, is_trained: Callable[[Any], bool]) -> None:
         self.module = module
         parameters = list(module.parameters())
-        self.trained = any(id(p) in ids for p in parameters)
+        self.trained = any(map(is_trained, parameters))
         self.size = sum(p.numel() for p in parameters)
 
 
@@ -54,6 +55,7 @@ class Forwards:
         self._training = False
         self._without_gradient = 0
         self._deepened, self._empty = False, 0  # steps in a row without a training forward
+        self._any = False  # the script makes new models, so any that is called counts
 
     def take(self) -> list[dict[str, Any]]:
         """The micro-batches of the step that ends."""
@@ -72,17 +74,19 @@ class Forwards:
             self.last = self.calls
         self.calls, self._called = [], set()
 
-    def discover(self, optimizer: Any) -> None:
-        """Find the modules whose parameters are stepped, and follow their forward passes from now on.
+    def discover(self, parameters: list[Any]) -> None:
+        """Find the modules whose parameters are updated, and follow their forward passes from now on.
 
         Called again for every further optimizer: all of their parameters are trained.
         """
+        if self._any:
+            return
         module_type = self.agent.torch.nn.Module
         # `type(o)`, because some objects answer for their class with an import or an error.
         modules = [o for o in gc.get_objects() if issubclass(type(o), module_type)]
         inner = {id(child) for m in modules for child in vars(m).get("_modules", {}).values()}
         self._empty = 0
-        self._stepped |= {id(p) for group in optimizer.param_groups for p in group["params"]}
+        self._stepped |= {id(p) for p in parameters}
         roots = [m for m in modules if id(m) not in inner and "_parameters" in vars(m)]
         self.roots = [m for m in roots if any(id(p) in self._stepped for p in m.parameters())]
         self._follow_modules(roots)
@@ -90,11 +94,40 @@ class Forwards:
             self.agent.switches.model(self.models[0].module)
             self._note_model(self.roots or [self.models[0].module])
 
+    def follow_any(self) -> None:
+        """Follow whatever module is called outside others: the script has made a new model, and may make more.
+
+        The old one is let go, so that it takes no memory. Nothing can be replayed then.
+        """
+        if self._any:
+            return
+        self._any = True
+        self.models, self.roots, self.calls, self.last = [], [], [], []
+        while self._undo:
+            quietly(self._undo.pop())()
+        is_compiling = self.agent.torch.compiler.is_compiling
+
+        def call_of(original: Callable[..., Any]) -> Callable[..., Any]:
+            @functools.wraps(original)
+            def __call__(module: Any, *args: Any, **kwargs: Any) -> Any:
+                inside = is_compiling() or self.depth or not self.agent.is_training_thread()
+                if inside or next(module.parameters(), None) is None:
+                    return original(module, *args, **kwargs)
+                self._before_forward(Model(module, is_trained=lambda p: p.requires_grad), module, args, kwargs)
+                try:
+                    return original(module, *args, **kwargs)
+                finally:
+                    self._after_forward()
+
+            return __call__
+
+        self.agent.patches.replace(self.agent.torch.nn.Module, "__call__", call_of)
+
     def _follow_modules(self, roots: list[Any]) -> None:
         while self._undo:
             quietly(self._undo.pop())()
         parts = [part for root in roots for part in self._callable(root)]
-        found = [Model(part, self._stepped) for part in parts]
+        found = [Model(part, is_trained=lambda p: id(p) in self._stepped) for part in parts]
         most = MOST_MODELS if len(parts) == len(roots) and not self._deepened else MOST_PARTS
         self.models = sorted((m for m in found if m.size), key=lambda m: (not m.trained, -m.size))[:most]
         for model in self.models:
@@ -152,6 +185,8 @@ class Forwards:
 
     @quietly
     def _before_forward(self, model: Model, module: Any, args: Any, kwargs: Any) -> None:
+        if self.depth == 0 and model.trained:
+            self.agent.own_updates.check()
         self.depth += 1
         if self.depth > 1 or not self.agent.is_training_thread():
             return
@@ -170,7 +205,7 @@ class Forwards:
             mixed = (torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
             if mixed[0] and (self.agent.facts.get("model") or {}).get("compiled"):  # no hook sees inside
                 self.agent.facts["compute_dtype"] = dtype_name(mixed[1])
-            if self.agent.settings.stop and len(self.calls) < MOST_PARTS:
+            if self.agent.settings.stop and len(self.calls) < MOST_PARTS and not self._any:
                 self.calls.append((module, mapped(args, detached), mapped(kwargs, detached)))
                 self.mixed = mixed
         phase = "forward" if training else "reference" if module.training or not model.trained else "eval"

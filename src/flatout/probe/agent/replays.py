@@ -18,6 +18,7 @@ from .tensors import Batch, detached, mapped, scalar_loss, tensors_of
 if TYPE_CHECKING:
     from .agent import Agent
 
+MOST_BATCHES = 5  # made without workers
 ENOUGH_TOKENS = 2048  # in a micro-batch on a GPU: thin work is no matter of the batch from there on
 
 
@@ -47,6 +48,7 @@ class Replays:
         self.found["matmul_flops"] = quietly(self.matmul_peak)()
         quietly(self.optimizers)()
         quietly(self.attention)()
+        quietly(self.batches)()
         # Without a backward pass of torch.autograd, what was called last.
         calls = agent.forwards.last or agent.forwards.calls
         if not calls or agent.facts["model"]["compiled"]:
@@ -275,6 +277,8 @@ class Replays:
     def optimizers(self) -> None:
         """A sample of the parameters copied and stepped by such an optimizer, and by the fused one."""
         torch = self.torch
+        if self.optimizer is None:
+            return
         parameters = [p for g in self.optimizer.param_groups for p in g["params"]]
         group = self.optimizer.param_groups[0]
         state: dict[str, Any] = next(iter(self.optimizer.state.values()), {}) if self.optimizer.state else {}
@@ -306,6 +310,21 @@ class Replays:
         taken = self.compare(lambda: plain_one.step(), lambda: fused_one.step())
         if taken:
             self.found["fused"] = [*taken, self.logs]
+
+    def batches(self) -> None:
+        """What the loader's workers do, done in this process: seconds waited for a batch, and to make one."""
+        hooks = self.agent.hooks
+        loader = hooks.loader()
+        if not hooks.num_batches or not getattr(loader, "num_workers", 0) or loader.batch_sampler is None:
+            return
+        made: list[float] = []
+        began = time.perf_counter()
+        for rows in loader.batch_sampler:
+            taken_s = self.timed(lambda rows=rows: loader.collate_fn([loader.dataset[row] for row in rows]))  # type: ignore[misc]
+            made.append(taken_s)
+            if len(made) == MOST_BATCHES or time.perf_counter() - began > self.replay_s:
+                break
+        self.found["batch-alone"] = [hooks.waited_s / hooks.num_batches, min(made)]
 
     def attention(self) -> None:
         """Attention written out as products and a softmax, against the fused operator, in the shapes that were seen."""

@@ -44,6 +44,9 @@ KINDS = tuple(
     )
 )
 _QUOTED = re.compile(r"""'[^']*'|"[^"]*\"""")
+# A line that updates parameters without an optimizer, and functions of torch that make a model or an optimizer.
+UPDATE_LINE = re.compile(r"\.grad\b|\.data\.(add|sub|mul|copy|addc\w+)_\(|\.data(\[.*\])? *[-+*/]?= ")
+MAKES, MAKES_IN = re.compile(r"^__init__$|^reset_parameters$|^_init_group$"), re.compile(r"torch/(nn|optim)/")
 LOG_LINE = re.compile(r"\bprint\(|\.write\(|flush|fsync|json\.dump|logger?\.|\.log\(|savefig")
 FRAMEWORKS = (
     ("litgpt", "/litgpt/"),
@@ -157,12 +160,15 @@ def _about(filename: str, function: str) -> tuple[bool, str]:
     if filename.startswith(_OWN):
         return False, ""
     kind = next((k for k, files, names in KINDS if files.search(filename) or names.search(function)), "")
+    if not kind and MAKES.search(function) and MAKES_IN.search(filename):
+        kind = "make"
     return is_users(filename), kind
 
 
 @functools.lru_cache(maxsize=8192)
-def _logs(filename: str, line: int) -> bool:
-    return LOG_LINE.search(_QUOTED.sub("", linecache.getline(filename, line))) is not None
+def _line_kind(filename: str, line: int) -> str:
+    text = _QUOTED.sub("", linecache.getline(filename, line))
+    return "log" if LOG_LINE.search(text) else "update" if UPDATE_LINE.search(text) else ""
 
 
 def kind_and_site(frame: Any) -> tuple[str, str]:
@@ -173,8 +179,7 @@ def kind_and_site(frame: Any) -> tuple[str, str]:
         users, about = _about(code.co_filename, code.co_name)
         if users and not site:
             site = f"{code.co_filename}:{frame.f_lineno} in {code.co_name}"
-            if not kind and _logs(code.co_filename, frame.f_lineno):
-                kind = "log"
+            kind = kind or _line_kind(code.co_filename, frame.f_lineno)
         kind = kind or about
         frame = frame.f_back
     return kind, site

@@ -34,15 +34,22 @@ class Writer:
 
     def tell_phases(self) -> None:
         """A thread that writes the present phase to a file from time to time, so that the doctor can tell the user."""
-        path = os.path.join(self.agent.settings.out, f"phase-{os.environ.get('RANK', '0')}-{self.agent.pid}.json")
         while not self.agent.ended or self.agent.activity:
-            timeline = self.agent.timeline
-            told = {"phase": self.agent.activity or timeline.phase, "steps": self.agent.num_steps}
             with contextlib.suppress(OSError):
-                with open(path + ".tmp", "w") as file:
-                    json.dump(told, file)
-                os.replace(path + ".tmp", path)
+                self.write_phase()
             time.sleep(PHASE_EVERY_S)
+
+    def write_phase(self) -> None:
+        path = os.path.join(self.agent.settings.out, f"phase-{os.environ.get('RANK', '0')}-{self.agent.pid}.json")
+        told = {
+            "phase": self.agent.activity or self.agent.timeline.phase,
+            "steps": self.agent.num_steps,
+            "torch": str(self.agent.torch.__version__),
+            "backwards": self.agent.backwards,
+        }
+        with open(path + ".tmp", "w") as file:
+            json.dump(told, file)
+        os.replace(path + ".tmp", path)
 
     def write_sometimes(self) -> None:
         if time.monotonic() - self._facts_at > FACTS_EVERY_S:
@@ -108,6 +115,8 @@ class Writer:
             "num_steps": self.agent.num_steps,
             "errors": ERRORS,
         }
+        if (loop := self.agent.loop()) is not None:
+            facts["loop"] = loop
         path = os.path.join(self.agent.settings.out, f"facts-{facts['rank']}-{self.agent.pid}.json")
         with open(path + ".tmp", "w") as file:
             json.dump(facts, file, default=str)
