@@ -158,7 +158,7 @@ def prove(
 def announced(*, num_runs: int, repeats: int, run_s: float | None) -> str:
     """What a proof will take, before it starts."""
     if run_s is None:
-        return f"the proof is {num_runs} short runs in {repeats} rounds; Ctrl-C ends it"
+        return f"the proof is {num_runs} short runs in {repeats} rounds, fewer where the machine is too noisy"
     told = f"the proof takes about {duration(num_runs * run_s)}: {num_runs} runs of {run_s:.0f} s in {repeats} rounds"
     return f"{told}; it stops early where the machine is too noisy, and Ctrl-C ends it"
 

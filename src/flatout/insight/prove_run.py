@@ -11,12 +11,13 @@ import itertools
 import re
 from collections.abc import Callable, Mapping
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 from flatout.config import load, to_mapping
 from flatout.errors import UsageError
 from flatout.insight.compare import differences
-from flatout.insight.prove import ALL_TOGETHER, Proof, of_some_steps, proof_of
+from flatout.insight.prove import ALL_TOGETHER, Proof, announced, hopeless, of_some_steps, proof_of
 from flatout.insight.trials import Measured, Trial, Trials
 from flatout.record import Diagnosis, Run
 
@@ -53,22 +54,33 @@ def prove_run(
     if len(fixes) > 1:
         fixes[ALL_TOGETHER] = {key: value for settings in fixes.values() for key, value in settings.items()}
     rounds: list[tuple[list[Measured], dict[str, Measured]]] = []
+    expected = {finding.cause: finding.gain for finding in diagnosis.findings}
+    going, stopped = list(fixes), dict[str, str]()
+    say(announced(num_runs=repeats * (len(fixes) + 2), repeats=repeats, run_s=None))
     with closing(Trials(config, [], folder=folder, say=say)) as trials:
         for repeat in itertools.count():
-            if len(rounds) == repeats:
+            if len(rounds) == repeats or going in ([], [ALL_TOGETHER]):
                 break
             # A trial is known by its settings and seed, so the second unchanged one has a seed of its own.
             seed, second = 2 * repeat, 2 * repeat + 1
             plain = [trials.run(Trial(settings={}, seed=seed), name="unchanged")]
-            order = list(fixes) if repeat % 2 == 0 else list(reversed(fixes))
+            order = going if repeat % 2 == 0 else list(reversed(going))
             changed = {cause: trials.run(Trial(settings=fixes[cause], seed=seed), name=cause) for cause in order}
             plain.append(trials.run(Trial(settings={}, seed=second), name="unchanged again"))
             if len({one.call for one in (*plain, *changed.values())}) == 1:  # else an earlier call was interrupted
                 rounds.append((plain, changed))
-    return [_proof(cause, [(plain, changed[cause]) for plain, changed in rounds]) for cause in fixes]
+            if rounds and len(rounds) < repeats:
+                given_up = hopeless([_proof(cause, rounds) for cause in going], expected=expected, rounds=len(rounds))
+                for cause, why in given_up.items():
+                    say(f"{cause} is not measured any longer: {why}")
+                stopped |= given_up
+                going = [cause for cause in going if cause not in stopped]
+    return [replace(_proof(cause, rounds), stopped=stopped.get(cause)) for cause in fixes]
 
 
-def _proof(cause: str, rounds: list[tuple[list[Measured], Measured]]) -> Proof:
+def _proof(cause: str, every: list[tuple[list[Measured], dict[str, Measured]]]) -> Proof:
+    rounds = [(plain, changed[cause]) for plain, changed in every if cause in changed]
+
     def log(one: Measured) -> float | None:
         return one.log_total if of_some_steps(cause) else one.log_time
 
