@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from types import FrameType
 
 from flatout.launch.job import FINAL, Job, ended, exit_code_of, followed
+from flatout.output import err
 
 POLL_S = 0.05
 # Once a rank has failed, the others have this long to notice and to say what they know.
@@ -49,7 +50,7 @@ def run(job: Job) -> int:
     for restart in range(job.restarts + 1):
         with forwarded() as stop:
             if restart and stop.number is None:
-                sys.stderr.write(f"restart {restart} of {job.restarts}, from the last checkpoint\n")
+                err.write(f"restart {restart} of {job.restarts}, from the last checkpoint\n")
             code = _attempt(job, restart=restart, stop=stop)
         if code in FINAL or stop.number is not None:
             break
@@ -79,7 +80,7 @@ def _attempt(job: Job, *, restart: int, stop: Stop) -> int:
             rank.reader.join(GRACE_S)
     code = exit_code_of([rank.process.returncode for rank in ranks])
     if code not in FINAL:
-        sys.stderr.write(explained(failed))
+        err.write(explained(failed))
     return code
 
 

@@ -10,7 +10,6 @@ import secrets
 import signal
 import socket
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -21,6 +20,7 @@ from typing import Any
 from flatout.errors import INTERRUPTED_EXIT, PREEMPTED_EXIT, EnvironmentLacks, RunFailed
 from flatout.launch.job import FINAL, Job, ended, exit_code_of, followed
 from flatout.launch.local import GRACE_S, TAIL
+from flatout.output import err
 from flatout.tasks.workers import GRADERS, RAY
 
 # Longer than an actor that lives needs to answer.
@@ -42,7 +42,7 @@ def run(job: Job, *, cpus: int, wait_s: float) -> int:
         with _cluster(ray, job, cpus=cpus, folder=folder), _stop_requests() as stops:
             for restart in range(job.restarts + 1):
                 if restart:
-                    sys.stderr.write(f"restart {restart} of {job.restarts}, from the last checkpoint\n")
+                    err.write(f"restart {restart} of {job.restarts}, from the last checkpoint\n")
                 code = _attempt(ray, job, actors, cpus=cpus, wait_s=wait_s, restart=restart, stops=stops)
                 if code in FINAL or stops:
                     break
@@ -193,7 +193,7 @@ def _attempt(ray: Any, job: Job, actors: list[Any], *, cpus: int, wait_s: float,
         code = exit_code_of([RunFailed.exit_code if one is None else one for one in codes])
         if any(gone) and not stops:
             code = RunFailed.exit_code  # the ranks stopped only because an actor was gone
-        sys.stderr.write(_explained(ray, actors, codes) if code not in FINAL else _said(ray, actors[0]))
+        err.write(_explained(ray, actors, codes) if code not in FINAL else _said(ray, actors[0]))
         return code
     except BaseException:
         for actor in actors:

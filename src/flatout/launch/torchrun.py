@@ -16,6 +16,7 @@ import psutil
 
 from flatout.errors import PREEMPTED_EXIT, RunFailed, UsageError
 from flatout.launch.job import Job, followed
+from flatout.output import err
 from flatout.probe.launched import ERRORS
 from flatout.record import Run
 from flatout.record.events import Ended
@@ -64,7 +65,7 @@ def run(job: Job, *, rendezvous: str | None = None) -> int:
     with TemporaryDirectory(prefix="flatout-") as errors:
         code = _run(job, rendezvous=rendezvous, errors=errors)
         if code == RunFailed.exit_code:
-            sys.stderr.write(_first_error(Path(errors)))
+            err.write(_first_error(Path(errors)))
         return code
 
 
