@@ -156,13 +156,13 @@ def test_a_named_preset_sets_what_the_guide_sets_and_says_so(tmp_path: Path) -> 
     assert load(file, environ={}).settings.log.every == 10
 
 
-def test_a_checkpoint_an_epoch_is_refused_where_there_are_no_epochs(tmp_path: Path) -> None:
+def test_checkpoints_are_saved_every_so_many_steps_or_every_epoch(tmp_path: Path) -> None:
     base = {"recipe": "rl", "model": SHAPE, "data": {"sequence_length": 1024}}
     file = tmp_path / "rl.yaml"
     file.write_text(yaml.safe_dump({**base, "rl": {"tasks": ["logic"]}, "train": {"steps": 4}, "save": {"every": 2}}))
     assert load(file, environ={}).settings.save.every == 2
+    assert load(file, overrides=["save.every=epoch"], environ={}).settings.save.every == "epoch"
     for value, told in {
-        "epoch": "save.every: epoch works with recipes that train on a dataset",
         "epok": "save.every: epok must be a whole number or epoch, or null",
         "0": "save.every: 0 must be greater than 0",
     }.items():

@@ -407,7 +407,13 @@ def test_an_epoch_asks_as_many_prompts_as_the_tasks_have_questions(
     task = questions(tmp_path / "q.jsonl", 10)
     own = {"rl": {"tasks": [task], "samples": 2}, "train": {"steps": None, "epochs": 2}}
     own |= {"data": {"sequence_length": 192}}
+    own |= {"save": {"every": "epoch", "keep": 9}}
     assert run(settings(**own), folder=tmp_path / "run").steps == 10  # 20 prompts, 4 and 2 steps a phase
+    # An epoch is five steps, and the weights are saved where the phase after its end begins.
+    assert [path.name for path in sorted((tmp_path / "run/checkpoints").glob("step-*"))] == [
+        "step-00000006",
+        "step-00000010",
+    ]
     assert sorted(asked) == sorted([*range(10), *range(10)])
 
 
@@ -456,6 +462,7 @@ def test_questions_that_do_not_fit_are_reported_once(tmp_path: Path) -> None:
         ({"sample": {"temperature": 0}}, "identical"),
         ({"train": {"steps": 5}}, "5 must be a multiple"),
         ({"train": {"steps": None}}, "train.epochs over the questions"),
+        ({"rl": {"tasks": ["math:train"]}, "save": {"every": "epoch"}}, "save.every: epoch: math:train makes new"),
         ({"train": {"steps": None, "epochs": 1}, "rl": {"tasks": ["math:train"]}}, "math:train makes new questions"),
         ({"rl": {"tasks": ["sums:train"]}, "mtl": {"method": "pcgrad"}}, "at least two tasks"),
         ({"rl": {"tasks": ["unitz", "sums:train"]}}, "unitz"),

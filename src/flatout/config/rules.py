@@ -391,9 +391,6 @@ def _rolled_out(settings: Settings) -> Iterator[Breach]:
     if rl.teach_lr is not None and not rl.teach:
         text = "has no effect, because rl.teach is 0; set rl.teach, or leave rl.teach_lr out"
         yield Breach(keys=("rl.teach_lr", "rl.teach"), text=text)
-    if settings.save.every == "epoch":
-        text = "epoch works with recipes that train on a dataset, and an epoch may end inside a phase; give steps"
-        yield Breach(keys=("save.every", "recipe"), text=text)
     if settings.train.steps is None and settings.train.epochs is None:
         text = "missing; give the number of steps, or train.epochs over the questions of the tasks"
         yield Breach(keys=("train.steps", "recipe"), text=text)

@@ -35,6 +35,7 @@ from flatout.recipes.levels import Levels
 from flatout.recipes.questions import Live
 from flatout.recipes.sampling import Fitting, Graders
 from flatout.recipes.session import Session
+from flatout.recipes.validation import every, save_steps_of
 from flatout.record.events import Notice
 from flatout.record.rollouts import RolloutSample, RolloutsGraded, TaskRollouts
 from flatout.sample import (
@@ -112,13 +113,18 @@ class Rollouts:
                 "jsonl:FILE?solution=FIELD; the generated tasks, units, sums:shown and gsm8k: have them; or set "
                 "rl.teach: 0"
             )
-        if self.settings.train.epochs is not None and (task.size is None or self.settings.rl.curriculum):
+        asked = {
+            "train.epochs": self.settings.train.epochs is not None,
+            "save.every: epoch": self.settings.save.every == "epoch",
+        }
+        epochs = next((name for name, wanted in asked.items() if wanted), None)
+        if epochs is not None and (task.size is None or self.settings.rl.curriculum):
             why = (
                 f"{spec} makes new questions without end"
                 if task.size is None
                 else "rl.curriculum changes its questions"
             )
-            raise UsageError(f"train.epochs: {why}, so there is no epoch: give train.steps")
+            raise UsageError(f"{epochs}: {why}, so there is no epoch: give steps")
         some = range(min(CHECKED, task.size or CHECKED))
         lengths = [len(prompt_ids(self.tokenizer, task.prompt(i))) for i in some]
         shortest, length, room = min(lengths), self.settings.data.sequence_length, self.settings.sample.max_tokens
@@ -177,6 +183,7 @@ class RolloutBatches:
         self.levels, self.tokenizer, self.graders = source.levels, source.tokenizer, graders
         self.engine, self.plan, self.session, self.ranks = engine, plan, session, ranks
         self.micro_batch = plan.decisions.micro_batch
+        self.save_steps = save_steps_of(self.settings, source.steps_per_epoch)
         sample = self.settings.sample
         self.sampling = source.sampling
         share = -(-self.rl.prompts * self.rl.samples // ranks.world)
@@ -259,10 +266,8 @@ class RolloutBatches:
     def _saved_at(self, phase: int) -> bool:
         """Whether the weights at the start of a phase are saved."""
         evaluation = (self.settings.eval.every, self.settings.eval.tasks_every) if self.settings.save.best else ()
-        saves = self.settings.save.every
-        cadences = [None if saves == "epoch" else saves, *evaluation]  # the rules refuse epochs here
         step, before = phase * self.rl.steps_in_phase, (phase - 1) * self.rl.steps_in_phase
-        return any(step // every > before // every for every in cadences if every)
+        return any(every(cadence, step, since=before) for cadence in (self.save_steps, *evaluation))
 
     def _taught(self, phase: int) -> list[list[Update]]:
         """Worked solutions in the place of completions, each better than anything else."""

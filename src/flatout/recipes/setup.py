@@ -42,7 +42,7 @@ from flatout.recipes.profiling import Profile, Witness
 from flatout.recipes.questions import Questions, check_tasks
 from flatout.recipes.saving import Saving
 from flatout.recipes.session import Ledger, Session, begun, changed_settings, open_session
-from flatout.recipes.validation import Validation
+from flatout.recipes.validation import Validation, save_steps_of
 from flatout.record import Run, Sink, events, redacted
 
 
@@ -215,18 +215,6 @@ def steps_of(settings: Settings, steps_per_epoch: float | None) -> int:
         )
     at_once = settings.rl.steps_in_phase if RECIPES[settings.recipe].rolls_out else 1
     return max(1, math.ceil(train.epochs * steps_per_epoch / at_once)) * at_once
-
-
-def save_steps_of(settings: Settings, steps_per_epoch: float | None) -> float | None:
-    """The steps between two checkpoints: of an epoch not always a whole number, and a save waits for its last step."""
-    if settings.save.every != "epoch":
-        return settings.save.every
-    if steps_per_epoch is None:
-        raise UsageError(
-            "save.every: epoch needs data whose size is known, and this stream is still being written: give a number "
-            "of steps"
-        )
-    return max(1.0, steps_per_epoch)
 
 
 def plan_for(

@@ -10,6 +10,7 @@ from flatout.data.corpus import Corpus
 from flatout.data.stream import Batch, Steps, Stream
 from flatout.engine.ranks import Ranks
 from flatout.engine.step import Engine
+from flatout.errors import UsageError
 from flatout.recipes.questions import Questions
 from flatout.recipes.session import Ledger, Session
 from flatout.record.events import Evaluated, PatienceEnded, TargetReached
@@ -56,6 +57,18 @@ def every(steps: float | None, step: int, *, since: int | None = None) -> bool:
     """Whether a multiple of `steps` was reached after step `since`, by default the step before."""
     before = step - 1 if since is None else since
     return steps is not None and (step + ROUNDING) // steps > (before + ROUNDING) // steps
+
+
+def save_steps_of(settings: Settings, steps_per_epoch: float | None) -> float | None:
+    """The steps between two checkpoints: of an epoch not always a whole number, and a save waits for its last step."""
+    if settings.save.every != "epoch":
+        return settings.save.every
+    if steps_per_epoch is None:
+        raise UsageError(
+            "save.every: epoch needs data whose size is known, and this stream is still being written: give a number "
+            "of steps"
+        )
+    return max(1.0, steps_per_epoch)
 
 
 class Validation:
