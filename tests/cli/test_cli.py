@@ -37,6 +37,21 @@ def mistake(done: Done, says: str, *, code: int = 2) -> None:
 # As a process
 
 
+def test_a_cpu_is_estimated_once_it_was_measured(
+    flatout: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FLATOUT_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    unknown = flatout("plan", DEMO, "--on", "CPU")
+    assert "the peak of this CPU was not measured yet" in " ".join(unknown.out.split())
+    here = json.loads(flatout("plan", DEMO, "--json").out)
+    there = json.loads(flatout("plan", DEMO, "--on", "CPU", "--json").out)
+    assert here["predicted"]["tokens_per_s"] > 0
+    assert there["predicted"]["tokens_per_s"] > 0
+    assert there["rates"]["peak_source"] == "measured"
+    assert there["job"]["device"] == "cpu"
+
+
 SFT = """recipe: sft
 model: {layers: 12, hidden: 768, heads: 12, vocab: 50304}
 data: {source: jsonl, path: rows.jsonl, sequence_length: 512, tokenizer: byte}

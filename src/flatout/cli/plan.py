@@ -12,7 +12,10 @@ from flatout.cli.shared import AsJson, Config, Overrides, Trust, Verbose, escape
 def plan(
     config: Config,
     overrides: Overrides = None,
-    on: Annotated[str | None, typer.Option("--on", help="a machine from the table, such as A100-80GBx8")] = None,
+    on: Annotated[
+        str | None,
+        typer.Option("--on", help="a machine from the table, such as A100-80GBx8; CPU: this one, without its GPUs"),
+    ] = None,
     trust: Trust = None,
     verbose: Verbose = False,
     as_json: AsJson = False,
@@ -25,8 +28,11 @@ def plan(
     from flatout.terminal import plan_tables
 
     settings = load_settings(config, overrides, trust=trust)
-    here = on is None
-    machine = hardware.with_cpu_facts(hardware.detect(), cache=cache_folder()) if here else hardware.parse(str(on))
+    machine = hardware.detect() if on is None else hardware.parse(on)
+    if machine == hardware.named("CPU"):
+        machine = hardware.host()
+    # A machine that was named is planned for without torch, which measuring needs.
+    machine = hardware.with_cpu_facts(machine, cache=cache_folder(), remembered=on is not None)
     num_ranks = max(1, machine.num_gpus)
     made = decide(job_of(settings, hardware=machine, num_ranks=num_ranks))
     if as_json:

@@ -1,6 +1,6 @@
 """What this machine, or a named one, can do: `flatout hardware` prints it and `flatout plan` uses it."""
 
-from flatout.hardware.detect import amd_here, detect, devices, unsupported_build
+from flatout.hardware.detect import amd_here, detect, devices, host, unsupported_build
 from flatout.hardware.measure import Measured, measure, with_cpu_facts
 from flatout.hardware.table import Hardware, named, names, parse
 
@@ -10,6 +10,7 @@ __all__ = [
     "amd_here",
     "detect",
     "devices",
+    "host",
     "measure",
     "named",
     "names",

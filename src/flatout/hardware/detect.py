@@ -23,11 +23,20 @@ _T = TypeVar("_T")
 
 def detect() -> Hardware:
     """This machine as a CUDA process started here would see it; a CPU machine if it would see no GPU."""
+    return _with_host(_detect_gpus(os.environ.get("CUDA_VISIBLE_DEVICES")))
+
+
+def host() -> Hardware:
+    """This machine without its GPUs."""
+    return _with_host(named("CPU"))
+
+
+def _with_host(gpus: Hardware) -> Hardware:
     import psutil
 
     ram_bytes = min([psutil.virtual_memory().total, *memory_limits()])
     return replace(
-        _detect_gpus(os.environ.get("CUDA_VISIBLE_DEVICES")),
+        gpus,
         cpu=cpu_name(),
         num_cpus=max(1, int(min([len(os.sched_getaffinity(0)), *cpu_quotas()]))),
         ram_gib=ram_bytes / _GIB,

@@ -99,16 +99,19 @@ class CpuFacts:
     process_gib: float
 
 
-def with_cpu_facts(hardware: Hardware, *, cache: Path, num_ranks: int = 1) -> Hardware:
+def with_cpu_facts(hardware: Hardware, *, cache: Path, num_ranks: int = 1, remembered: bool = False) -> Hardware:
     """A CPU machine with its measured peak, for each of `num_ranks` processes, and what such a process takes.
 
-    Measured once, in less than a second, and kept in `cache`. Without torch, and with a GPU, nothing is measured.
+    Measured once, in less than a second, and kept in `cache`. Without torch, and with a GPU, nothing is measured;
+    nor where only what is `remembered` is wanted.
     """
     if hardware.gpu is not None:
         return hardware
     threads = max(1, (hardware.num_cpus or 1) // num_ranks)
     try:
         facts = _remembered(cache, cpu=hardware.cpu)
+        if facts is None and remembered:
+            return hardware
         if facts is None:
             facts = _cpu_facts(hardware.cpu)
             _remember(cache, facts)

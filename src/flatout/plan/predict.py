@@ -94,7 +94,7 @@ def _unknown(job: Job, passes: Passes) -> str | None:
     if job.shape.foreign:
         return "the FLOPs of a model that transformers runs are unknown"
     if not peak_of(job, passes) and job.device == "cpu":
-        return "the peak of this CPU was not measured: flatout measures only its own machine, with torch installed"
+        return "the peak of this CPU was not measured yet: `flatout plan` without --on does it once; it needs torch"
     if not peak_of(job, passes):
         return f"the {name_of_peak(passes)} peak of this GPU is not in the table of known ones"
     if job.num_ranks > 1 and _link_bandwidth(job) is None:
