@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import random
+from contextlib import suppress
 from typing import Any
 
 TOUCH = "touch EXECUTED"
@@ -54,8 +56,9 @@ def argument(r: random.Random) -> str:
     """One that a command line can hold."""
     while True:
         found = r.choice((text, number))(r)
-        if "\0" not in found and found == found.encode(errors="surrogateescape").decode(errors="surrogateescape"):
-            return found
+        with suppress(UnicodeEncodeError):
+            if b"\0" not in os.fsencode(found):
+                return found
 
 
 def number(r: random.Random) -> str:
