@@ -13,8 +13,6 @@ import argparse
 import sys
 from pathlib import Path
 
-from tests.attacks.campaign import campaign, report
-
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -25,6 +23,9 @@ def main() -> int:
     parser.add_argument("--one", help="repeat one trial, KIND/NUMBER, and keep its folder")
     parser.add_argument("--folder", type=Path, default=Path("attacks"), help="where the trials work")
     given = parser.parse_args()
+    # Not above: each process of a trial imports this module again.
+    from tests.attacks.campaign import campaign, report
+
     found = campaign(
         folder=given.folder.absolute(),
         trials=given.trials,
