@@ -9,6 +9,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+from tests import warm
 from tests.insight import made
 from tests.insight.conftest import Flatout
 from tests.waiting import HANG_S
@@ -27,9 +29,10 @@ def test_runs_are_listed_newest_first(flatout: Flatout, tmp_path: Path, monkeypa
     (tmp_path / "runs" / "broken" / "config.json").write_text("{")
     (tmp_path / "runs" / "notes").mkdir()
     code, out, err = flatout("runs")
-    assert (code, err) == (0, "")
+    assert code == 0
+    assert "runs/broken/config.json" in " ".join(err.split())
     assert out.index("runs/group/new") < out.index("runs/old")
-    assert "Finished" in out
+    assert "finished" in out
     assert "20/20" in out
     rows = json.loads(flatout("runs", "--json")[1])
     assert {row["run"] for row in rows} == {"runs/old", "runs/group/new", "runs/broken"}
@@ -38,6 +41,22 @@ def test_runs_are_listed_newest_first(flatout: Flatout, tmp_path: Path, monkeypa
     assert by_name["runs/old"]["steps"] == 20
     assert by_name["runs/old"]["val_loss"]
     assert "config.json" in by_name["runs/broken"]["problem"], "a damaged run is listed with what is wrong"
+
+
+def test_a_run_is_one_line_of_80_columns_with_its_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    for at, recipe in enumerate(("pretrain", "rl", "router")):
+        run = made.make(tmp_path / "runs" / f"{recipe}-guru-mixed-cpu-20261119-13080{at}", steps=20)
+        config = json.loads((run.path / "config.json").read_text())
+        (run.path / "config.json").write_text(json.dumps(config | {"recipe": recipe}))
+    head, *lines = warm.flatout("runs", cwd=tmp_path).stdout.splitlines()
+    assert head.split()[:4] == ["run", "recipe", "state", "step"]
+    assert len(lines) == 3
+    for line in lines:
+        words = line.split()
+        assert words[0].startswith(f"runs/{words[1]}-guru")
+        assert words[2] == "finished"
+        assert len(line) <= 80
 
 
 def test_a_folder_without_runs_and_one_that_is_not_there(flatout: Flatout, tmp_path: Path) -> None:

@@ -432,6 +432,41 @@ def test_markdown_has_the_verdict_first_and_the_same_numbers(h200: Run):
         assert figure.text in text
 
 
+def ended(path: Path, *, stopped_by: str = "end", of_predicted: float = 1.0) -> Run:
+    """A run without criteria, at a share of the speed that its plan predicted."""
+    run = made.make(path, steps=600, ended=False, config={"recipe": "pretrain"})
+    plan = made.h200_plan(600).to_json()
+    plan["predicted"]["tokens_per_s"] = (tell(run).speed.tokens_per_s or 0.0) / of_predicted
+    with run.recorder() as recorder:
+        recorder.event(Planned(facts=plan))
+        recorder.event("end", step=600, outcome={"stopped_by": stopped_by}, verdicts=[])
+    return run
+
+
+@pytest.mark.parametrize(
+    ("stopped_by", "of_predicted", "begins", "word"),
+    [
+        ("end", 1.0, "Finished", "Unjudged"),
+        ("end", 0.45, "Finished", "Slow"),
+        ("SIGTERM", 1.0, "Stopped by SIGTERM", "Unfinished"),
+    ],
+)
+def test_the_verdict_is_one_clear_word(
+    tmp_path: Path, stopped_by: str, of_predicted: float, begins: str, word: str
+) -> None:
+    run = ended(tmp_path / "run", stopped_by=stopped_by, of_predicted=of_predicted)
+    assert render([run], format="md").startswith(f"# run\n\n**{word}.** {begins}.")
+    assert f">{word}.</strong> {begins}: " in render([run], format="html")
+
+
+def test_nothing_found_in_a_slow_run_is_not_called_no_problem(tmp_path: Path) -> None:
+    slow = render([ended(tmp_path / "slow", of_predicted=0.45)], format="md")
+    assert "It reached 45.0 % of the predicted speed." in slow.splitlines()[2]
+    assert "No cause was found by these checks." in slow
+    assert "No problem was found" not in slow
+    assert "No problem was found by these checks." in render([ended(tmp_path / "run")], format="md")
+
+
 # Colours
 
 

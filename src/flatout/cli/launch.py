@@ -264,7 +264,9 @@ def _conclude(members: Sequence[Member], *, options: Sequence[str]) -> None:
             print_plain(f"no comparison: {error}")
     if len(finished) < len(members):
         folders = [str(_short(member.job.folder)) for member in members]
-        print_plain(f"then compare them: {shlex.join(['flatout', 'compare', *folders])}")
+        print_plain(
+            f"compare them as far as they are, or again after that: {shlex.join(['flatout', 'compare', *folders])}"
+        )
 
 
 def _short(path: Path) -> Path:

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from flatout.cli.shared import AsJson, escaped, file_path, out, print_json
+from flatout.cli.shared import AsJson, escaped, file_path, out, print_json, warn
 
 
 def runs(
@@ -23,4 +23,5 @@ def runs(
     elif not listed:
         out.print(f"no run in {escaped(str(folder))}", highlight=False)
     else:
-        out.print(found.runs_table(listed))
+        out.print(found.runs_table(listed, width=out.width))
+        warn(found.problems(listed))

@@ -51,30 +51,53 @@ def running(folder: Path) -> list[Run]:
     return [one.run for one in listed(folder) if one.story is not None and one.story.state.kind == "running"]
 
 
-def runs_table(found: list[Listed], *, now: float | None = None) -> Table:
+# Columns that a narrow terminal does without, the first to go first.
+_SPARE = ("validation", "MFU", "changed", "loss", "tokens/s")
+_WORDS = {"lost": "failed"}
+_GAP = 2
+
+
+def runs_table(found: list[Listed], *, width: int, now: float | None = None) -> Table:
+    """As many columns as fit into the width, so that a run takes one line."""
     now = time.time() if now is None else now
-    rows = table("", "run", "recipe", "state", "step", "loss", "validation", "tokens/s", "MFU", "changed")
-    for one in found:
-        ago = f"{duration(max(0.0, now - one.changed))} ago"
-        story = one.story
-        if story is None:
-            rows.add_row(Text(str(one.run.path)), "", Text(one.problem or "", style="yellow"), *[""] * 5, ago)
-            continue
-        total = "" if story.total_steps is None else f"/{story.total_steps:,}"
-        loss = None if story.last is None else story.last.loss
-        val = story.evaluations[-1].val_loss if story.evaluations else None
-        rows.add_row(
-            Text(str(one.run.path)),
-            Text(story.recipe or "script"),
-            Text(story.state.sentence),
-            f"{story.num_steps:,}{total}",
-            loss_text(loss),
-            loss_text(val),
-            number(story.speed.tokens_per_s),
-            percent(story.speed.mfu),
-            ago,
-        )
+    lines = [_cells(one, now=now) for one in found]
+    columns = list(lines[0])
+    for spare in _SPARE:
+        if _width(lines, columns) <= width:
+            break
+        columns.remove(spare)
+    rows = table("", *columns)
+    for one, cells in zip(found, lines, strict=True):
+        rows.add_row(*(Text(cells[name], style="" if one.story else "yellow") for name in columns))
     return rows
+
+
+def _width(lines: list[dict[str, str]], columns: list[str]) -> int:
+    return sum(max(len(name), *(len(cells[name]) for cells in lines)) + _GAP for name in columns) - _GAP
+
+
+def _cells(one: Listed, *, now: float) -> dict[str, str]:
+    """A run as text, by column; unknown is n/a."""
+    story = one.story
+    found = {"run": str(one.run.path), "recipe": "", "state": "damaged", "step": ""}
+    found |= dict.fromkeys(("loss", "validation", "tokens/s", "MFU"), "")
+    if story is not None:
+        total = "" if story.total_steps is None else f"/{story.total_steps:,}"
+        found |= {
+            "recipe": story.recipe or "script",
+            "state": _WORDS.get(story.state.kind, story.state.kind),
+            "step": f"{story.num_steps:,}{total}",
+            "loss": loss_text(None if story.last is None else story.last.loss),
+            "validation": loss_text(story.evaluations[-1].val_loss if story.evaluations else None),
+            "tokens/s": number(story.speed.tokens_per_s),
+            "MFU": percent(story.speed.mfu),
+        }
+    return found | {"changed": f"{duration(max(0.0, now - one.changed))} ago"}
+
+
+def problems(found: list[Listed]) -> list[str]:
+    """Why damaged runs cannot be shown."""
+    return [f"{one.run.path}: {one.problem}" for one in found if one.story is None]
 
 
 def to_json(found: list[Listed]) -> list[dict[str, Any]]:

@@ -48,6 +48,7 @@ from flatout.record.records import PEAK
 from flatout.record.rollouts import RolloutsGraded
 from flatout.record.routed import PhaseScored
 from flatout.verdict import judge, loss_ends, peak_words, rl_parts, speed_of, speed_of_steps, warm_up
+from flatout.words import percent
 
 # Parts a history is drawn from, steps the current speed is averaged over, samples that are read of a long run.
 # Names of the metrics that combined gradients have, see `engine.conflicts`.
@@ -56,8 +57,19 @@ NUM_PARTS, RECENT_STEPS, NUM_SAMPLES = 240, 20, 400
 # A run with a possible gain above this share of step time is graded not good.
 MUCH_GAIN = 0.05
 
+# Of the speed that the plan predicted: a run below this share has lost time to something.
+LEAST_OF_PREDICTED = 0.7
+
 T = TypeVar("T", bound=Event)
 Grade = Literal["good", "bad", "open"]
+Word = Literal["Good", "Slow", "Failed", "Unfinished", "Unjudged"]
+GRADES: Mapping[Word, Grade] = {
+    "Good": "good",
+    "Slow": "bad",
+    "Failed": "bad",
+    "Unfinished": "open",
+    "Unjudged": "open",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -209,20 +221,40 @@ class Story:
         return self.peak_gib / self.total_gib if self.peak_gib is not None and self.total_gib else None
 
     @property
-    def grade(self) -> Grade:
-        """The verdict in one word: bad where something failed or the doctor found much to gain, good where neither
-        did and someone looked, by criteria or as the doctor."""
+    def word(self) -> Word:
+        """The verdict. Failed: the run broke or missed a criterion. Slow: the doctor found much to gain, or the plan
+        predicted more. Good: it finished, and criteria or the doctor had nothing against it."""
         met = [verdict.met for verdict in self.criteria]
-        wrong = any((finding.gain or 0.0) > MUCH_GAIN or finding.cause in FAILURES for finding in self.findings)
-        if False in met or wrong or self.state.kind == "lost" or (self.last and _broken(self.last.loss)):
-            return "bad"
-        unexplained = any(finding.cause == "low-mfu" for finding in self.findings)
-        known = True in met or (self.verdict is not None and not unexplained)
-        return "good" if self.state.kind == "finished" and known else "open"
+        broken = any(finding.cause in FAILURES for finding in self.findings) or (self.last and _broken(self.last.loss))
+        if False in met or broken or self.state.kind == "lost":
+            return "Failed"
+        if any((finding.gain or 0.0) > MUCH_GAIN or finding.cause == "low-mfu" for finding in self.findings):
+            return "Slow"
+        if self.of_predicted is not None:
+            return "Slow"
+        if self.state.kind != "finished":
+            return "Unfinished"
+        return "Good" if True in met or self.verdict is not None else "Unjudged"
+
+    @property
+    def grade(self) -> Grade:
+        return GRADES[self.word]
+
+    @property
+    def of_predicted(self) -> float | None:
+        """The share of the predicted speed that was reached, where it is far below; the prediction for a policy leaves
+        generation out."""
+        ratio = next((row.ratio for row in self.forecasts if row.name == "tokens_per_s"), None)
+        return ratio if ratio is not None and ratio < LEAST_OF_PREDICTED and not self.rollouts else None
 
     @property
     def judged(self) -> str:
-        """The state of the criteria, in one sentence."""
+        """The state of the criteria, and a speed far below the prediction, in sentences."""
+        slow = "" if self.of_predicted is None else f" It reached {percent(self.of_predicted)} of the predicted speed."
+        return self._met + slow
+
+    @property
+    def _met(self) -> str:
         if not self.criteria:
             wanted = sum(value is not None for value in self.config.get("criteria", {}).values())
             return f"{wanted} criteria set, none measured yet." if wanted else "No criteria were set."

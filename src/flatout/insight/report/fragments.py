@@ -20,7 +20,6 @@ from flatout.words import duration, interval_text, number, percent, score_text
 
 T = TypeVar("T")
 
-GRADES = {"good": "Good", "bad": "Not good", "open": "Open"}
 # The numbers at the top, next to the time spent or left; the last section has all of them, with their sources.
 HEADLINE = ("tokens_per_s", "mfu", "step_s", "peak_gib", "data_share", "loss", "val_loss")
 # Rows of the table next to a chart, and of the list of events.
@@ -105,7 +104,7 @@ def verdict(story: Story, *, id: str, level: int) -> Html:
         story.name,
         tag(
             "div",
-            tag("p", tag("strong", GRADES[story.grade], class_="grade"), f" {_state(story)}", class_="said"),
+            tag("p", tag("strong", f"{story.word}.", class_="grade"), f" {_state(story)}", class_="said"),
             tag("p", story.verdict, class_="doctor") if story.verdict else None,
             tag("p", near) if near else None,
             tag("p", story.judged),

@@ -11,7 +11,7 @@ from typing import Any
 from flatout.insight import numbers
 from flatout.insight.compare import Comparison, settings_that_differ
 from flatout.insight.diagnose.runs import findings_of
-from flatout.insight.report.fragments import GRADES, nothing_found
+from flatout.insight.report.fragments import nothing_found
 from flatout.insight.story import Story, names_of
 from flatout.output import clean
 from flatout.verdict import rl_parts
@@ -30,6 +30,7 @@ def _raw(story: Story) -> dict[str, Any]:
         "name": story.name,
         "path": story.path,
         "state": asdict(story.state),
+        "word": story.word,
         "grade": story.grade,
         "judged": story.judged,
         "verdict": story.verdict,
@@ -96,7 +97,7 @@ def _run(story: Story, *, level: int) -> list[str]:
     lines = [
         f"{mark} {_text(story.name)}",
         "",
-        f"**{GRADES[story.grade]}.** {_text(story.state.sentence)}. {story.judged}",
+        f"**{story.word}.** {_text(story.state.sentence)}. {story.judged}",
     ]
     lines += ["", _text(story.verdict)] if story.verdict else []
     lines += ["", *_table(["number", "value", "source"], [[f.name, f.text, f.source] for f in numbers.figures(story)])]
