@@ -31,8 +31,12 @@ def test_an_example_leaves_speed_to_the_default_preset(name: str) -> None:
     assert loaded.settings.plan.preset == "balanced"
 
 
-def test_both_experiments_on_guru_differ_only_in_their_method() -> None:
-    mixed, combined = (load(gallery.find(f"rl-guru-{name}").path, environ={}).settings for name in ("mixed", "pcgrad"))
+@pytest.mark.parametrize("size", ["", "-cpu"])
+def test_both_experiments_on_guru_differ_only_in_their_method(size: str) -> None:
+    mixed, combined = (
+        load(gallery.find(f"rl-guru-{name}{size}").path, environ={}).settings for name in ("mixed", "pcgrad")
+    )
+    assert (mixed.rl.algorithm, mixed.rl.critic, mixed.rl.samples) == ("ppo", "own", 4)
     assert combined.mtl.method == "pcgrad"
     assert replace(combined, mtl=mixed.mtl) == mixed
 

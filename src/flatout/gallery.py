@@ -30,7 +30,8 @@ def folder() -> Path:
 
 
 def examples() -> list[Example]:
-    return [Example(name=path.stem, path=path) for path in sorted(folder().glob("*.yaml"))]
+    found = [Example(name=path.stem, path=path) for path in folder().glob("*.yaml")]
+    return sorted(found, key=lambda example: example.name)
 
 
 def find(name: str) -> Example:

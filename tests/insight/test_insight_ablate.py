@@ -580,7 +580,7 @@ def test_every_change_of_the_recipe_is_a_valid_configuration(name: str, tmp_path
                 assert found[key] == before
     if name == "rl-guru-mixed":
         sizes = {key: value for change in changes[:3] for key, value in change.before.items()}
-        assert sizes == {"rl.prompts": 48, "sample.max_tokens": 256, "rl.samples": 2}
+        assert sizes == {"rl.prompts": 30, "sample.max_tokens": 128, "rl.samples": 1}
 
 
 @pytest.mark.parametrize("name", [one.path.stem for one in gallery.examples()])
