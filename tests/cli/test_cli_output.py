@@ -59,6 +59,8 @@ VERBS = {
     "launch": "launch tiny.yaml --on slurm --dry-run",
     "export": "export trained --to exported",
     "doctor run": "doctor made",
+    "generate": "generate trained hello --max-tokens 1",
+    "generate lines": "generate trained hello two --max-tokens 1",
     "doctor json": "doctor made --json -",
     "doctor log": "doctor --log train.log",
     "eval": "eval trained --tasks units --limit 1 --max-tokens 1",
@@ -146,6 +148,15 @@ def test_nothing_is_printed_at_the_end_of_the_process_either(kind: str, verb: st
     done = process(*verb.split(), cwd=place, kind=kind)
     assert done.returncode == (141 if kind == "unread" else 3)
     assert len(done.stderr.splitlines()) == (0 if kind == "unread" else 1)
+
+
+def test_the_help_page_on_a_full_disk_is_an_error_too(place: Path) -> None:
+    done = process("--help", cwd=place, kind="full")
+    assert done.returncode == 3
+    assert (
+        done.stderr == "error: a file or the output cannot be written: No space left on device: free some space, or "
+        "choose another place\n"
+    )
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -114,6 +114,9 @@ def main() -> None:
         _report(f"error: {error.filename}: {error.strerror}\n")
         shared.fail(f"{error.filename}: {error.strerror}", exit_code=EnvironmentLacks.exit_code)
     except OSError as error:
+        if (refused := output.unwritable(error)) is not None:
+            _report(f"error: {refused}\n")
+            shared.fail(refused, exit_code=EnvironmentLacks.exit_code)
         if error.errno not in _OF_NAMES:
             _crashed()
         _report(f"error: {error.filename}: {error.strerror}\n")
@@ -122,10 +125,7 @@ def main() -> None:
         text = "out of host memory: free some, raise the memory limit of this process, or use a smaller model"
         _report(f"error: {text}\n")
         shared.fail(text, exit_code=RunFailed.exit_code)
-    except Exception as error:
-        if isinstance(error, OSError) and (refused := output.unwritable(error)):
-            _report(f"error: {refused}\n")
-            shared.fail(refused, exit_code=EnvironmentLacks.exit_code)
+    except Exception:
         _crashed()
 
 
