@@ -67,7 +67,7 @@ def continuation(folder: Path, text: str = "", *messages: tuple[str, str], max_t
 
 
 def test_one_prompt_is_continued_as_plain_text(folder: Path, flatout: Command) -> None:
-    from flatout.insight.clean import clean
+    from flatout.output import clean
 
     done = flatout("generate", str(folder), "Hello", "--temperature", "0", "--max-tokens", "12")
     assert done.code == 0, done.err
@@ -152,6 +152,24 @@ def test_a_chat_model_is_asked_by_its_template(chatty: Path, flatout: Command) -
     assert text("--system", "Be brief") == continuation(chatty, "", brief, asked, max_tokens=6)
     assert text("--raw") == continuation(chatty, "Hi", max_tokens=6)
     assert len({text(), text("--system", "Be brief"), text("--raw")}) == 3
+
+
+def test_an_answer_in_the_form_of_the_training_rows_begins_without_its_space(chatty: Path, flatout: Command) -> None:
+    """The form is the model's chat template; where the likeliest answer has another beginning, nothing is cut."""
+    from flatout.data.forms import QUESTION
+
+    config = chatty / "tokenizer_config.json"
+    before = config.read_text()
+    asked = ["--temperature", "1", "--max-tokens", "3", "-n", "200"]
+    try:
+        config.write_text(json.dumps(json.loads(before) | {"chat_template": QUESTION.template(begin="")}))
+        [formed] = rows(flatout("generate", str(chatty), "Hi", *asked).out)
+        [plain] = rows(flatout("generate", str(chatty), QUESTION.written("Hi"), "--raw", *asked).out)
+    finally:
+        config.write_text(before)
+    texts = [one["text"] for one in plain["completions"]]
+    assert any(text.startswith(" ") for text in texts)
+    assert [one["text"] for one in formed["completions"]] == [text.removeprefix(" ") for text in texts]
 
 
 def test_prompts_that_do_not_fit(folder: Path, flatout: Command) -> None:

@@ -107,7 +107,7 @@ def generate(
     if as_json or source is not None or len(requests) * samples > 1:
         _print_lines(requests, answers)
     else:
-        _print_text(next(answers)[0], tokens=len(encoded[0]))
+        _print_text(next(answers)[0], tokens=len(encoded[0].ids))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -186,11 +186,15 @@ def _is_message(value: Any) -> bool:
     return isinstance(value, dict) and value.get("role") in ROLES and isinstance(value.get("content"), str)
 
 
-def _encoded(
-    requests: Sequence[Request], tokenizer: Tokenizer, *, system: str | None, raw: bool
-) -> Sequence[Sequence[int]]:
+@dataclass(frozen=True, kw_only=True)
+class Prompt:
+    ids: Sequence[int]
+    space: str = ""  # what an answer in the model's form begins with
+
+
+def _encoded(requests: Sequence[Request], tokenizer: Tokenizer, *, system: str | None, raw: bool) -> list[Prompt]:
     """Texts by the chat template as in `flatout chat`, or as they are; messages as in `flatout chat --serve`."""
-    from flatout.sample import prompt_ids_batch
+    from flatout.sample import answer_space, prompt_ids_batch
 
     templated = tokenizer.has_template and not raw
     if system is not None and not templated:
@@ -199,9 +203,10 @@ def _encoded(
     if raw and any(request.text is None for request in requests):
         raise UsageError("--raw continues texts, not messages: use prompt instead of messages, or leave out --raw")
     texts = [request.text for request in requests if request.text is not None and not templated]
-    whole = iter([[*tokenizer.begin_ids, *ids] for ids in tokenizer.encode_batch(texts)])
+    whole = iter([Prompt(ids=[*tokenizer.begin_ids, *ids]) for ids in tokenizer.encode_batch(texts)])
     conversations = [_messages(request, system) for request in requests if templated or request.text is None]
-    chats = iter(prompt_ids_batch(tokenizer, conversations))
+    space = answer_space(tokenizer)
+    chats = (Prompt(ids=ids, space=space) for ids in prompt_ids_batch(tokenizer, conversations))
     return [next(chats if templated or request.text is None else whole) for request in requests]
 
 
@@ -219,7 +224,7 @@ class Answer:
 
 
 def _answers(
-    sampler: Sampler, tokenizer: Tokenizer, prompts: Sequence[Sequence[int]], *, sampling: Sampling, samples: int
+    sampler: Sampler, tokenizer: Tokenizer, prompts: Sequence[Prompt], *, sampling: Sampling, samples: int
 ) -> Iterator[list[Answer]]:
     """The samples of each prompt, in the order of the prompts. Draws depend on a prompt's place among all of them."""
     from flatout.sample import text_of
@@ -229,8 +234,9 @@ def _answers(
         complete: list[dict[int, Answer]] = [{} for _ in part]
         printed = 0
         keys = range(start, start + len(part))
-        for done in sampler.generate(part, sampling=sampling, samples=samples, keys=keys):
-            text = text_of(tokenizer, done.ids, sampling)
+        ids = [prompt.ids for prompt in part]
+        for done in sampler.generate(ids, sampling=sampling, samples=samples, keys=keys):
+            text = text_of(tokenizer, done.ids, sampling).removeprefix(part[done.prompt].space)
             complete[done.prompt][done.sample] = Answer(text=text, tokens=len(done.ids), finish=done.status)
             while printed < len(part) and len(complete[printed]) == samples:
                 yield [complete[printed][sample] for sample in range(samples)]
