@@ -30,6 +30,7 @@ from flatout.record import Run
 from flatout.record.events import MemoryRanOut, Notice, RowsHalved, TasksScored
 from flatout.record.rollouts import RolloutsGraded, TaskRollouts
 from flatout.sample import sampler_of
+from flatout.sample.vllm import Vllm
 from flatout.tasks import Graded, open_task
 
 TRAIN, SHOWN = "sums:train?prompt=bare", "sums:shown?prompt=bare"
@@ -369,21 +370,43 @@ def test_vllm_is_asked_for_before_anything_is_loaded(tmp_path: Path, monkeypatch
     assert not (tmp_path / "run").exists()
 
 
-def test_vllm_generates_with_its_share_of_the_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_vllm_generates_with_its_share_of_the_memory_and_ends_with_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     asked: list[tuple[str, float]] = []
 
-    def opened(
-        live: Any, *, backend: str = "auto", rows: int | None = None, memory: float | None = None, watch: Any
-    ) -> Any:
+    class Engine(Vllm):
+        """Counts its ends, and generates as flatout's own sampler."""
+
+        def __init__(self, inner: Any) -> None:
+            self.inner = inner
+
+        def generate(self, *prompts: Any, **options: Any) -> Any:
+            return self.inner.generate(*prompts, **options)
+
+        def close(self) -> None:
+            asked.append(("ended", 0.0))
+
+    def opened(live: Any, *, backend: str = "auto", memory: float | None = None, **options: Any) -> Any:
         if backend == "vllm":
             assert memory is not None
             asked.append((backend, memory))
-        return sampler_of(live, rows=rows, watch=watch)
+        inner = sampler_of(live, **options)
+        return Engine(inner) if backend == "vllm" else inner
 
     monkeypatch.setitem(sys.modules, "vllm", types.ModuleType("vllm"))
     monkeypatch.setattr(rollouts, "sampler_of", opened)
     run(settings(rl={"sampler": "vllm", "vllm_memory": 0.2}, train={"steps": 2}), folder=tmp_path / "run")
-    assert asked == [("vllm", 0.2)]
+    assert asked == [("vllm", 0.2), ("ended", 0.0)]
+
+
+def test_what_vllm_cannot_sample_is_refused_before_anything_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "vllm", types.ModuleType("vllm"))
+    with pytest.raises(UsageError, match=r"temperature 3: vLLM takes 0, or 0\.01 to 2"):
+        run(settings(rl={"sampler": "vllm"}, sample={"temperature": 3.0}), folder=tmp_path / "run")
+    assert not (tmp_path / "run").exists()
 
 
 def questions(path: Path, count: int) -> str:
