@@ -16,7 +16,6 @@ from rich.text import Text
 from flatout.errors import FlatoutError
 from flatout.insight.story import Story, tell
 from flatout.insight.watch import Reader, line
-from flatout.output import clean
 from flatout.record import Run
 from flatout.record.events import Saved
 from flatout.terminal import table
