@@ -268,3 +268,10 @@ def test_a_target_loss_is_estimated_from_lines_but_not_from_one_value(tmp_path: 
     assert "3.0781 needs about" in logs.diagnose(path, target_loss=3.0781).limit["target"]
     path.write_text(H100_SUMMARY)
     assert "cannot be told: the log has " in logs.diagnose(path, target_loss=3.0781).limit["target"]
+
+
+def test_a_log_that_lacks_nothing_but_a_speed_is_told_so(tmp_path: Path) -> None:
+    path = tmp_path / "train.log"
+    path.write_text("step 1 | loss: 2 | tok/s: 0 | data_time: 0.1 | grad_norm: 1 | memory: 60GB/80GB\n")
+    verdict = logs.diagnose(path, on="H100", params="7B").verdict
+    assert verdict.endswith("Missing: a speed above 0")

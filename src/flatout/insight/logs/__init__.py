@@ -62,7 +62,8 @@ def _verdict(log: Log, limit: dict[str, Any], findings: tuple[Finding, ...]) -> 
     if findings:
         return f"{known}: {verdict_of(findings, limit)}"
     if limit["mfu"] is None or limit["mfu"] > 1:
-        return f"{known}: its speed cannot be judged; {_speed(limit)}. Missing: {limit['missing'][0]}"
+        missing = limit["missing"][0] if limit["missing"] else "a speed above 0"
+        return f"{known}: its speed cannot be judged; {_speed(limit)}. Missing: {missing}"
     if limit["mfu"] < _USUAL_MFU:
         return f"{known}: no cause found, but a dense model on one GPU usually reaches 30 % to 60 %; {_speed(limit)}"
     return f"{known} shows no problem; {_speed(limit)}"

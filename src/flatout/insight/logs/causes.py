@@ -156,7 +156,7 @@ def _float32(log: Log, machine: Hardware | None) -> Finding | None:
         return None
     return finding_of(
         "fp32-matmul",
-        "Training runs in float32: mixed precision is off.",
+        "Mixed precision is off: unless the weights are in 16 bits, training computes in float32.",
         None,
         None,
         ["the precision as the log says; on a GPU with tensor cores 16 bits are several times as fast"],

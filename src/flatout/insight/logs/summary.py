@@ -25,6 +25,7 @@ _FIGURE = re.compile(
 _SWITCH = re.compile(r"(?i)(?P<off>not (?:enabled|used|configured|set)|disabled|off|false|no|none)|enabled|on|true|yes")
 _BEFORE = re.compile(r"(?i)^(?:before|original|baseline|current|old)\b")
 _AFTER = re.compile(r"(?i)^(?:after|optimi[sz]ed|improved|new|expected|target|with)\b")
+_AFTER_HEADING = re.compile(r"(?i)^(?:after|optimi[sz]ed|expected)\b")
 _DECORATION = re.compile(r"^[^\w(|/~]+(?:\d+[.)]\s+)?|^\d+[.)]\s+|[*`]+")
 _PAIR = re.compile(r"""^(?P<key>[A-Za-z_'"+][^:=|]{0,60}?)['"]?\s*[:=]\s*(?P<value>\S.*)$""")
 _ARROW = re.compile(r"\s*(?:→|->|=>)\s*")
@@ -106,10 +107,7 @@ class _Reader:
 
     def _begin(self, heading: str) -> None:
         self._heading = re.sub(r"^\d+[.)]\s*", "", heading).rstrip(":")
-        if _BEFORE.match(self._heading) or _AFTER.match(self._heading):
-            self._after = bool(_AFTER.match(self._heading))
-        elif not re.search(r"\w\W*$", heading) or heading.endswith(":"):
-            self._after = False
+        self._after = _AFTER_HEADING.match(self._heading) is not None
 
     def _pair(self, key: str, value: str) -> None:
         """`key: value`; below a heading `Before: value`; or `key: value -> value`."""
