@@ -5,7 +5,6 @@ Most tests stand a script in for the launcher of each job: what it does is up to
 
 from __future__ import annotations
 
-import io
 import os
 import re
 import sys
@@ -14,7 +13,6 @@ from pathlib import Path
 
 import pytest
 import yaml
-from rich.console import Console
 from tests import warm
 from tests.command import Command, Done, flatout  # noqa: F401
 from tests.hardware.test_detect import FOUR, Driver, gpu, mig
@@ -57,6 +55,7 @@ def sees(done: Done) -> dict[str, str]:
     return dict(re.findall(r"^(\w+) +\| sees (.*)$", done.out, re.MULTILINE))
 
 
+QUARTERED = [gpu(0, divided=True, instances=tuple(mig(number) for number in range(4)))]
 DIVIDED = [gpu(0, divided=True, instances=(mig(0), mig(1)))]
 
 
@@ -71,6 +70,8 @@ DIVIDED = [gpu(0, divided=True, instances=(mig(0), mig(1)))]
         (FOUR, None, ("--jobs", "1"), {"a": "0,1,2,3", "b": "0,1,2,3"}),
         (FOUR[:1], None, (), {"a": "0", "b": "0"}),
         (DIVIDED, None, (), {"a": "MIG-0ccc", "b": "MIG-1ccc"}),
+        # A process sees one instance, so more of them are no use to a job.
+        (QUARTERED, None, (), {"a": "MIG-0ccc", "b": "MIG-1ccc"}),
         (FOUR, "", (), {"a": "", "b": ""}),
     ],
 )
@@ -86,6 +87,12 @@ def test_each_job_sees_gpus_of_its_own(
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     done = jobs(*options, cards=cards, a=SEEN, b=SEEN)
     assert sees(done) == expected
+
+
+def test_one_job_has_as_many_ranks_as_cuda_would_show_gpus(jobs: Launch, tmp_path: Path) -> None:
+    for cards, ranks in ((FOUR, 4), (DIVIDED, 1), ([], 1)):
+        done = jobs("--on", "torchrun", "--dry-run", cards=cards, a=SEEN)
+        assert f"--nproc-per-node {ranks} " in done.out
 
 
 def test_what_would_run_where_is_shown_beforehand(jobs: Launch) -> None:
@@ -171,10 +178,10 @@ def test_ctrl_c_stops_all_jobs_and_starts_no_more(jobs: Launch) -> None:
 
 
 def test_a_terminal_shows_one_table_of_all_jobs(jobs: Launch, monkeypatch: pytest.MonkeyPatch) -> None:
-    screen = io.StringIO()
-    monkeypatch.setattr(verb, "out", Console(file=screen, force_terminal=True, width=80, color_system=None))
-    jobs(cards=FOUR, a=SEEN, b="echo '\033[2Jboo'; exit 4")
-    shown = screen.getvalue()
+    monkeypatch.setattr(verb.out, "_force_terminal", True)
+    monkeypatch.setenv("COLUMNS", "80")
+    shown = jobs(cards=FOUR, a=SEEN, b="echo '\033[2Jboo'; exit 4").out
+    shown = re.sub(r"\033\[[0-9;?]*[mlhKA]", "", shown)
     assert re.search(r"job +on +state +step +loss +tokens/s +left", shown)
     assert re.search(r"a +GPUs 0,1 +finished", shown)
     assert re.search(r"b +GPUs 2,3 +failed with exit code 4", shown)

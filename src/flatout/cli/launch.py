@@ -79,7 +79,7 @@ def launch(
         load(file, overrides=list(overrides))  # mistakes are told before anything starts
     devices = _devices(on)
     at_a_time = min(at_once or len(files), len(files))
-    each = ranks or (gpus if on == "slurm" else ranks_each(devices=len(devices), jobs=at_a_time)) or 1
+    each = ranks or (gpus if on == "slurm" else ranks_each(devices=devices, jobs=at_a_time)) or 1
     folders = _folders(files, run)
     jobs = [
         Job(

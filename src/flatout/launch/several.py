@@ -41,9 +41,12 @@ class Place:
         return {"CUDA_VISIBLE_DEVICES": ",".join(self.devices)} if self.devices else {}
 
 
-def ranks_each(*, devices: int, jobs: int) -> int:
-    """The ranks of each of so many jobs at a time, one GPU each; one rank where there are fewer GPUs than jobs."""
-    return max(1, devices // jobs)
+def ranks_each(*, devices: Sequence[str], jobs: int) -> int:
+    """The ranks of each of so many jobs at a time, one GPU each; one rank where there are fewer GPUs than jobs.
+
+    A job on MIG instances has one rank, because CUDA shows a process no more than one of them.
+    """
+    return 1 if any(device.startswith("MIG-") for device in devices) else max(1, len(devices) // jobs)
 
 
 def places(*, devices: Sequence[str], cores: Sequence[int], ranks: int, jobs: int, at_once: int | None) -> list[Place]:
