@@ -349,7 +349,7 @@ def _with_workers(seen: Observed, workers: int) -> Change:
     alone = {} if workers else {"prefetch_factor": None, "timeout": 0}
     return Change(
         switch={"loader": {"num_workers": workers, "persistent_workers": workers > 0, **alone, **pinned}},
-        label=f"{workers} workers",
+        label=f"{workers} worker{'s' * (workers != 1)}",
         fix=fixes.loader(seen, workers=workers),
     )
 
