@@ -76,5 +76,15 @@ def test_a_plan_that_did_not() -> None:
     }
 
 
+def test_a_replayed_graph_is_known_by_its_kernels() -> None:
+    replayed = [Event("cudaGraphLaunch"), Event("aten::_fused_adamw_"), Event("_rotate"), Event("_swiglu_forward")]
+    found = paths(
+        Calls.of([*replayed, Event("cudnn_generated_fort_native_sdpa_sm90_flash_fprop")]), DECISIONS, on_gpu=True
+    )
+    told = {name: path.ran for name, path in found.items()}
+    assert told.items() >= {"attention": "cudnn", "fused_qkv": "yes", "fused_mlp": "yes", "graphs": "yes"}.items()
+    assert not {"precision", "fp8"} & told.keys(), "their names do not tell"
+
+
 def test_nothing_is_said_of_what_names_do_not_tell() -> None:
     assert paths(Calls.of([Event("aten::add")]), DECISIONS, on_gpu=False).keys() == {"compile"}

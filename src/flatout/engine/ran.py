@@ -26,14 +26,19 @@ ATTENTION = {
     "aten::_scaled_dot_product_attention_math": "math",
     "_Attend": "short",
 }
-# The autograd functions of the fused segments.
-SEGMENTS = {"fused_qkv": "_NormQkvRope", "fused_mlp": "_NormMlp"}
-FUSED_OPTIMIZER, COMPILED, SCALED, GRAPH = (
-    "aten::_fused_adamw_",
-    "Torch-Compiled Region",
-    "aten::_scaled_mm",
-    "cudaGraphLaunch",
-)
+# Kernels of the same, which a replayed CUDA graph launches without an operator.
+ATTENTION_KERNELS = {
+    "cudnn": re.compile("cudnn.*sdpa"),
+    "flash": re.compile("flash_fwd"),
+    "efficient": re.compile("fmha_"),
+}
+# The autograd functions of the fused segments and the operator of 8-bit products, and their kernels.
+SEGMENTS = {
+    "fused_qkv": ("_NormQkvRope", "_rotate", "_norm_rotate"),
+    "fused_mlp": ("_NormMlp", "_swiglu_forward"),
+    "fp8": ("aten::_scaled_mm", "_quantise"),
+}
+FUSED_OPTIMIZER, COMPILED, GRAPH = "aten::_fused_adamw_", "Torch-Compiled Region", "cudaGraphLaunch"
 UNFUSED_OPTIMIZER = re.compile(r"aten::(_foreach_)?addcdiv_")
 
 
@@ -79,13 +84,13 @@ def paths(calls: Calls, decisions: Decisions, *, on_gpu: bool) -> dict[str, Path
         "fused_optimizer": _optimizer(calls),
     }
     if on_gpu:
-        for name, function in SEGMENTS.items():
-            number = calls.names.get(function, 0)
-            found[name] = (_word(number > 0), f"{function} called {number} times")
-        number = calls.names.get(SCALED, 0)
-        found["fp8"] = (_word(number > 0), f"{number} matrix products in 8 bits")
-        if number := calls.names.get(GRAPH, 0):
-            found["graphs"] = ("yes", f"{GRAPH} called {number} times")
+        replayed = calls.names.get(GRAPH, 0)
+        for name, functions in SEGMENTS.items():
+            seen = next((each for each in functions if calls.names.get(each)), functions[0])
+            if (number := calls.names.get(seen, 0)) or calls.products or not replayed:
+                found[name] = (_word(number > 0), f"{seen} called {number} times")
+        if replayed:
+            found["graphs"] = ("yes", f"{GRAPH} called {replayed} times")
     return {
         name: Path(planned=planned[name], ran=one[0], seen=one[1]) for name, one in found.items() if one is not None
     }
@@ -111,9 +116,17 @@ def _attention(calls: Calls) -> tuple[str, str] | None:
         if operator is not None:
             kernels[operator] += number
     if not kernels:
-        return None
+        return _attention_kernel(calls)
     kinds = list(dict.fromkeys(ATTENTION[name] for name, _ in kernels.most_common()))
     return ", ".join(kinds), ", ".join(f"{name} called {number} times" for name, number in kernels.most_common())
+
+
+def _attention_kernel(calls: Calls) -> tuple[str, str] | None:
+    for kind, pattern in ATTENTION_KERNELS.items():
+        for name, number in calls.names.items():
+            if pattern.search(name):
+                return kind, f"{name:.60} called {number} times"
+    return None
 
 
 def _compile(calls: Calls, planned: str) -> tuple[str, str]:
