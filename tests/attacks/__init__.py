@@ -30,6 +30,8 @@ HANG_S, MOST_RSS, MOST_VIRTUAL = 120.0, 3 << 30, 24 << 30
 POLL_S = 0.02
 # What the code of an attack would leave behind.
 SENTINEL = "EXECUTED"
+# `flatout eval` adds to these of a run.
+GROWING = ("events.jsonl", ".lock")
 UNPRINTABLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069]")
 _STARTING = threading.Lock()  # multiprocessing's bookkeeping is not for several threads
 
@@ -55,6 +57,7 @@ class Trial:
     faults: list[str] = field(default_factory=list)
     commands: list[str] = field(default_factory=list)
     _kept: dict[Path, str] = field(default_factory=dict)
+    _growing: dict[Path, bytes] = field(default_factory=dict)
 
     @property
     def sentinel(self) -> Path:
@@ -74,9 +77,13 @@ class Trial:
         return path
 
     def keep(self, path: Path) -> None:
-        """Nothing in this file or folder may change."""
+        """Nothing in this file or folder may change, but for records at the end of a run's."""
         for file in [path] if path.is_file() else sorted(path.rglob("*")):
-            if file.is_file() and not file.is_symlink():
+            if not file.is_file() or file.is_symlink():
+                continue
+            if file.name in GROWING:
+                self._growing[file] = file.read_bytes()
+            else:
                 self._kept[file] = _digest(file)
 
     def fault(self, text: str) -> None:
@@ -152,6 +159,9 @@ class Trial:
                 self.fault(f"lost: {path.relative_to(self.folder)}")
             elif _digest(path) != digest:
                 self.fault(f"changed: {path.relative_to(self.folder)}")
+        for path, begins in self._growing.items():
+            if not path.is_file() or (path.suffix and not path.read_bytes().startswith(begins)):
+                self.fault(f"lost: a part of {path.relative_to(self.folder)}")
         if list(self.folder.rglob(f"*{SENTINEL}*")):
             self.fault("code ran")
 

@@ -9,6 +9,7 @@ import pytest
 
 from flatout.cli import chat
 from flatout.data.tokenizer import ByteTokenizer
+from flatout.errors import UsageError
 from flatout.sample import Completion, Sampling
 
 
@@ -134,3 +135,12 @@ def test_no_control_character_reaches_the_terminal(hostile: str, capsys: pytest.
     assert said.strip("<>\n")
     assert said.isprintable() or set(said) - {"\n", "\ufffd"} <= set(map(chr, range(32, 127)))
     assert hostile not in said
+
+
+def test_a_template_that_leaves_nothing_of_a_question_is_refused() -> None:
+    class Silent(Chatty):
+        def render_ids(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool) -> list[int]:
+            return []
+
+    with pytest.raises(UsageError, match="makes an empty prompt of a conversation"):
+        talk("hello", tokenizer=Silent())

@@ -151,3 +151,15 @@ def test_a_missing_file_is_said(tmp_path: Path) -> None:
     path.unlink()
     with pytest.raises(UsageError, match="does not exist"):
         edit.revert(path)
+
+
+def test_a_history_that_lacks_a_part_changes_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "job.yaml"
+    path.write_text("seed: 1\n")
+    edit.apply(path, VALUES, note={})
+    after = path.read_bytes()
+    (edit.history(path) / "0001.json").unlink()
+    with pytest.raises(UsageError, match=r"0001\.json is missing, so nothing is reverted"):
+        edit.revert(path)
+    assert path.read_bytes() == after
+    assert (edit.history(path) / "0001.yaml").read_text() == "seed: 1\n"

@@ -140,12 +140,14 @@ class Conversation:
                 yield token
 
     def _prompt(self, question: str) -> list[int]:
+        from flatout.sample import prompt_ids
+
         if not self.tokenizer.has_template:
             ids = [*self.tokenizer.begin_ids, *self.tokenizer.encode_batch([question])[0]]
             return ids[: self._longest_prompt()]
         self.messages.append({"role": "user", "content": question})
         while True:
-            ids = self.tokenizer.render_ids(self.messages, add_generation_prompt=True)
+            ids = prompt_ids(self.tokenizer, self.messages)
             first = 1 if self.system else 0
             if len(ids) <= self._longest_prompt():
                 return ids

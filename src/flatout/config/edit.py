@@ -139,7 +139,12 @@ def revert(path: Path) -> Path:
     kept = folder / f"{numbers[-1]}.yaml"
     if not path.exists():
         raise UsageError(f"{path} does not exist; its earlier contents are in {kept}")
-    told = read_json(kept.with_suffix(".json"))
+    try:
+        told = read_json(kept.with_suffix(".json"))
+    except FileNotFoundError as error:
+        raise UsageError(
+            f"{error.filename} is missing, so nothing is reverted; earlier contents are in {kept}"
+        ) from None
     if _digest(read_bytes(path)) != told.get("after"):
         raise UsageError(
             f"{path} was changed after the edit, and reverting would lose that; its earlier contents are in {kept}"

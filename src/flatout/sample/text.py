@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from flatout.data.forms import QUESTION, Form
 from flatout.data.tokenizer import Tokenizer
+from flatout.errors import UsageError
 from flatout.model import Decoder
 from flatout.sample.generate import Generator
 from flatout.sample.request import Sampling
@@ -17,16 +18,23 @@ LONGEST_CHARACTER = 4
 def prompt_ids(tokenizer: Tokenizer, messages: Sequence[Mapping[str, str]]) -> list[int]:
     """Ids by the chat template; without one, as questions and answers to be continued."""
     if tokenizer.has_template:
-        return tokenizer.render_ids(messages, add_generation_prompt=True)
+        return _some(tokenizer.render_ids(messages, add_generation_prompt=True), tokenizer)
     return [*tokenizer.begin_ids, *tokenizer.encode_batch([plain_prompt(messages)])[0]]
 
 
 def prompt_ids_batch(tokenizer: Tokenizer, several: Sequence[Sequence[Mapping[str, str]]]) -> list[list[int]]:
     """The same for several prompts, faster."""
     if tokenizer.has_template:
-        return tokenizer.render_ids_batch(several)
+        return [_some(ids, tokenizer) for ids in tokenizer.render_ids_batch(several)]
     encoded = tokenizer.encode_batch([plain_prompt(messages) for messages in several])
     return [[*tokenizer.begin_ids, *ids] for ids in encoded]
+
+
+def _some(ids: list[int], tokenizer: Tokenizer) -> list[int]:
+    """The ids of a prompt, which a template of others may have left empty."""
+    if not ids:
+        raise UsageError(f"the chat template of {tokenizer.name} makes an empty prompt of a conversation: correct it")
+    return ids
 
 
 def plain_prompt(messages: Sequence[Mapping[str, str]]) -> str:
