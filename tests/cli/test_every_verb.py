@@ -68,6 +68,8 @@ LINES = [
     ["export", "A", "--to", "model"],
     ["eval", "A", "--tasks", "sums", "--limit", "1", "--max-tokens", "1"],
     ["chat", "A", "--max-tokens", "1"],
+    ["generate", "A", "one", "--max-tokens", "1"],
+    ["generate", "A", "one", "two", "--max-tokens", "1"],
     ["doctor", "A"],
     ["doctor", "--log", "log.txt"],
     pytest.param(["doctor", "--steps", "3", "--", "python", "-c", "print()"], marks=pytest.mark.long),
