@@ -78,7 +78,7 @@ def _speed_rows(story: Story) -> list[_Row]:
             "tokens/s with padding",
             speed.padded_tokens_per_s,
             number(speed.padded_tokens_per_s),
-            "padded_tokens ÷ seconds, all devices together",
+            "padded_tokens of steps.jsonl ÷ seconds, all devices together",
         ),
         (
             "mfu",

@@ -242,10 +242,9 @@ class Story:
 
     @property
     def of_predicted(self) -> float | None:
-        """The share of the predicted speed that was reached, where it is far below; the prediction for a policy leaves
-        generation out."""
+        """The share of the predicted speed that was reached, where it is far below."""
         ratio = next((row.ratio for row in self.forecasts if row.name == "tokens_per_s"), None)
-        return ratio if ratio is not None and ratio < LEAST_OF_PREDICTED and not self.rollouts else None
+        return ratio if ratio is not None and ratio < LEAST_OF_PREDICTED else None
 
     @property
     def judged(self) -> str:

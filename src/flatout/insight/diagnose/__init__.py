@@ -85,11 +85,14 @@ def ranked(findings: Iterable[Finding]) -> tuple[Finding, ...]:
     return tuple(sorted(findings, key=place))
 
 
-def verdict_of(findings: tuple[Finding, ...], limit: Mapping[str, Any]) -> str:
+def verdict_of(findings: tuple[Finding, ...], limit: Mapping[str, Any], *, of_predicted: float | None = None) -> str:
+    """One line. `of_predicted` is the share of the predicted speed that was reached, where it is far below."""
     share = limit.get("share")
     near = "the limit is unknown" if share is None else f"{share:.1%} of the limit"
     refuted = [finding for finding in findings if finding.status == "refuted"]
     findings = tuple(finding for finding in findings if finding.status != "refuted")
+    if not findings and of_predicted is not None:
+        return f"no cause found, but only {of_predicted:.0%} of the predicted speed; {near}"
     if not findings:
         tried = f" ({', '.join(finding.cause for finding in refuted)} refuted by measurement)" if refuted else ""
         return f"no problem found, {near}{tried}"

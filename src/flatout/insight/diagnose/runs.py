@@ -46,7 +46,8 @@ def diagnose(run: Run) -> Diagnosis:
     if sum(part.num_steps for part in story.parts) < FEWEST_STEPS:
         raise UsageError(f"{run.path} has too few steps for a diagnosis: let it train longer")
     findings, limit = ranked(rules(story)), _limit(story)
-    return Diagnosis(verdict=verdict_of(findings, limit), limit=limit, findings=findings)
+    verdict = verdict_of(findings, limit, of_predicted=story.of_predicted)
+    return Diagnosis(verdict=verdict, limit=limit, findings=findings)
 
 
 def findings_of(story: Story) -> Sequence[Finding]:
