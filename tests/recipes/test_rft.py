@@ -105,9 +105,11 @@ def test_a_run_measures_samples_trains_and_measures_again(trained: tuple[Path, s
     assert len(rows) == counts["kept"] == counts["solved"] > 0
     for row in rows:
         number = 200 + row["index"]
-        assert row["prompt"] == f"Question: {number}?\nAnswer:"
-        assert row["completion"].startswith(" ")
-        assert str(number % 10) in row["completion"]
+        # By the template that the taught student keeps, which writes `Question: ...` and `Answer:`.
+        assert row["prompt"] == [{"role": "user", "content": f"{number}?"}]
+        [answer] = row["completion"]
+        assert answer["role"] == "assistant"
+        assert str(number % 10) in answer["content"]
     assert verdict["accuracy"] == [events[1].data["value"], events[4].data["value"]]
     assert verdict["difference"]["n"] == 40
     assert sum(1 for _ in run.latest_steps()) == 8
