@@ -375,7 +375,12 @@ REFUSALS = [
         ways=["sample.max_tokens=500", ("data.sequence_length=4096",)],
     ),
     refusal(*RL, "rl.teach_lr=1", says="set rl.teach, or leave rl.teach_lr out", ways=["rl.teach=2", "-rl.teach_lr"]),
-    refusal(*RL, "-train.steps", says="rollouts never end, so give the number of steps", ways=["train.steps=2"]),
+    refusal(
+        *RL,
+        "-train.steps",
+        says="missing; give the number of steps, or train.epochs over the questions of the tasks",
+        ways=["train.steps=2", "train.epochs=1"],
+    ),
     refusal(
         *RL,
         "rl.updates=3",

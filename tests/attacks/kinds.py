@@ -208,7 +208,8 @@ def paths(t: Trial) -> None:
     deep.mkdir(parents=True)
     t.keep(t.folder / "dir")
     t.keep(t.folder / "talk")
-    t.keep(t.folder / "binary")
+    if not any(one in command for one in WRITING):  # a file that is named as output is replaced
+        t.keep(t.folder / "binary")
     if path == "deep":
         path = str(deep.relative_to(t.folder)) + "/" + "d" * r.choice((200, 250, 1600))
     t.run(*(one.replace("PATH", path) for one in command.split(" ")), hang_s=60)
