@@ -465,6 +465,12 @@ def own_python(module: str) -> list[str]:
     return [sys.executable, "-P", "-m", module]  # -P: nothing is imported from the current folder
 
 
+def own_environment(variables: Sequence[str] = ()) -> dict[str, str]:
+    """The variables that Python needs to find this package, and those named; no other secrets."""
+    names = ("PATH", "HOME", "LANG", "LC_ALL", "TMPDIR", *variables)
+    return {name: os.environ[name] for name in names if name in os.environ} | {"PYTHONPATH": own_python_path()}
+
+
 def own_python_path() -> str:
     """PYTHONPATH for such a process: what this one imports from, less the current folder.
 

@@ -162,7 +162,7 @@ class Trial:
         for path, begins in self._growing.items():
             if not path.is_file() or (path.suffix and not path.read_bytes().startswith(begins)):
                 self.fault(f"lost: a part of {path.relative_to(self.folder)}")
-        if list(self.folder.rglob(f"*{SENTINEL}*")):
+        if list(self.folder.rglob(f"{SENTINEL}*")):
             self.fault("code ran")
 
 

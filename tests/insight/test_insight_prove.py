@@ -97,7 +97,11 @@ def after(proof: Proof) -> tuple[Finding, ...]:
 
 def test_what_saves_nothing_is_no_finding_any_more() -> None:
     assert after(Proof(cause="empty-cache", gains=(0.001, -0.002, 0.001), loss_difference=None)) == ()
-    assert after(Proof(cause="empty-cache", gains=(-0.3, -0.31, -0.32), loss_difference=None)) == ()
+
+
+def test_what_makes_it_slower_is_refuted() -> None:
+    (refuted,) = after(Proof(cause="empty-cache", gains=(-0.3, -0.31, -0.32), loss_difference=None))
+    assert (refuted.status, refuted.gain) == ("refuted", 0.0)
 
 
 def test_noise_leaves_the_estimate_and_says_so() -> None:
@@ -106,10 +110,10 @@ def test_noise_leaves_the_estimate_and_says_so() -> None:
     assert "too noisy to tell" in kept.evidence[-1]
 
 
-@pytest.mark.parametrize("gains", [(0.2,), (-0.002, 0.001)])
-def test_too_few_repeats_leave_the_estimate(gains: tuple[float, ...]) -> None:
+@pytest.mark.parametrize(("gains", "left"), [((0.2,), 0.3), ((0.35, 0.4), 0.3), ((-0.002, 0.001), 0.001)])
+def test_two_repeats_prove_nothing_and_limit_the_estimate(gains: tuple[float, ...], left: float) -> None:
     (kept,) = after(Proof(cause="empty-cache", gains=gains, loss_difference=None))
-    assert (kept.status, kept.gain) == ("estimated", 0.3)
+    assert (kept.status, kept.gain) == ("estimated", left)
     assert "no interval" in kept.evidence[-1]
 
 

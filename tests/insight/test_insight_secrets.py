@@ -135,7 +135,7 @@ def test_no_secret_is_in_a_configuration_that_is_shown(config: Path, tmp_path: P
     [
         ["config", "validate", "{config}", "train.stepz=--auth sentinel21"],
         ["plan", "{config}", "model.from=https://user:sentinel22@example.org/x?key=sentinel23"],
-        ["train", "{config}", "--resume", "--run", "nowhere?api_key=sentinel24"],
+        ["train", "nowhere.yaml?api_key=sentinel24"],
         ["eval", "https://user:sentinel25@example.org/m", "--tasks", "jsonl:/nowhere?token=sentinel26"],
         ["report", "/nowhere?sig=sentinel27"],
         ["doctor", "--", "/nowhere?token=sentinel28"],

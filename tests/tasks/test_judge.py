@@ -14,6 +14,7 @@ import pytest
 from tests.waiting import HANG_S
 
 from flatout.errors import RunFailed, UsageError
+from flatout.files import own_environment
 from flatout.tasks import Grader, open_task, specs, workers
 from flatout.tasks import judge as judging
 from flatout.tasks.judge import Judge
@@ -252,12 +253,10 @@ def test_mistakes_in_the_options_are_reported(questions: Path, options: str, say
 
 
 def test_only_the_named_variable_reaches_the_grading_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    from flatout.tasks.workers import environment
-
     monkeypatch.setenv("JUDGE_KEY", SECRET)
     monkeypatch.setenv("OTHER_SECRET", "other")
     named = judging.variables("jsonl:x?judge=http://h/v1&model=m&key=JUDGE_KEY")
-    assert environment(named)["JUDGE_KEY"] == SECRET
-    assert "OTHER_SECRET" not in environment(named)
-    assert "JUDGE_KEY" not in environment(judging.variables("jsonl:x?key=JUDGE_KEY"))
+    assert own_environment(named)["JUDGE_KEY"] == SECRET
+    assert "OTHER_SECRET" not in own_environment(named)
+    assert "JUDGE_KEY" not in own_environment(judging.variables("jsonl:x?key=JUDGE_KEY"))
     assert "OTHER_SECRET" in os.environ

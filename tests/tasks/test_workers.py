@@ -11,7 +11,8 @@ import pytest
 from tests.waiting import HANG_S
 
 from flatout.errors import RunFailed
-from flatout.tasks import grade, worker, workers
+from flatout.files import own_environment
+from flatout.tasks import grade, worker
 from flatout.tasks.grader import Grader
 from flatout.tasks.units import Units
 from flatout.tasks.workers import KILLED, Worker
@@ -121,7 +122,7 @@ def test_a_spec_that_is_none_is_said() -> None:
 
 def test_a_worker_has_no_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_API_KEY", "secret")
-    assert "WANDB_API_KEY" not in workers.environment()
+    assert "WANDB_API_KEY" not in own_environment()
 
 
 def test_closing_leaves_no_process() -> None:

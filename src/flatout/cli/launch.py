@@ -104,13 +104,17 @@ def launch(
         raise typer.Exit(
             _start(jobs[0], on=on, rendezvous=rendezvous, cpus=cpus, wait_s=wait_s, dry_run=dry_run, place=Place())
         )
-    room = places(devices=devices, cores=sorted(os.sched_getaffinity(0)), ranks=each, jobs=len(jobs), at_once=at_once)
+    if on == "ray" and os.environ.get("RAY_ADDRESS"):  # the cluster has its own cores and GPUs
+        room = [Place()] * (at_a_time if at_once else 1)
+    else:
+        cores = sorted(os.sched_getaffinity(0))
+        room = places(devices=devices, cores=cores, ranks=each, jobs=len(jobs), at_once=at_once and at_a_time)
     if dry_run:
         for job, place in zip(jobs, room * len(jobs), strict=False):
             _start(job, on=on, rendezvous=None, cpus=cpus, wait_s=wait_s, dry_run=True, place=place)
         print_plain(shlex.join(["flatout", "compare", *(str(job.folder) for job in jobs)]))
         return
-    options = ["--on", on, "--restarts", str(restarts)]
+    options = ["--on", on, "--restarts", str(restarts), *(["--nodes", str(nodes)] if nodes > 1 else [])]
     options += ["--cpus", str(cpus), "--wait", f"{wait_s:g}"] if on == "ray" else []
     raise typer.Exit(_side_by_side(jobs, options=options, room=room))
 

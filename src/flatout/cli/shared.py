@@ -91,8 +91,11 @@ def fail(message: str, *, exit_code: int) -> NoReturn:
 
 
 def warn(notices: Iterable[str]) -> None:
+    """Prints warnings, with secrets masked as in errors."""
+    from flatout.record import redact
+
     for text in notices:
-        err.print(f"[yellow]warning:[/] {escaped(text)}", highlight=False, soft_wrap=True)
+        err.print(f"[yellow]warning:[/] {escaped(redact(text))}", highlight=False, soft_wrap=True)
 
 
 def print_plain(text: str) -> None:

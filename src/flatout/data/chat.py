@@ -14,14 +14,15 @@ import os
 import re
 import signal
 import subprocess
+import tempfile
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any
+from typing import IO, Any
 
 from flatout.errors import EnvironmentLacks, RunFailed, UsageError
-from flatout.files import own_python, own_python_path, parse_json
+from flatout.files import own_environment, own_python, parse_json
 
 # Private-use characters. They replace control tokens that a message spells out while the template runs.
 _STAND_INS = range(0xE000, 0xF8FF)
@@ -199,7 +200,7 @@ class Program:
     def _ask(self, items: Sequence[bytes]) -> list[dict[str, Any]]:
         asked = {"template": self.template, "dated": self.dated, "processor_s": PROCESSOR_S}
         head = json.dumps(asked)[:-1].encode()
-        return _sandbox.ask(head + b', "items": [' + b", ".join(items) + b"]}\n", what=self.what)
+        return _sandbox.ask(head + b', "items": [' + b", ".join(items) + b"]}\n", replies=len(items), what=self.what)
 
 
 def _json(item: Mapping[str, Any]) -> bytes:
@@ -260,26 +261,28 @@ class _Sandbox:
     def __init__(self) -> None:
         self._turn = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
+        self._stderr: IO[bytes] | None = None  # a file: nobody reads a pipe while the process works
+        self._abandoned: list[subprocess.Popen[bytes]] = []
 
-    def ask(self, line: bytes, *, what: str) -> list[dict[str, Any]]:
+    def ask(self, line: bytes, *, replies: int, what: str) -> list[dict[str, Any]]:
         with self._turn:
             try:
-                return self._exchange(line, what)
+                return self._exchange(line, replies, what)
             except _Died:  # another program may have ended it
                 pass
             try:
-                return self._exchange(line, what)
+                return self._exchange(line, replies, what)
             except _Died as error:
                 raise RunFailed(f"the process that runs {what} ends at once: {error}") from None
 
-    def _exchange(self, line: bytes, what: str) -> list[dict[str, Any]]:
-        process = self._process = self._process or _started()
+    def _exchange(self, line: bytes, num_replies: int, what: str) -> list[dict[str, Any]]:
+        process = self._process = self._process or self._started()
         assert process.stdin is not None
         assert process.stdout is not None
         try:
             _write(process.stdin.fileno(), line)
-            answer = process.stdout.readline()
-            if not answer.endswith(b"\n"):
+            answers = [process.stdout.readline() for _ in range(num_replies)]
+            if not answers[-1].endswith(b"\n"):
                 raise BrokenPipeError
         except BrokenPipeError:
             why = self._end(process)
@@ -291,8 +294,23 @@ class _Sandbox:
         except BaseException:  # such as Ctrl-C: this answer would be taken for that of the next request
             self._end(process)
             raise
-        replies: list[dict[str, Any]] = json.loads(answer.decode(errors="surrogatepass"))
-        return replies
+        return [json.loads(answer.decode(errors="surrogatepass")) for answer in answers]
+
+    def _started(self) -> subprocess.Popen[bytes]:
+        python, *rest = own_python("flatout.data.sandbox")
+        self._stderr = tempfile.TemporaryFile()  # noqa: SIM115
+        try:
+            return subprocess.Popen(
+                [python, "-s", "-S", *rest, str(MEMORY_BYTES)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=self._stderr,
+                cwd="/",
+                env=own_environment() | {"PYTHONHASHSEED": "0"},
+                start_new_session=True,  # Ctrl-C is for us
+            )
+        except OSError as error:
+            raise EnvironmentLacks(f"no process can be started for chat templates: {error.strerror or error}") from None
 
     def _end(self, process: subprocess.Popen[bytes]) -> str:
         """Ends the process, if it has not ended itself, and says why it has."""
@@ -301,7 +319,11 @@ class _Sandbox:
             process.wait(timeout=1)
         except subprocess.TimeoutExpired:
             process.kill()
-        said = process.communicate()[1].decode(errors="replace").strip()
+        process.communicate()
+        assert self._stderr is not None
+        with self._stderr as file:
+            file.seek(0)
+            said = file.read().decode(errors="replace").strip()
         return said.splitlines()[-1][:200] if said else f"exit code {process.returncode}"
 
     def close(self) -> None:
@@ -313,26 +335,13 @@ class _Sandbox:
         """In a forked process, which shares the pipes but must not use them."""
         process, self._process, self._turn = self._process, None, threading.Lock()
         if process is not None:
-            for pipe in (process.stdin, process.stdout, process.stderr):
+            nothing = os.open(os.devnull, os.O_RDWR)
+            for pipe in (process.stdin, process.stdout):
                 assert pipe is not None
-                pipe.close()
+                os.dup2(nothing, pipe.fileno())  # closing it may wait for a thread that only the parent has
+            os.close(nothing)
             process.returncode = 0  # not ours to wait for
-
-
-def _started() -> subprocess.Popen[bytes]:
-    python, *rest = own_python("flatout.data.sandbox")
-    try:
-        return subprocess.Popen(
-            [python, "-s", "-S", *rest, str(MEMORY_BYTES)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            cwd="/",
-            env={**os.environ, "PYTHONPATH": own_python_path(), "PYTHONHASHSEED": "0"},
-            start_new_session=True,  # Ctrl-C is for us
-        )
-    except OSError as error:
-        raise EnvironmentLacks(f"no process can be started for chat templates: {error.strerror or error}") from None
+            self._abandoned.append(process)
 
 
 def _write(descriptor: int, data: bytes) -> None:

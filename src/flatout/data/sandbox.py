@@ -282,8 +282,8 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
     for line in sys.stdin.buffer:
-        replies = list(replies_to(line))
-        sys.stdout.buffer.write(json.dumps(replies, ensure_ascii=False).encode(errors="surrogatepass") + b"\n")
+        for reply in replies_to(line):
+            sys.stdout.buffer.write(json.dumps(reply, ensure_ascii=False).encode(errors="surrogatepass") + b"\n")
         sys.stdout.buffer.flush()
         signal.setitimer(signal.ITIMER_PROF, 0)
 

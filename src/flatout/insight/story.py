@@ -350,7 +350,7 @@ def _total_gib(memory: Iterable[Mapping[str, float]], hardware: Mapping[str, Any
     """The device's memory; on a CPU no more than a container allows, which the record of the hardware knows."""
     total = max((row["total_gib"] for row in memory if "total_gib" in row), default=None)
     allowed = None if hardware.get("gpu") else hardware.get("ram_gib")
-    return total if total is None or not allowed else min(total, float(allowed))
+    return min(total, allowed) if total is not None and isinstance(allowed, int | float) and allowed else total
 
 
 def _phases(parts: Iterable[Rollup]) -> list[Phase]:

@@ -11,7 +11,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from types import FrameType
 
@@ -40,8 +40,10 @@ class Rank:
             text = line.decode(errors="replace")
             self.lines.append(text)
             if shown:
-                sys.stderr.write(text)
-                sys.stderr.flush()
+                # Whoever read it may have left, and the rank must not wait for that.
+                with suppress(OSError, ValueError, AttributeError):
+                    sys.stderr.write(text)
+                    sys.stderr.flush()
 
 
 def run(job: Job) -> int:

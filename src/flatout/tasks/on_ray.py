@@ -12,7 +12,7 @@ import subprocess
 import sys
 from typing import Any
 
-from flatout.files import own_python
+from flatout.files import own_environment, own_python
 from flatout.tasks import workers
 
 
@@ -24,7 +24,7 @@ class Served:
             own_python("flatout.tasks.worker"),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env=workers.environment() | variables,
+            env=own_environment() | variables,
         )
 
     def exchanged(self, request: bytes) -> bytes:

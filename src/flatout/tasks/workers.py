@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from typing import IO, Any
 
 from flatout.errors import EnvironmentLacks, RunFailed
-from flatout.files import own_python, own_python_path
+from flatout.files import own_environment, own_python
 
 TIMEOUT_S = 2.0
 # The longest limit that a task may state for itself.
@@ -146,7 +146,7 @@ class Worker:
                     stdout=subprocess.PIPE,
                     stderr=self._stderr,
                     start_new_session=True,
-                    env=environment((*self._variables, *RAY) if on_ray else self._variables),
+                    env=own_environment((*self._variables, *RAY) if on_ray else self._variables),
                 )
                 assert self._process.stdin is not None
                 os.set_blocking(self._process.stdin.fileno(), False)
@@ -226,9 +226,3 @@ def call(operation: str, *arguments: Any) -> Any:
     with _shared_lock:
         _shared = _shared or Worker()
     return _shared.call(operation, *arguments)
-
-
-def environment(variables: Sequence[str] = ()) -> dict[str, str]:
-    """The variables that Python needs to find this package, and those named; no other secrets."""
-    names = ("PATH", "HOME", "LANG", "LC_ALL", "TMPDIR", *variables)
-    return {name: os.environ[name] for name in names if name in os.environ} | {"PYTHONPATH": own_python_path()}
