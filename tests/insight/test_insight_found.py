@@ -9,8 +9,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-from tests import warm
 from tests.insight import made
 from tests.insight.conftest import Flatout
 from tests.waiting import HANG_S
@@ -43,13 +41,14 @@ def test_runs_are_listed_newest_first(flatout: Flatout, tmp_path: Path, monkeypa
     assert "config.json" in by_name["runs/broken"]["problem"], "a damaged run is listed with what is wrong"
 
 
-def test_a_run_is_one_line_of_80_columns_with_its_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "80")
+def test_a_run_is_one_line_of_80_columns_with_its_recipe(tmp_path: Path) -> None:
     for at, recipe in enumerate(("pretrain", "rl", "router")):
         run = made.make(tmp_path / "runs" / f"{recipe}-guru-mixed-cpu-20261119-13080{at}", steps=20)
         config = json.loads((run.path / "config.json").read_text())
         (run.path / "config.json").write_text(json.dumps(config | {"recipe": recipe}))
-    head, *lines = warm.flatout("runs", cwd=tmp_path).stdout.splitlines()
+    command = [sys.executable, "-m", "flatout", "runs"]  # a new process: the width is read once
+    done = subprocess.run(command, cwd=tmp_path, env={**os.environ, "COLUMNS": "80"}, capture_output=True, text=True)
+    head, *lines = done.stdout.splitlines()
     assert head.split()[:4] == ["run", "recipe", "state", "step"]
     assert len(lines) == 3
     for line in lines:

@@ -96,7 +96,7 @@ def test_a_stopped_rank_is_named(which: int, config: Path, tmp_path: Path, left:
 def test_a_rank_that_is_stopped_while_it_samples_is_named(which: int, tmp_path: Path, left: list[int]) -> None:
     """Between two trainings, when nothing else watches."""
     values, run = test_rft.config(tmp_path), tmp_path / "run"
-    values["rft"] |= {"teach_steps": 2, "oversample": 100_000, "adaptive": False, "first": 2}
+    values["rft"] |= {"teach_steps": 2, "oversample": 60_000, "adaptive": False, "first": 2}
     values["train"]["hang_s"] = 4
     file = test_rft.write(tmp_path / "rft.yaml", values)
     ranks = two("sample", file, "--run", run, cwd=tmp_path)

@@ -155,7 +155,7 @@ def test_adapters_on_four_bits_learn(flatout: Call, sft: Path, tmp_path: Path) -
     ("override", "message"),
     [
         ("lora.targets=w_out", "lora.targets: 'w_out' matches no projection"),
-        ("lora.adapter=nowhere", "adapter_config.json is missing"),
+        ("lora.adapter=nowhere", "lora.adapter: there is no folder nowhere"),
         ("data.source=text", "recipe sft takes jsonl, parquet or hf"),
         ("data.tokenizer=byte2", "data.tokenizer"),
         ("model=/nowhere", "error: model: the folder '/nowhere' does not exist"),

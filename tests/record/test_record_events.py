@@ -37,7 +37,7 @@ VALUES: dict[str, Any] = {
 def data_of(kind: str) -> dict[str, Any]:
     known = EVENTS[kind]
     if issubclass(known, Facts):
-        return {"device": "CPU"}
+        return {"device": {"ran": "CPU"} if kind == "ran" else "CPU"}
     own = {"rollouts": {"tasks": [ROLLOUTS | {"without_signal": 0.0}]}, "hang": {"phase": "forward", "silent": True}}
     values = VALUES | own.get(kind, {})
     return {one.name: values.get(one.name, 1) for one in fields(known) if one.name not in ("attempt", "time", "step")}

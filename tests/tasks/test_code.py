@@ -105,7 +105,7 @@ def test_the_grader_runs_programs_and_keeps_one_sandbox() -> None:
     [
         ("code:test", "train or valid"),
         ("code?level=6", "from 1 to 5"),
-        ("code?size=3", "unknown"),
+        ("code?sise=3", "unknown"),
         ("mbpp", "a file of"),
     ],
 )

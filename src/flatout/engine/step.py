@@ -125,6 +125,8 @@ class Engine:
         self._timings: dict[int, StepTiming] = {}
         self._clock: float | None = None
         self._taken = 0
+        # Whether a pass tells the model's time from its critic's: in a step, and in no recorded graph.
+        self._apart = False
 
     @property
     def _metrics(self) -> list[str]:
@@ -304,7 +306,11 @@ class Engine:
             return
         batch = host_batch.to(self.active.device)
         self.phases.mark("forward", role=self.role)
-        sums = self._pass(batch, lambda head: self.objective(batch, head), timed=self.role != "train")
+        self._apart = self.role != "train"
+        try:
+            sums = self.sums(batch)
+        finally:
+            self._apart = False
         part = sums[LOSS] / denominator
         self.phases.mark("backward", role=self.role)
         (part * self.scale if self.scaled else part).backward()
@@ -350,7 +356,7 @@ class Engine:
 
     def sums(self, batch: Batch) -> Mapping[str, Tensor]:
         """The objective's results for a batch on the device: the loss, with its autograd graph, and its metrics."""
-        found: Mapping[str, Tensor] = self._pass(batch, lambda head: self.objective(batch, head))
+        found: Mapping[str, Tensor] = self._pass(batch, lambda head: self.objective(batch, head), timed=self._apart)
         return found
 
     @torch.no_grad()
